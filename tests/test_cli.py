@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperCommand
 from typer.testing import CliRunner
 
 from tests.test_timeline import ENTRIES
 from trainer_plugins import __version__
 from trainer_plugins.cli import app
-from trainer_plugins.cli.plan_help import PANELS
 from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.testing.nvml import ScriptedNvml, unavailable_reason
 
@@ -40,7 +43,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("cuda:0") == 1
     assert "55%" in done.stdout
-    assert "ranks 0 to 1: 2 releases gave back 0.0 MiB and took 250.0 ms, where" in done.stdout
+    assert "ranks 0 to 1: 2 releases freed 0.0 MiB and took 250.0 ms on" in done.stdout
     assert "ranks 0 to 1, step 2, x 2, at worst: [x] s (e" in done.stdout
     assert str(tmp_path / "_trainer_plugins" / "memory" / "rank-1.jsonl") in done.stdout.replace(
         "\n", ""
@@ -54,6 +57,46 @@ def test_a_folder_without_a_run_is_bad_input(tmp_path: Path) -> None:
     assert "give the output_dir of a run that had" in done.stderr.replace("\n", " ").replace(
         "│", ""
     )
+
+
+@pytest.mark.parametrize(
+    "words", [("configs", "list"), ("report", "{run}"), ("report", "{run}", "--json")]
+)
+def test_a_reader_that_closes_the_pipe_changes_nothing(tmp_path: Path, words) -> None:
+    """As in `trainer-plugins plan ... | head -1`."""
+    timeline = Timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    for entry in ENTRIES:
+        timeline.add(entry)
+    arguments = [word.format(run=tmp_path) for word in words]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_plugins", *arguments],
+        check=False,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_explanation_keeps_its_indent_where_a_terminal_wraps_it(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        '  File "train.py", line 7, in <module>\n    trainer.train()\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
+        " capacity of 23.55 GiB of which 1.20 GiB is free. Of the allocated memory 20.00 GiB is"
+        " allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.\n"
+    )
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "60"}
+    on_terminal = CliRunner().invoke(app, ["explain", str(log)], env=terminal).output
+    lines = re.sub(r"\x1b\[[\d;]*m", "", on_terminal).splitlines()
+    assert {line[:4].strip() for line in lines} == {"Why", "Do", ""}
+    assert max(map(len, lines)) <= 60
+    in_a_file = CliRunner().invoke(app, ["explain", str(log)]).output
+    assert " ".join(in_a_file.split()) == " ".join(" ".join(lines).split())
+    assert len(lines) > len(in_a_file.splitlines())
 
 
 def test_the_version() -> None:
@@ -92,19 +135,76 @@ def test_the_commands_stand_in_the_order_of_a_run() -> None:
 def test_each_help_has_an_example_that_the_command_line_takes(name: str) -> None:
     words = name.split("-")
     text = " ".join(shown(*words, "-h").split())
-    assert f"Usage: {'trainer-plugins' if name == 'exec' else 'root'} {' '.join(words)}" in text
+    assert f"Usage: root {' '.join(words)}" in text
     assert f"trainer-plugins {' '.join(words)}" in text.split("Usage: ")[1].split("╭")[0][30:]
 
 
-def test_each_option_of_plan_stands_in_a_panel() -> None:
+def test_the_help_of_plan_begins_with_what_most_need() -> None:
     text = shown("plan", "-h")
-    assert all(f"─ {panel} ─" in text for panel in PANELS)
-    assert "─ Options ─" not in text
+    panels = re.findall(r"╭─ ([^─]+) ─", text)
+    assert panels[:2] == ["Most used", "Model"]
+    assert len(panels) == len(set(panels)) == 7
+    first = text.split("╭─ Most used")[1].split("╰")[0]
+    assert re.findall(r"│ (--[\w-]+)", first) == [
+        "--model",
+        "--seq-length",
+        "--lora-r",
+        "--load-in-4bit",
+        "--gpu",
+        "--num-gpus",
+        "--accelerate-config",
+        "--search",
+        "--html",
+        "--json",
+    ]
+
+
+def words_of(command: TyperCommand, context: typer.Context) -> set[str]:
+    """Every word that the help of a command has to show, and its flags."""
+    texts = [command.help or ""]
+    for param in command.get_params(context):
+        if not getattr(param, "hidden", False):
+            flags = [each for each in (*param.opts, *param.secondary_opts) if each[0] == "-"]
+            texts += [getattr(param, "help", None) or "", *flags]
+    return {word for text in texts for word in text.split()}
+
+
+@pytest.mark.parametrize("name", ["check", "plan", "env", "top", "report", "explain"])
+def test_the_help_breaks_no_word_at_80_columns(name: str) -> None:
+    group: Any = typer.main.get_command(app)
+    command = group.commands[name]
+    words = words_of(command, typer.Context(command))
+    assert "--json" in words
+    text = CliRunner().invoke(app, [name, "-h"], env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    printed = set(text.replace("│", " ").split())
+    assert words - printed == set()
+
+
+def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
+    text = shown("check", "-h")
+    assert re.findall(r"│ (--[\w-]+)", text) == [
+        "--model",
+        "--seq-length",
+        "--lora-r",
+        "--load-in-4bit",
+        "--gpu",
+        "--num-gpus",
+        "--accelerate-config",
+        "--json",
+        "--host-memory",
+        "--help",
+    ]
+    group: Any = typer.main.get_command(app)
+    of_plan, of_check = (
+        {param.name for param in group.commands[name].params} for name in ("plan", "check")
+    )
+    assert of_plan == of_check
 
 
 def test_the_shell_completes_commands_flags_and_launch_files() -> None:
     said = []
-    for words in ("pl", "plan --from", "configs path zero3_offload_o"):
+    for words in ("pl", "plan --from", "configs path zero3_offload_o", "exec --pre"):
         line = f"trainer-plugins {words}"
         environ = {
             "COMP_WORDS": line,
@@ -116,7 +216,7 @@ def test_the_shell_completes_commands_flags_and_launch_files() -> None:
             check=False, capture_output=True, text=True, env={**os.environ, **environ},
         )  # fmt: skip
         said.append(done.stdout)
-    assert said == ["plan\n", "--from-hub\n", "zero3_offload_optimizer\n"]
+    assert said == ["plan\n", "--from-hub\n", "zero3_offload_optimizer\n", "--preset\n"]
 
 
 def test_what_a_bug_report_needs_names_no_people_and_no_machines(tmp_path: Path) -> None:

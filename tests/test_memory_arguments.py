@@ -8,7 +8,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from trainer_plugins import CudaCacheCallback, MemoryArguments, MemoryWatchdog, callbacks_from_args
-from trainer_plugins.plug_in.options import _PARAMETERS
+from trainer_plugins.plug_in.options import _TARGETS
 
 
 def test_beside_the_trainers_own(tmp_path, make_trainer) -> None:
@@ -66,8 +66,8 @@ def test_the_defaults_are_those_of_the_callbacks() -> None:
     for option in fields(MemoryArguments):
         if option.name == "memory_stream_base":
             assert option.default == "no"  # there is no StreamBase then
-        elif option.name in _PARAMETERS:
-            dotted, parameter = _PARAMETERS[option.name]
+        elif option.name in _TARGETS:
+            dotted, parameter = _TARGETS[option.name]
             assert (
                 inspect.signature(pkgutil.resolve_name(dotted)).parameters[parameter].default
                 == option.default

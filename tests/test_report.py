@@ -196,7 +196,7 @@ def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
     begun = run_of(range(3), seconds=100)
     write(tmp_path, 0, begun)
     assert styles() == [""]
-    assert "rank 0: no end of the training was noted" not in report(tmp_path), "it says cut off"
+    assert "rank 0: the timeline has no end of training" not in report(tmp_path), "it says cut off"
 
     sample = begun[-1]
     assert isinstance(sample, Sample)
@@ -206,7 +206,7 @@ def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
     write(tmp_path, 0, run_of(range(3), seconds=200))
     write(tmp_path, 0, run_of(range(3), seconds=300))
     text = report(tmp_path)
-    assert text.count("rank 0: no end of the training was noted: its process was killed") == 1
+    assert text.count("rank 0: the timeline has no end of training: its process was killed") == 1
     assert styles() == ["", "", "green"]
 
 

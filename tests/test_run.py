@@ -103,7 +103,7 @@ def test_a_fork_and_a_child_do_not_speak_for_the_script(tmp_path: Path) -> None:
             ["--memory_every_steps", "0", "train.py"],
             "memory_every_steps is a number of optimizer steps",
         ),
-        (["--memory-every-steps", "often", "train.py"], "invalid int value: 'often'"),
+        (["--memory-every-steps", "often", "train.py"], "Invalid value for '--memory-every-steps'"),
     ],
 )
 def test_bad_input_is_one_line_and_runs_nothing(tmp_path: Path, arguments, says) -> None:

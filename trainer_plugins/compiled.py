@@ -19,8 +19,7 @@ class CompileError(RuntimeError):
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
-        self.output = output
-        """What the compiler printed; empty if it could not be run."""
+        self.output = output  # what the compiler printed; empty if it could not be run
 
 
 def cache_folder() -> Path:

@@ -35,6 +35,34 @@ class Finding:
     amount: float = 0.0
     """How bad it is, in a unit of its own; comparable only between findings of one code."""
 
+    @classmethod
+    def error(
+        cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
+    ) -> "Finding":
+        """Report what ends a run, or makes its result useless."""
+        return cls(
+            code=code,
+            severity=Severity.ERROR,
+            summary=summary,
+            evidence=evidence,
+            remedy=remedy,
+            amount=amount,
+        )
+
+    @classmethod
+    def warning(
+        cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
+    ) -> "Finding":
+        """Report what may end a run, or wastes memory or time."""
+        return cls(
+            code=code,
+            severity=Severity.WARNING,
+            summary=summary,
+            evidence=evidence,
+            remedy=remedy,
+            amount=amount,
+        )
+
     def __str__(self) -> str:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
 

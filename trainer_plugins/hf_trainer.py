@@ -43,6 +43,7 @@ class HfArguments(Protocol):
     fsdp: object
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
+    include_for_metrics: list[str]
     label_smoothing_factor: float
     learning_rate: float
     local_process_index: int
@@ -69,6 +70,7 @@ class HfState(Protocol):
     global_step: int
     log_history: list[dict[str, float]]
     max_steps: int
+    num_input_tokens_seen: int
     stateful_callbacks: dict[str, Any]
 
 
@@ -76,6 +78,10 @@ class HfCallbackHandler(Protocol):
     """Lists the names of a Trainer's `CallbackHandler`."""
 
     callbacks: list[Any]
+    eval_dataloader: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
     train_dataloader: Any
 
     def add_callback(self, callback: object) -> None:
@@ -96,14 +102,14 @@ class HfAccelerator(Protocol):
     distributed_type: object
     mixed_precision: str
     num_processes: int
-    parallelism_config: Any
-    """None unless the run uses accelerate's parallelism config."""
-    scaler: object
-    """The gradient scaler of fp16; None without it."""
-    state: Any
-    """Its plugins: `fsdp_plugin` is only there under FSDP."""
+    parallelism_config: Any  # none unless the run uses accelerate's parallelism config
+    scaler: object  # the gradient scaler of fp16; None without it
+    state: Any  # its plugins: `fsdp_plugin` is only there under FSDP
     sync_gradients: bool
     use_distributed: bool
+
+    def free_memory(self) -> None:
+        """Forget the prepared models, optimizers and loaders."""
 
     def get_state_dict(self, model: object) -> dict[str, torch.Tensor]:
         """Gather the weights of a prepared model."""
@@ -111,7 +117,9 @@ class HfAccelerator(Protocol):
     def prepare_data_loader(self, data_loader: object) -> object:
         """Move each batch to the device, and give each rank its own batches."""
 
-    def unwrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True
+    ) -> torch.nn.Module:
         """Return the model inside its wrapper."""
 
 
@@ -122,9 +130,9 @@ class HfTrainer(Protocol):
     args: HfArguments
     callback_handler: HfCallbackHandler
     compute_loss: Callable[..., Any]
-    compute_loss_func: object
-    """A loss of the user's; TRL's GRPO trainer sets a string as a marker."""
-    compute_metrics: object
+    compute_loss_func: object  # a loss of the user's; TRL's GRPO trainer sets a string as a marker
+    compute_metrics: Callable[[Any], dict[str, Any]] | None
+    control: Any
     current_gradient_accumulation_steps: int
     """How many micro-batches this optimizer step has; it exists once training runs."""
     eval_dataset: Any
@@ -135,10 +143,10 @@ class HfTrainer(Protocol):
     lr_scheduler: Any
     model: Any
     model_accepts_loss_kwargs: bool
+    model_init: object
     model_wrapped: torch.nn.Module
     neftune_noise_alpha: float | None
-    optimizer: Any
-    """None before training; else accelerate's wrapper of an optimizer."""
+    optimizer: Any  # none before training; else accelerate's wrapper of an optimizer
     optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None
     prediction_step: Callable[..., Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None

@@ -36,8 +36,7 @@ class Patches(contextlib.ExitStack):
         super().__init__()
         self._keeps_later = keeps_later
         self._patches: list[_Patch] = []
-        self.missing: list[str] = []
-        """Functions that `wrap` did not find in the installed versions."""
+        self.missing: list[str] = []  # functions that `wrap` did not find in the installed versions
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace an attribute, or add one."""

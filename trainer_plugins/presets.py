@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 GROUP = "trainer_plugins.presets"
-"""The entry-point group for a package's own `Preset`, under the name that its users will give."""
+"""The entry-point group in which a package offers its own `Preset` under a name."""
 
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
@@ -55,21 +55,21 @@ PRESETS = (
     ),
     Preset(
         "memory_safe",
-        "observe, and all guards: the one to take for any run, and the default",
+        "observe, and all guards: suits any run, and is the default",
         _SAFE,
     ),
     Preset(
         "survive",
-        "memory_safe, and a micro-batch that does not fit is finished in pieces: the one to take"
-        " where a run must not die. It is not in memory_safe because it replaces two methods of"
-        " the Trainer, and warns of each run that it cannot help",
+        "memory_safe, and a micro-batch that does not fit is finished in pieces: for runs that must"
+        " not die. It is not in memory_safe because it replaces two methods of the Trainer, and"
+        " warns about each run that it cannot help",
         (*_SAFE, SURVIVE),
     ),
 )
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of that name: a built-in one, else one that an installed package offers.
+    """Return the preset of that name: a built-in one, else one of an installed package.
 
     Raises:
         ValueError: there is none, or the package's offer cannot be loaded or is not a `Preset`.
@@ -98,7 +98,7 @@ def preset(name: str) -> Preset:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Suggest the name that was probably meant, as a sentence; empty if none is near.
+    """Suggest the nearest name, as a sentence; empty if none is near.
 
     >>> nearest("memory-safe", ["observe", "memory_safe"]), nearest("x", ["observe"])
     (' Did you mean memory_safe?', '')

@@ -17,24 +17,12 @@ class MemoryReading:
     ```
     """
 
-    device: str
-    """The device's name as torch writes it: `cuda:0`."""
-
-    total_bytes: int
-    """What all processes together can use, without the GPU driver's own reserve."""
-
-    free_bytes: int
-    """Bytes that no process uses."""
-
-    reserved_bytes: int
-    """Bytes that this process's caching allocator holds."""
-
-    allocated_bytes: int
-    """The part of `reserved_bytes` that live tensors occupy."""
-
-    peak_allocated_bytes: int
-    """The highest `allocated_bytes` since the peak was last reset."""
-
+    device: str  # the device's name as torch writes it: `cuda:0`
+    total_bytes: int  # what all processes together can use, without the GPU driver's own reserve
+    free_bytes: int  # bytes that no process uses
+    reserved_bytes: int  # bytes that this process's caching allocator holds
+    allocated_bytes: int  # the part of `reserved_bytes` that live tensors occupy
+    peak_allocated_bytes: int  # the highest `allocated_bytes` since the peak was last reset
     num_alloc_retries: int = 0
     """Allocations since the process began that succeeded only after the cache was flushed."""
 

@@ -10,33 +10,57 @@ code is passed on.
 """
 
 import sys
+from typing import Annotated, Any
+
+import typer
 
 from trainer_plugins.plug_in.as_main import NoSuchProgramError, program
 from trainer_plugins.plug_in.attachment import attach, say_at_exit
-from trainer_plugins.plug_in.flags import Flags
+from trainer_plugins.plug_in.flags import (
+    BEFORE_A_COMMAND,
+    PRESETS_IN_WORDS,
+    CommandInFront,
+    with_memory_options,
+)
+
+
+class RunCommand(CommandInFront):
+    """Parses `python -m trainer_plugins.run`."""
+
+    prog = "python -m trainer_plugins.run"
+
+
+@with_memory_options
+def _run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT", help="The script and its arguments.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module instead of a script.")] = False,
+) -> None:
+    """Run a training script, unedited, with callbacks on every transformers.Trainer it builds."""
 
 
 def main(arguments: list[str]) -> None:
     """Attach the callbacks, then run the program that the command line names."""
-    flags = Flags(
-        "python -m trainer_plugins.run",
-        "(SCRIPT | -m MODULE) [ARGUMENT ...]",
-        "Run a training script, unedited, with callbacks on every transformers.Trainer it builds.",
-        takes_module=True,
-    )
-    given, command = flags.split(arguments)
-    if is_module := command[:1] == ["-m"]:
-        del command[0]
-    if not command:
-        flags.refuse("name a script, or a module after -m")
+    app = typer.Typer(add_completion=False)
+    app.command(cls=RunCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)(_run)
+    # Typer only parses: it would catch some errors of the script, and change excepthook.
+    command: Any = typer.main.get_command(app)
     try:
-        run = program(command, is_module)
+        params = command.make_context(RunCommand.prog, arguments).params
+    except typer.Exit as end:  # after --help
+        sys.exit(end.exit_code)
+    given, words = RunCommand.given(params), list(params["command"] or ())
+    if not words:
+        RunCommand.refuse("name a script, or a module after -m")
+    try:
+        run = program(words, params["module"])
     except NoSuchProgramError as error:
-        flags.refuse(str(error))
+        RunCommand.refuse(str(error))
     try:
         attach(**given)
     except ValueError as error:
-        flags.refuse(str(error))
+        RunCommand.refuse(str(error))
     say_at_exit()
     run()
 

@@ -11,9 +11,7 @@ from trainer_plugins.units import percent
 class Strategy:
     """Describes what really runs on one rank, read from the objects of the running process."""
 
-    distributed_type: str
-    """accelerate's name: `DEEPSPEED`, `FSDP`, `MULTI_GPU`, `MULTI_CPU`, `NO`."""
-
+    distributed_type: str  # accelerate's name: `DEEPSPEED`, `FSDP`, `MULTI_GPU`, `MULTI_CPU`, `NO`
     wrapped_class: str
     """Class that training calls: `DeepSpeedEngine`, `DistributedDataParallel`, the model's own."""
 
@@ -21,24 +19,12 @@ class Strategy:
     """The kind of that class: `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown`
     (as on XLA)."""
 
-    world_size: int
-    """Number of ranks that train together, over all machines."""
-
-    device: str
-    """Device type: `cuda`, `cpu`."""
-
-    num_params: int
-    """Elements of all parameters of the full model; 4-bit weights count unpacked."""
-
-    num_machines: int | None = None
-    """Number of machines; None if the launcher does not say."""
-
-    num_partitioned: int = 0
-    """Elements of sharded parameters; each rank holds the others in full."""
-
-    zero_stage: int | None = None
-    """The ZeRO stage; None without DeepSpeed."""
-
+    world_size: int  # number of ranks that train together, over all machines
+    device: str  # device type: `cuda`, `cpu`
+    num_params: int  # elements of all parameters of the full model; 4-bit weights count unpacked
+    num_machines: int | None = None  # number of machines; None if the launcher does not say
+    num_partitioned: int = 0  # elements of sharded parameters; each rank holds the others in full
+    zero_stage: int | None = None  # the ZeRO stage; None without DeepSpeed
     offload: Mapping[str, str] = field(default_factory=dict)
     """What is offloaded, and where to: `{"optimizer": "cpu", "param": "nvme"}`; a streamed base."""
 
@@ -51,8 +37,7 @@ class Strategy:
     master_dtype: str | None = None
     """The dtype in which the optimizer keeps the weights; None if it trains none."""
 
-    is_checkpointing: bool = False
-    """Whether the model recomputes activations in the backward pass."""
+    is_checkpointing: bool = False  # whether the model recomputes activations in the backward pass
 
     @property
     def partitioned_fraction(self) -> float:

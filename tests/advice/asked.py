@@ -16,7 +16,7 @@ from tests.launch.bad_files import BAD
 from trainer_plugins.advice.for_causes import Room
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.check import judge
-from trainer_plugins.devices import HostFacts
+from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
@@ -57,6 +57,12 @@ CAUSE_OF_FINDING = {
     "states-too-large": "optimizer-state",
     "vllm-share": "engine-share",
 }
+
+
+FULL = MemoryReading(
+    device="cuda:0", total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=70 * GIB,
+    allocated_bytes=60 * GIB, peak_allocated_bytes=70 * GIB,
+)  # fmt: skip
 
 
 class Said(NamedTuple):
@@ -181,20 +187,29 @@ def snapshots(folder: Path) -> Iterator[Said]:
         yield from of("snapshot", explain_snapshot(card.dump(folder / "snapshot.pickle")))
 
 
+CAUSE_OF_MOMENT = {
+    "train": "capacity",
+    "eval": "eval-batch",
+    "generate": "generate-cache",
+    "save": "save-gather",
+}
+
+
+def peaks() -> Iterator[Said]:
+    for moment, cause in CAUSE_OF_MOMENT.items():
+        if (found := pressure(FULL, Budget(), moment)) is not None:
+            yield Said("watch", cause, (found.remedy,))
+
+
 def watched() -> Iterator[Finding | None]:
-    reading = MemoryReading(
-        device="cuda:0", total_bytes=80 * GIB, free_bytes=GIB, reserved_bytes=70 * GIB,
-        allocated_bytes=60 * GIB, peak_allocated_bytes=70 * GIB,
-    )  # fmt: skip
-    for moment in ("train", "eval", "generate", "save"):
-        yield pressure(reading, Budget(), moment)
     flush = Flush(step=1, reason="interval", released_bytes=GIB, stuck_bytes=20 * GIB, seconds=0.1)
     for is_expandable in (False, True):
         yield stuck_memory(flush, 80 * GIB, is_expandable=is_expandable)
-        retried = replace(reading, num_alloc_retries=3)
-        yield allocator_retries(reading, retried, is_expandable=is_expandable)
-    yield foreign_memory(reading, GIB, None, set())
-
+        retried = replace(FULL, num_alloc_retries=3)
+        yield allocator_retries(FULL, retried, is_expandable=is_expandable)
+    yield foreign_memory(FULL, GIB, None, set())
+    other = GpuProcess(pid=2, used_bytes=14 * GIB, name="python other.py")
+    yield foreign_memory(FULL, GIB, (other,), set())
     yield shared_memory(HostFacts(num_oom_kills=0, shm_total_bytes=64 * MIB, shm_free_bytes=MIB))
 
 
@@ -207,7 +222,7 @@ def linted(folder: Path) -> Iterator[Finding]:
     for code, name, text in BAD:
         file = folder / name
         file.write_text(text)
-        yield from (each for each in lint.check(file) if each.code == code)
+        yield from (each for each in lint.judge(lint.read_document(file)) if each.code == code)
 
 
 def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:
@@ -242,6 +257,7 @@ def all_said(folder: Path) -> Iterator[Said]:
         corpus(),
         records(),
         snapshots(folder),
+        peaks(),
         findings("watch", watched()),
         findings("check", checked()),
         planned(),

@@ -232,9 +232,9 @@ def test_what_hydra_refuses_by_itself(tmp_path: Path, word: str, says: str) -> N
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("warn_fraction=0.8", "warn_fraction is read by nobody. Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?"),
-        ("callbaks.cuda_cache.interval=5", "callbaks is read by nobody. Did you mean trainer_plugins.callbacks?"),
-        ("callbacks.memory_wachdog.stop=true", "callbacks.memory_wachdog has no _target_, so no callback is made of it. Did you mean trainer_plugins.callbacks.memory_watchdog?"),
+        ("warn_fraction=0.8", "warn_fraction is not used. Did you mean trainer_plugins.callbacks.memory_watchdog.warn_fraction?"),
+        ("callbaks.cuda_cache.interval=5", "callbaks is not used. Did you mean trainer_plugins.callbacks?"),
+        ("callbacks.memory_wachdog.stop=true", "callbacks.memory_wachdog has no _target_, so it makes no callback. Did you mean trainer_plugins.callbacks.memory_watchdog?"),
         ("callbacks.memory_watchdog.warn_fracton=0.8", "callbacks.memory_watchdog.warn_fracton: MemoryWatchdog has no argument warn_fracton. Did you mean warn_fraction?"),
     ],
 )  # fmt: skip

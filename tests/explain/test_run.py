@@ -194,7 +194,7 @@ def test_kills_that_the_container_counted_are_told(make_trainer, tmp_path) -> No
 def test_a_run_that_still_runs_was_not_killed(make_trainer, tmp_path) -> None:
     folder = killed(make_trainer, tmp_path, pid=os.getpid())
     assert explain_run(folder).causes == ()
-    assert report(folder).startswith("rank 0: no end of the training was noted: it still runs\n")
+    assert report(folder).startswith("rank 0: the timeline has no end of training: it still runs\n")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import yaml
 from tests.test_cli import command
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.lint import ConfigError, Document, read_document
-from trainer_plugins.launch.lint.names import offload_devices
 
 FAMILY = {
     *(
@@ -42,13 +41,13 @@ def test_a_file_does_what_its_name_says(name: str) -> None:
     accelerate = found.accelerate or {}
     zero = (found.deepspeed or {}).get("zero_optimization", {})
 
-    assert bool(offload_devices(found)) is ("offload" in name)
-    assert ("nvme" in offload_devices(found).values()) is ("nvme" in name)
+    assert bool(found.offload_devices) is ("offload" in name)
+    assert ("nvme" in found.offload_devices.values()) is ("nvme" in name)
     if name.startswith("zero"):
         assert accelerate["distributed_type"] == "DEEPSPEED"
         assert zero["stage"] == int(name[4])
     if "offload_all" in name:
-        assert offload_devices(found) == {"optimizer": "cpu", "param": "cpu"}
+        assert found.offload_devices == {"optimizer": "cpu", "param": "cpu"}
         # The values the recipe is known by.
         assert zero["reduce_bucket_size"] == zero["stage3_prefetch_bucket_size"] == 50_000_000
         assert zero["stage3_param_persistence_threshold"] == 100_000

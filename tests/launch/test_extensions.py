@@ -98,7 +98,7 @@ def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
     (finding,) = lock_findings([ExtensionLock(path=lock, age_seconds=7200)])
 
     assert str(finding) == (
-        "[extension-lock] every launch that needs the extension cpu_adam of torch waits forever: a build was cut off "
+        "[extension-lock] every launch that needs the extension cpu_adam of torch waits forever: a build was interrupted "
         f"({lock} is 2 h old, and no process holds it). Remove it: rm {lock}"
     )
 
@@ -229,9 +229,9 @@ def test_each_first_build_says_what_is_built_and_how_long_it_takes(
     lines = [line for line in capfd.readouterr().err.splitlines() if "compiles" in line]
     assert lines == [
         "trainer_plugins: torch compiles cpu_adam first (DeepSpeed's optimizer in main memory):"
-        " usually one minute on two quiet cores, in silence, and once for this Python",
+        " usually one minute on two quiet cores, without output, and once for this Python",
         "trainer_plugins: torch compiles deepspeed_shm_comm first (DeepSpeed's collectives on the"
-        " CPU): usually one minute on two quiet cores, in silence, and once for this Python",
-        "trainer_plugins: torch compiles mine first: usually one minute to several, in silence, and"
+        " CPU): usually one minute on two quiet cores, without output, and once for this Python",
+        "trainer_plugins: torch compiles mine first: usually one minute to several, without output, and"
         " once for this Python",
     ]

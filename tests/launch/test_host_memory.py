@@ -9,8 +9,8 @@ import pytest
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import check, read_document
-from trainer_plugins.launch.lint.offload import host_need
+from trainer_plugins.launch.lint import judge, read_document
+from trainer_plugins.launch.lint.host_memory import host_need
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
@@ -41,7 +41,10 @@ def test_what_a_machine_has_is_judged_with_the_processes_and_what_can_be_pinned(
     assert need.total_bytes > need.tensor_bytes > need.pinned_bytes > 0
 
     def found(**limits):
-        return [str(each) for each in check(file, num_params=9.4e9, host=HostLimits(**limits))]
+        return [
+            str(each)
+            for each in judge(read_document(file), num_params=9.4e9, host=HostLimits(**limits))
+        ]
 
     assert not found()
     assert not found(total_bytes=2 * need.total_bytes, pinned_bytes=need.pinned_bytes)
@@ -60,7 +63,7 @@ def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
         file = tmp_path / "ds_z3_offload_config.json"
         file.write_text(json.dumps({"zero_optimization": stage_3 | more}))
         limit = HostLimits(total_bytes=252 * 10**9)
-        judged = check(file, num_params=9.4e9, host=limit)
+        judged = judge(read_document(file), num_params=9.4e9, host=limit)
         return next(each for each in judged if each.code == "config-host-memory")
 
     killed, without = found(**{gathers: True}), found()
@@ -73,7 +76,12 @@ def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
 def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:
     file = configs.path("fsdp2")
     few, many = (
-        check(file, num_params=34e9, num_ranks=ranks, host=HostLimits(total_bytes=500 * GIB))
+        judge(
+            read_document(file),
+            num_params=34e9,
+            num_ranks=ranks,
+            host=HostLimits(total_bytes=500 * GIB),
+        )
         for ranks in (2, 8)
     )
     assert not few

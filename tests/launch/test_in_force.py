@@ -157,7 +157,8 @@ def test_flags_and_files_are_read_as_accelerate_reads_them(
         }
         (tmp_path / "mine.json").write_text(json.dumps(full))
         arguments = ["--config_file", str(tmp_path / "mine.json"), *arguments]
-    asked = Asked(**of_launcher(Launcher((*arguments, "train.py"), tmp_path)))
+    asked = of_launcher(Launcher((*arguments, "train.py"), tmp_path))
+    assert asked is not None
 
     resolved, _, _ = _validate_launch_command(
         launch_command_parser().parse_args([*arguments, "train.py"])
@@ -191,7 +192,8 @@ def test_flags_and_files_are_read_as_accelerate_reads_them(
 def test_flags_that_accelerate_passes_over_were_meant(tmp_path: Path) -> None:
     (tmp_path / "z3.json").write_text(json.dumps(JSON))
     arguments = "--use_deepspeed --deepspeed_config_file z3.json --zero_stage 2 --offload_optimizer_device none train.py"
-    asked = Asked(**of_launcher(Launcher(tuple(arguments.split()), tmp_path)))
+    asked = of_launcher(Launcher(tuple(arguments.split()), tmp_path))
+    assert asked is not None
 
     assert (asked.zero_stage, asked.offload) == (2, {})
     assert asked.flags_beside_json == ("--offload_optimizer_device", "--zero_stage")
@@ -200,7 +202,7 @@ def test_flags_that_accelerate_passes_over_were_meant(tmp_path: Path) -> None:
 def test_a_launcher_of_another_version_is_not_guessed_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert of_launcher(Launcher(("--of-a-later-version", "train.py"), tmp_path)) == {}
+    assert of_launcher(Launcher(("--of-a-later-version", "train.py"), tmp_path)) is None
     assert capsys.readouterr().err == ""
 
 

@@ -8,13 +8,13 @@ from tests.launch.bad_files import BAD, zero2, zero3
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+from trainer_plugins.launch.lint import ConfigError, judge, read_document, training_arguments
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
 
 def codes(path: Path, **more) -> set[str]:
-    return {finding.code for finding in check(path, **more)}
+    return {finding.code for finding in judge(read_document(path), **more)}
 
 
 def test_there_are_enough_bad_files() -> None:
@@ -27,14 +27,16 @@ def test_there_are_enough_bad_files() -> None:
 def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
 
-    assert code in codes(tmp_path / name), [str(finding) for finding in check(tmp_path / name)]
+    assert code in codes(tmp_path / name), [
+        str(finding) for finding in judge(read_document(tmp_path / name))
+    ]
 
 
 @pytest.mark.parametrize("text", [zero2(), zero3()])
 def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> None:
     (tmp_path / "good.json").write_text(text)
 
-    assert not check(tmp_path / "good.json")
+    assert not judge(read_document(tmp_path / "good.json"))
 
 
 @pytest.mark.parametrize("name", configs.names())
@@ -44,8 +46,11 @@ def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> No
 def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
     training = None if words is None else training_arguments(words)
 
-    assert not check(
-        configs.path(name), training=training, num_params=1e9, host=HostLimits(total_bytes=64 * GIB)
+    assert not judge(
+        read_document(configs.path(name)),
+        training=training,
+        num_params=1e9,
+        host=HostLimits(total_bytes=64 * GIB),
     )
 
 
@@ -60,7 +65,9 @@ def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
 def test_the_nearest_right_key_is_named(tmp_path: Path, wrong: str, right: str) -> None:
     (tmp_path / "ds.json").write_text(zero3(f", {wrong}"))
 
-    assert right in " ".join(finding.remedy for finding in check(tmp_path / "ds.json"))
+    assert right in " ".join(
+        finding.remedy for finding in judge(read_document(tmp_path / "ds.json"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,9 @@ def test_a_missing_accumulation_is_one_and_clashes_with_eight(tmp_path: Path) ->
     ],
 )
 def test_main_memory_for_7b(name: str, gib: int, found: Severity | None) -> None:
-    findings = check(configs.path(name), num_params=6.74e9, host=HostLimits(total_bytes=gib * GIB))
+    findings = judge(
+        read_document(configs.path(name)), num_params=6.74e9, host=HostLimits(total_bytes=gib * GIB)
+    )
 
     assert [finding.severity for finding in findings] == ([] if found is None else [found])
 
@@ -126,7 +135,7 @@ def test_what_is_no_mapping_is_bad_input(tmp_path: Path, name: str, text: str) -
     (tmp_path / name).write_text(text)
 
     with pytest.raises(ConfigError) as refused:
-        check(tmp_path / name)
+        judge(read_document(tmp_path / name))
     assert "\n" not in str(refused.value)
     assert command("configs", "check", tmp_path / name).returncode == 2
 

@@ -19,7 +19,7 @@ from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.contexts import context_file, remember, with_measured_context
 from trainer_plugins.record.timeline import Sample, read_timeline
-from trainer_plugins.report.calibration import calibration_report
+from trainer_plugins.report.beside import calibration_report
 from trainer_plugins.units import GIB, MIB
 
 CONTEXT = 300 * MIB
@@ -108,7 +108,7 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
         "train",
         f"{met['train', 'allocated']:+.2%}",
         "300.0 MiB of the card was outside the allocator",
-        "Delete that file to undo",
+        "To undo this, delete",
     ):
         assert words in said(found)
     assert found.context_bytes == CONTEXT

@@ -16,8 +16,10 @@ from tests.planner.test_search import NOTHING
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import StreamBase
 from trainer_plugins.cli import app
-from trainer_plugins.cli.again import command_of
-from trainer_plugins.cli.plan import plan_request
+from trainer_plugins.cli.plan import command_of
+from trainer_plugins.cli.plan_inputs import inputs_of
+from trainer_plugins.cli.plan_options import RunOptions
+from trainer_plugins.cli.typed_options import value_of
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.changes import explain
@@ -179,7 +181,8 @@ def test_the_command_says_how_many_layers_are_on_the_card(tmp_path):
     words = ["--model", str(tmp_path), "--lora-r", "4", "--stream-base", "3"]
     commands: Any = get_command(app)
     context = commands.commands["plan"].make_context("plan", words)
-    assert plan_request(context.params, context.args).resident_layers == 3
+    details, _ = inputs_of(value_of(RunOptions, context.params), context.args)
+    assert details.resident_layers == 3
     assert command_of(context).endswith("--stream-base 3")
 
 

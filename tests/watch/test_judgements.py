@@ -46,7 +46,7 @@ def test_pressure_by_the_marks(peak: float, severity: Severity | None) -> None:
 def test_pressure_says_what_it_saw_and_what_to_do() -> None:
     assert str(pressure(reading(peak=78, reserved=79), Budget(), "train")) == (
         "[memory-pressure] cuda:0 was 99% full at its peak in train (peak allocated 78.00 GiB, "
-        "non-torch 1.00 GiB, total 80.00 GiB). Halve per_device_train_batch_size and double "
+        "non-torch 1.00 GiB, total 80.00 GiB). To lower this peak, halve per_device_train_batch_size and double "
         "gradient_accumulation_steps (the effective batch stays the same), or set gradient_checkpointing=True."
     )
     in_evaluation = pressure(reading(peak=78), Budget(), "eval")
@@ -288,4 +288,4 @@ def test_nobody_is_told_to_set_what_is_set(
     ]
     for finding in findings:
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.remedy) is not is_set
-        assert ("expandable_segments is set already" in finding.remedy) is is_set
+        assert ("segments are expandable already" in finding.remedy) is is_set

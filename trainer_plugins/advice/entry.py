@@ -39,24 +39,16 @@ class Advice:
     effect: str
     """What it does, as one clause: "only the inputs of layers are kept for the backward pass"."""
 
-    price: str = ""
-    """What it costs; empty if nothing."""
-
-    when: str = ""
-    """Where it applies, if that is not everywhere."""
-
+    price: str = ""  # what it costs; empty if nothing
+    when: str = ""  # where it applies, if that is not everywhere
     only_on: tuple[str, ...] = ()
     """The makers of cards (`vendors.py`) for which it is; empty if for all."""
 
-    keeps_result: bool = True
-    """Whether the run computes the same as before, except for rounding."""
-
+    keeps_result: bool = True  # whether the run computes the same as before, except for rounding
     extra_time: float | None = None
     """What it adds to the time of a step, as a fraction of it; None if that is not known."""
 
-    unfilled: str = ""
-    """What to write at its first door where the values are not known."""
-
+    unfilled: str = ""  # what to write at its first door where the values are not known
     trainer: str = ""
     arguments: str = ""
     trl: str = ""

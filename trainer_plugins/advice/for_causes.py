@@ -134,10 +134,22 @@ OTHERWISE = (
         "a dead worker or the kernel's counter has shown the kill already",
     ),
     Otherwise(
+        "watch",
+        "foreign",
+        OTHER_CARD,
+        "where the driver lists the processes, its finding lists them too",
+    ),
+    Otherwise(
         "check",
         "shm",
         LARGER_SHM,
         "it counts how large /dev/shm has to be, before the container is started for the run",
+    ),
+    Otherwise(
+        "check",
+        "quadratic-attention",
+        CHECKPOINTING,
+        "it knows that attention is sdpa already, and that the card has no other kernel for it",
     ),
     Otherwise(
         "text",

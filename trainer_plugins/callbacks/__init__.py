@@ -3,31 +3,16 @@
 Each translates its events into calls on the floors below.
 """
 
-from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback
-from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup
-from trainer_plugins.callbacks.evaluation_guard import EvaluationGuard
-from trainer_plugins.callbacks.headroom import Headroom
-from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard
-from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog
-from trainer_plugins.callbacks.oom_reporter import OOMReporter
-from trainer_plugins.callbacks.preflight import Preflight, PreflightError
-from trainer_plugins.callbacks.release_earlier_runs import ReleaseEarlierRuns
-from trainer_plugins.callbacks.resume_guard import ResumeGuard
-from trainer_plugins.callbacks.strategy_in_force import StrategyInForce
-from trainer_plugins.callbacks.stream_base import StreamBase
-
-__all__ = [
-    "CudaCacheCallback",
-    "EvalGenerateCleanup",
-    "EvaluationGuard",
-    "Headroom",
-    "KVCacheGuard",
-    "MemoryWatchdog",
-    "OOMReporter",
-    "Preflight",
-    "PreflightError",
-    "ReleaseEarlierRuns",
-    "ResumeGuard",
-    "StrategyInForce",
-    "StreamBase",
-]
+from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback as CudaCacheCallback
+from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup as EvalGenerateCleanup
+from trainer_plugins.callbacks.evaluation_guard import EvaluationGuard as EvaluationGuard
+from trainer_plugins.callbacks.headroom import Headroom as Headroom
+from trainer_plugins.callbacks.kv_cache_guard import KVCacheGuard as KVCacheGuard
+from trainer_plugins.callbacks.memory_watchdog import MemoryWatchdog as MemoryWatchdog
+from trainer_plugins.callbacks.oom_reporter import OOMReporter as OOMReporter
+from trainer_plugins.callbacks.preflight import Preflight as Preflight
+from trainer_plugins.callbacks.preflight import PreflightError as PreflightError
+from trainer_plugins.callbacks.release_earlier_runs import ReleaseEarlierRuns as ReleaseEarlierRuns
+from trainer_plugins.callbacks.resume_guard import ResumeGuard as ResumeGuard
+from trainer_plugins.callbacks.strategy_in_force import StrategyInForce as StrategyInForce
+from trainer_plugins.callbacks.stream_base import StreamBase as StreamBase

@@ -8,6 +8,10 @@ from typing import Any
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import Kind, RunCallback, callback_of
+from trainer_plugins.hf_trainer import HfTrainer
+
+Method = Callable[..., Any]
+"""A method of a Trainer, which it gets as its first argument."""
 
 
 class GuardCallback(RunCallback):
@@ -34,10 +38,7 @@ def put_around(
 
 
 def wrap_once(
-    name: str,
-    kind: type,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-    owner: type = Trainer,
+    name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
 ) -> None:
     """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks.
 
@@ -54,11 +55,9 @@ def wrap_once(
 
 
 def _surrounded(
-    method: Callable[..., Any],
-    kind: type[Kind],
-    around: Callable[..., AbstractContextManager[object]],
-) -> Callable[..., Any]:
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+    method: Method, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
+) -> Method:
+    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         callback = callback_of(self, kind)
         with around(callback, self, *args, **kwargs) if callback else nullcontext():
             return method(self, *args, **kwargs)

@@ -1,13 +1,13 @@
 """EvaluationCallback: tells a callback when evaluations begin and end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.upkeep.generation import inside_training
 
 
@@ -26,16 +26,13 @@ class EvaluationCallback(RunCallback):
         super().at_rest()
         self._evaluating = self.is_inside = False
         """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
-        self.num_evaluations = 0
-        """How many evaluations and predictions have fired their event."""
+        self.num_evaluations = 0  # how many evaluations and predictions have fired their event
 
-    def before_evaluation(
-        self, args: TrainingArguments, state: TrainerState, **event: object
-    ) -> None:
+    def before_evaluation(self, args: HfArguments, state: HfState, **event: object) -> None:
         """Handle the beginning of an evaluation; inside training it may be called twice."""
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, **event: object
     ) -> None:
         """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
 
@@ -56,6 +53,8 @@ class EvaluationCallback(RunCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         self._settle(args, state, **event)
+
+    on_save = on_train_end = on_step_begin
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -80,20 +79,8 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         self._end(args, state, "predict", **event)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self._settle(args, state, **event)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self._settle(args, state, **event)
-
     @contextmanager
-    def evaluating(
-        self, args: TrainingArguments, state: TrainerState, **event: object
-    ) -> Iterator[None]:
+    def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
         """Surround a call of the Trainer's `evaluate`, inside training or outside."""
         self.is_inside = True
         self._begin(args, state, **event)
@@ -102,18 +89,16 @@ class EvaluationCallback(RunCallback):
         finally:
             self.is_inside = False
 
-    def _begin(self, args: TrainingArguments, state: TrainerState, **event: object) -> None:
+    def _begin(self, args: HfArguments, state: HfState, **event: object) -> None:
         self._evaluating = True
         self.before_evaluation(args, state, **event)
 
-    def _end(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
-    ) -> None:
+    def _end(self, args: HfArguments, state: HfState, moment: str, **event: object) -> None:
         self._evaluating = False
         self.num_evaluations += 1
         self.after_evaluation(args, state, moment, **event)
 
-    def _settle(self, args: TrainingArguments, state: TrainerState, **event: object) -> None:
+    def _settle(self, args: HfArguments, state: HfState, **event: object) -> None:
         if self._evaluating:
             self._evaluating = False
             self.after_evaluation(args, state, "eval", **event)
@@ -127,8 +112,8 @@ def _wrap_evaluate() -> None:
     wrap_once("evaluate", EvaluationCallback, _telling, owner)
 
 
-def _telling(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+def _telling(evaluate: Method) -> Method:
+    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         callbacks = [
             each
             for each in self.callback_handler.callbacks

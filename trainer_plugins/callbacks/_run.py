@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
@@ -48,8 +49,7 @@ class RunCallback(TrainerCallback):
         """
         self._device, self._timeline = self._given_device, self._given_timeline
         self._cannot_read = False
-        self.undo = ExitStack()
-        """What `end_run` undoes, as callbacks of this stack."""
+        self.undo = ExitStack()  # what `end_run` undoes, as callbacks of this stack
 
     def begin_run(self) -> None:
         """Forget the previous run, which may have raised: a callback may serve several Trainers."""
@@ -65,14 +65,14 @@ class RunCallback(TrainerCallback):
     ) -> None:
         self.end_run()
 
-    def vote_every(self, num_steps: int, args: TrainingArguments) -> StepEndVote:
+    def vote_every(self, num_steps: int, args: HfArguments) -> StepEndVote:
         """Return a vote, every `num_steps` steps, of all ranks that have this callback."""
         question = f"{type(self).__name__} (every {num_steps} step{'s' * (num_steps > 1)})"
         vote = StepEndVote(question, args.ddp_timeout)
         self.undo.callback(vote.leave)
         return vote
 
-    def device_for(self, args: TrainingArguments) -> Device | None:
+    def device_for(self, args: HfArguments) -> Device | None:
         """Return the device, opened at first use; None, logged once, if it cannot be read.
 
         Not earlier: a callback that was added to a finished Trainer never gets on_init_end, and
@@ -88,11 +88,11 @@ class RunCallback(TrainerCallback):
                     logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
 
-    def device_if_first(self, args: TrainingArguments, state: TrainerState) -> Device | None:
+    def device_if_first(self, args: HfArguments, state: HfState) -> Device | None:
         """Return the device; None if it cannot be read, or another callback has precedence."""
         return None if self.is_second(state) else self.device_for(args)
 
-    def timeline_for(self, args: TrainingArguments) -> Timeline:
+    def timeline_for(self, args: HfArguments) -> Timeline:
         if self._timeline is None:
             self._timeline = timeline_of_run(args.output_dir, args.process_index)
         if self._timeline.listener is None:
@@ -128,7 +128,7 @@ class RunCallback(TrainerCallback):
             one for one in getattr(known(), "callbacks", []) if not was_given(one)
         ]
 
-    def is_second(self, state: TrainerState) -> bool:
+    def is_second(self, state: HfState) -> bool:
         """Return whether another callback of this class has precedence in this run.
 
         Two would each see half of the peaks. If this very callback was given twice, its second
@@ -173,19 +173,20 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
     return model
 
 
-def callback_of(trainer: Trainer, kind: type[Kind]) -> Kind | None:
+def callback_of(trainer: HfTrainer, kind: type[Kind]) -> Kind | None:
     """Return the first callback of this kind that a Trainer has; None if it has none."""
     handler = getattr(trainer, "callback_handler", None)  # none yet inside its constructor
     found = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
     return next(found, None)
 
 
-def calling_trainer() -> Trainer | None:
+def calling_trainer() -> HfTrainer | None:
     """Return the Trainer whose event this is: callbacks get its unwrapped model, but not itself."""
     for frame in frames_above():
         # Only look into frames of methods, and into none above the Trainer's.
-        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
-            frame.f_locals["self"], Trainer
-        ):
-            return frame.f_locals["self"]
+        if frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals["self"]
+            if isinstance(owner, Trainer):
+                trainer: HfTrainer = owner
+                return trainer
     return None

@@ -8,7 +8,7 @@ from trainer_plugins.callbacks._run import RunCallback
 from trainer_plugins.devices import Device
 from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.units import size
-from trainer_plugins.upkeep.release import AgreedRelease, checked_fraction
+from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,14 @@ class CudaCacheCallback(RunCallback):
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval is a number of optimizer steps, 1 or more, got {interval}")
+        if not 0 <= min_reclaimable_fraction <= 1:
+            raise ValueError(
+                "min_reclaimable_fraction is a fraction of the card, 0 to 1, got"
+                f" {min_reclaimable_fraction}"
+            )
         super().__init__(device, timeline)
         self.interval = interval
-        self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
+        self.min_reclaimable_fraction = min_reclaimable_fraction
 
     def at_rest(self) -> None:
         super().at_rest()

@@ -8,6 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._evaluations import EvaluationCallback
 from trainer_plugins.callbacks._run import model_of
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.upkeep.agreement import StepEndVote, has_peers
 from trainer_plugins.upkeep.generation import drop_leftovers, guard_generate, inside_training
@@ -45,8 +46,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False
-        self._due: str | None = None
-        """The moment after which to ask for a release."""
+        self._due: str | None = None  # the moment after which to ask for a release
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -60,9 +60,7 @@ class EvalGenerateCleanup(EvaluationCallback):
         with self.harmless():
             self._release.notice(state.global_step)
         with self.harmless():
-            model = model_of(event)
-            if hasattr(model, "generate"):
-                self.undo.callback(guard_generate(model, self._mark_generation))
+            self.undo.callback(guard_generate(model_of(event), self._mark_generation))
         super().on_train_begin(args, state, control, **event)
 
     def on_step_begin(
@@ -96,16 +94,14 @@ class EvalGenerateCleanup(EvaluationCallback):
         self.end_run()
         self._release = None
 
-    def before_evaluation(
-        self, args: TrainingArguments, state: TrainerState, **event: object
-    ) -> None:
+    def before_evaluation(self, args: HfArguments, state: HfState, **event: object) -> None:
         self._allocated_before = None
         if self._release is not None:
             with self.harmless():
                 self._allocated_before = self._release.device.read().allocated_bytes
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, **event: object
     ) -> None:
         if not inside_training():
             self._clean_up_at_the_end(args, state, moment, **event)
@@ -127,7 +123,7 @@ class EvalGenerateCleanup(EvaluationCallback):
                 self._ask(self._release, state)
 
     def _clean_up_at_the_end(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, **event: object
     ) -> None:
         """Drop and release after an evaluation outside training; its results belong to its caller.
 
@@ -141,11 +137,11 @@ class EvalGenerateCleanup(EvaluationCallback):
                 release = AgreedRelease(device, self.timeline_for(args), vote)
                 release.consider(state.global_step, f"after {moment}")
 
-    def _ask(self, release: AgreedRelease, state: TrainerState) -> None:
+    def _ask(self, release: AgreedRelease, state: HfState) -> None:
         due, self._due = self._due, None
         release.consider(state.global_step, f"after {due or 'eval'}", is_due=due is not None)
 
-    def _drop(self, state: TrainerState, moment: str, model: nn.Module) -> None:
+    def _drop(self, state: HfState, moment: str, model: nn.Module) -> None:
         self._has_generated = False
         if dropped := drop_leftovers(model):
             logger.info(

@@ -6,11 +6,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
-from transformers import Trainer
 
 from trainer_plugins.callbacks._around import GuardCallback, put_around
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.timeline import Remark, Timeline
 from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.kept_outputs import (
@@ -63,13 +63,12 @@ class EvaluationGuard(GuardCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._reported = 0
-        """The highest severity that was reported in this run."""
+        self._reported = 0  # the highest severity that was reported in this run
 
     @contextmanager
     def around_loop(
         self,
-        trainer: Trainer,
+        trainer: HfTrainer,
         dataloader: object,
         description: str,
         *args: object,
@@ -91,7 +90,7 @@ class EvaluationGuard(GuardCallback):
             trainer.preprocess_logits_for_metrics, trainer.compute_metrics = before
             trainer.args.eval_accumulation_steps = num_steps
 
-    def report(self, finding: Finding, trainer: Trainer) -> None:
+    def report(self, finding: Finding, trainer: HfTrainer) -> None:
         """Report a finding, once a run unless it gets worse."""
         if finding.severity > self._reported:
             self._reported = finding.severity
@@ -106,7 +105,7 @@ class _Watch:
     def __init__(
         self,
         guard: EvaluationGuard,
-        trainer: Trainer,
+        trainer: HfTrainer,
         device: Device,
         dataloader: object,
         is_evaluation: bool,

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import Trainer
 
 from trainer_plugins.callbacks._around import GuardCallback, put_around
+from trainer_plugins.hf_trainer import HfTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Headroom(GuardCallback):
         put_around("train", Headroom, Headroom.around_train)
 
     @contextmanager
-    def around_train(self, trainer: Trainer, *args: object, **kwargs: object) -> Iterator[None]:
+    def around_train(self, trainer: HfTrainer, *args: object, **kwargs: object) -> Iterator[None]:
         """Limit the allocator while a Trainer trains."""
         device = trainer.args.device
         module = torch.get_device_module(device)

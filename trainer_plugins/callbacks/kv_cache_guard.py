@@ -42,8 +42,7 @@ class KVCacheGuard(RunCallback):
         with self.harmless():
             model = model_of(event)
             self.undo.callback(forbid_training_cache(model))
-            if hasattr(model, "generate"):
-                self.undo.callback(guard_generate(model, _as_in_inference))
+            self.undo.callback(guard_generate(model, _as_in_inference))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -14,6 +14,7 @@ from trainer_plugins.callbacks._order import move_before_trackers
 from trainer_plugins.callbacks._run import model_of
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.metrics import as_logs
 from trainer_plugins.record.prometheus import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
@@ -86,10 +87,8 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
-                model = model_of(event)
-                if hasattr(model, "generate"):
-                    self.undo.callback(guard_generate(model, self._separate_peak))
-                    self._is_generate_guarded = True
+                self.undo.callback(guard_generate(model_of(event), self._separate_peak))
+                self._is_generate_guarded = True
         super().on_train_begin(args, state, control, **event)
 
     def on_step_end(
@@ -112,25 +111,17 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_epoch_end(args, state, control, **event)
 
     @contextmanager
-    def evaluating(
-        self, args: TrainingArguments, state: TrainerState, **event: object
-    ) -> Iterator[None]:
-        with super().evaluating(args, state, **event):
-            if self._watch is None or self._is_generate_guarded:
-                yield
-                return
-            model = event.get("model")
-            if not hasattr(model, "generate"):
-                yield
-                return
-            remove = guard_generate(model_of(event), self._separate_peak, outside_training=True)
-            try:
-                yield
-            finally:
-                remove()
+    def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
+        model = event.get("model")
+        is_over = self._watch is not None and not self._is_generate_guarded
+        with super().evaluating(args, state, **event), ExitStack() as stack:
+            if is_over and isinstance(model, nn.Module):
+                guard = self._separate_peak
+                stack.callback(guard_generate(model, guard, outside_training=True))
+            yield
 
     def after_evaluation(
-        self, args: TrainingArguments, state: TrainerState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, **event: object
     ) -> None:
         self._look(args, state, moment)
 
@@ -142,8 +133,8 @@ class MemoryWatchdog(EvaluationCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
+        args: HfArguments,
+        state: HfState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
         **event: object,
@@ -183,7 +174,7 @@ class MemoryWatchdog(EvaluationCallback):
             with self.harmless():
                 watch.generations.end()
 
-    def _look(self, args: TrainingArguments, state: TrainerState, moment: str) -> None:
+    def _look(self, args: HfArguments, state: HfState, moment: str) -> None:
         device = self.device_if_first(args, state)
         if device is None:
             return
@@ -195,7 +186,7 @@ class MemoryWatchdog(EvaluationCallback):
                 self._worst = max(self._worst, finding.severity)
                 logger.log(finding.severity, "step %d: %s", state.global_step, finding)
 
-    def _begin_watch(self, device: Device, args: TrainingArguments) -> MemoryWatch:
+    def _begin_watch(self, device: Device, args: HfArguments) -> MemoryWatch:
         timeline = self.timeline_for(args)
         if self.prometheus_dir is not None:
             rank = args.process_index
@@ -211,7 +202,7 @@ class MemoryWatchdog(EvaluationCallback):
                 " with callbacks=[...] or add_callback"
             )
 
-    def _publish(self, state: TrainerState, logs: dict[str, float]) -> None:
+    def _publish(self, state: HfState, logs: dict[str, float]) -> None:
         metrics = None if self._watch is None else self._watch.metrics()
         if metrics is None:
             return

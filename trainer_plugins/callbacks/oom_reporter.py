@@ -1,19 +1,18 @@
 """OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.callbacks.strategy_in_force import strategy_of
 from trainer_plugins.devices import Device, HostDevice, open_device
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.planner.before import plan_before
@@ -85,7 +84,7 @@ class OOMReporter(RunCallback):
                         "OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot"
                     )
 
-    def report(self, trainer: Trainer, call: str, error: BaseException) -> None:
+    def report(self, trainer: HfTrainer, call: str, error: BaseException) -> None:
         """Note in the timeline that this Trainer raised, and record it if it was out of memory.
 
         Call it while the error is handled. It raises nothing, and keeps no reference to the error.
@@ -101,7 +100,9 @@ class OOMReporter(RunCallback):
             self.timeline_for(trainer.args).add(failure)
             self.end_run()
 
-    def _record(self, trainer: Trainer, call: str, error: BaseException, found: OutOfMemory) -> str:
+    def _record(
+        self, trainer: HfTrainer, call: str, error: BaseException, found: OutOfMemory
+    ) -> str:
         folder = Path(trainer.args.output_dir)
         scene = Scene(
             folder=folder,
@@ -116,11 +117,11 @@ class OOMReporter(RunCallback):
         )
         return record_oom(error, found, scene)
 
-    def _device_of(self, args: TrainingArguments) -> Device | None:
+    def _device_of(self, args: HfArguments) -> Device | None:
         # Without a device everything else is still written, so this logs nothing.
         return self._given_device or tried(lambda: open_device(args.device), None)
 
-    def _gather(self, trainer: Trainer) -> RunFacts:
+    def _gather(self, trainer: HfTrainer) -> RunFacts:
         args = trainer.args
         facts = facts_of_process(
             self._device_of(args),
@@ -156,10 +157,10 @@ def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     return tuple(readings)
 
 
-def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting(name: str, method: Method) -> Method:
     """Let a Trainer that has a reporter tell it what a method raises: there is no event for it."""
 
-    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
@@ -171,7 +172,7 @@ def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_inside_another(trainer: Trainer) -> bool:
+def _is_inside_another(trainer: HfTrainer) -> bool:
     """Return whether the error goes on to another of these methods of this Trainer.
 
     An evaluation inside training does. Only the outermost method sees the complete traceback.

@@ -10,6 +10,7 @@ from trainer_plugins.check import Checklist, judge
 from trainer_plugins.check.gather_trainer import gather_trainer
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Remark, Timeline
 from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.roll_call import RollCall
@@ -75,15 +76,13 @@ class Preflight(RunCallback):
             if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
                 raise PreflightError(refusal(mine))
 
-    def _check(self, args: TrainingArguments, event: dict[str, object]) -> Checklist | None:
+    def _check(self, args: HfArguments, event: dict[str, object]) -> Checklist | None:
         trainer, device = calling_trainer(), self.device_for(args)
         if trainer is None or device is None:
             return None
         return judge(gather_trainer(trainer, model_of(event), event.get("optimizer"), device))
 
-    def _report(
-        self, found: tuple[Finding, ...], args: TrainingArguments, state: TrainerState
-    ) -> None:
+    def _report(self, found: tuple[Finding, ...], args: HfArguments, state: HfState) -> None:
         for finding in found:
             if finding.severity > Severity.INFO:
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))

@@ -3,21 +3,20 @@
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from traceback import walk_stack
-from typing import Any
 from weakref import WeakSet
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.released import released
 
 logger = logging.getLogger(__name__)
 
-_known: "WeakSet[Trainer]" = WeakSet()
+_known: "WeakSet[HfTrainer]" = WeakSet()
 """The Trainers of this process that have begun a training with this callback."""
 
 
@@ -47,14 +46,14 @@ class ReleaseEarlierRuns(RunCallback):
         if not self.is_second(state) and (trainer := calling_trainer()) is not None:
             _known.add(trainer)
 
-    def release(self, trainer: Trainer) -> None:
+    def release(self, trainer: HfTrainer) -> None:
         """Release a Trainer that has this callback. It raises nothing."""
         with self.harmless():
             logger.info("an earlier run of this process still held memory: %s", released(trainer))
 
 
-def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
-    def move(self: Trainer, *args: object, **kwargs: object) -> object:
+def _with_room(method: Method) -> Method:
+    def move(self: HfTrainer, *args: object, **kwargs: object) -> object:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None
             has_failed = trainer.is_in_train and not _is_training(trainer)
@@ -67,7 +66,7 @@ def _with_room(method: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _is_training(trainer: Trainer) -> bool:
+def _is_training(trainer: HfTrainer) -> bool:
     """Return whether any thread of this process is in the `train()` of this Trainer."""
     code = code_of(Trainer.train)
     return any(

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
-from transformers import Trainer
 
 from trainer_plugins.callbacks._around import GuardCallback, put_around
+from trainer_plugins.hf_trainer import HfTrainer
 
 
 class ResumeGuard(GuardCallback):
@@ -25,7 +25,7 @@ class ResumeGuard(GuardCallback):
         put_around("_load_optimizer_and_scheduler", ResumeGuard, ResumeGuard.around_load)
 
     @contextmanager
-    def around_load(self, trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+    def around_load(self, trainer: HfTrainer, checkpoint: str | None) -> Iterator[None]:
         """Drop an optimizer's states when it loads new ones in this block."""
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         if checkpoint is None or not isinstance(optimizer, Optimizer):

@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
 from trainer_plugins.finding import Finding
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
@@ -61,9 +62,7 @@ class StrategyInForce(RunCallback):
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped
             self._compare(args, state.global_step, wrapper, event.get("optimizer"))
 
-    def _compare(
-        self, args: TrainingArguments, step: int, wrapper: nn.Module, optimizer: object
-    ) -> None:
+    def _compare(self, args: HfArguments, step: int, wrapper: nn.Module, optimizer: object) -> None:
         strategy = strategy_of(wrapper, optimizer, args)
         timeline = self.timeline_for(args)
         timeline.add(Beginning(step=step, strategy=strategy))
@@ -79,7 +78,7 @@ class StrategyInForce(RunCallback):
             _log_on_first_rank(finding, args)
 
 
-def strategy_of(wrapper: nn.Module, optimizer: object, args: TrainingArguments) -> Strategy:
+def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:
     """Return the strategy of a training that has been prepared."""
     return read_in_force(
         wrapper,
@@ -90,10 +89,10 @@ def strategy_of(wrapper: nn.Module, optimizer: object, args: TrainingArguments) 
     )
 
 
-def _asked(args: TrainingArguments) -> Asked:
+def _asked(args: HfArguments) -> Asked:
     return read_asked(os.environ, args.deepspeed, args.fsdp)
 
 
-def _log_on_first_rank(finding: Finding, args: TrainingArguments) -> None:
+def _log_on_first_rank(finding: Finding, args: HfArguments) -> None:
     if args.process_index == 0:
         logger.log(finding.severity, "%s", finding)

@@ -3,13 +3,13 @@
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import wrap_once
+from trainer_plugins.callbacks._around import Method, wrap_once
 from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.oom import classify
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
@@ -85,7 +85,7 @@ class StreamBase(RunCallback):
         if not self.is_second(state):
             self._stream_now()
 
-    def move(self, trainer: Trainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
+    def move(self, trainer: HfTrainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
         """Move a model to a Trainer's card: streamed, if that is asked for or needed."""
         if stream_of(model) is not None or (self._is_asked and self._stream(trainer, model)):
             return
@@ -99,7 +99,7 @@ class StreamBase(RunCallback):
         if self._is_asked and trainer is not None and stream_of(trainer.model) is None:
             self._stream(trainer, trainer.model)
 
-    def _stream(self, trainer: Trainer, model: nn.Module, why: str = "") -> Stream | None:
+    def _stream(self, trainer: HfTrainer, model: nn.Module, why: str = "") -> Stream | None:
         reasons = refusals(trainer, model, self._resident_layers, self._allow_generation)
         reasons = reasons or main_memory_lacks(model, trainer.args.device)
         if reasons:
@@ -118,7 +118,7 @@ class StreamBase(RunCallback):
         return stream
 
 
-def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked: bool) -> str:
+def _why_not_moved(move: Callable[[], object], args: HfArguments, is_asked: bool) -> str:
     """Move a model; return the first line of an out-of-memory error, of this or another rank.
 
     No reference to the error is kept: its frames hold tensors.
@@ -136,8 +136,8 @@ def _why_not_moved(move: Callable[[], object], args: TrainingArguments, is_asked
     return why
 
 
-def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
-    def move(self: Trainer, model: nn.Module, device: object) -> object:
+def _asking(method: Method) -> Method:
+    def move(self: HfTrainer, model: nn.Module, device: object) -> object:
         callback = _stream_base_of(self)
         if callback is None:
             return method(self, model, device)
@@ -147,7 +147,7 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _stream_base_of(trainer: Trainer) -> StreamBase | None:
+def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:
     """Return the `StreamBase` that a Trainer has, or will have after its constructor."""
     handler = getattr(trainer, "callback_handler", None)
     lists = [handler.callbacks] if handler is not None else _given_to_constructors()

@@ -1,16 +1,15 @@
 """Checks a run before step 1: facts are gathered in one place, and judged by pure functions."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
-from trainer_plugins.check.facts import Facts, Line
+from trainer_plugins.check.facts import Check, Facts, Line
 from trainer_plugins.finding import Finding, Severity
 
 logger = logging.getLogger(__name__)
 
-_GROUPS: tuple[tuple[str, tuple[Callable[[Facts], Line | None], ...]], ...] = (
+_GROUPS: tuple[tuple[str, tuple[Check, ...]], ...] = (
     ("machine", machine.CHECKS),
     ("main memory", main_memory.CHECKS),
     ("plan", planned.CHECKS),
@@ -28,7 +27,7 @@ class Checklist:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what was found, the worst first."""
+        """Return all findings, the worst first."""
         found = [each for _, lines in self.groups for line in lines for each in line.findings]
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 
@@ -39,19 +38,20 @@ class Checklist:
 
 
 def judge(facts: Facts) -> Checklist:
-    """Make every check whose facts are known. It needs milliseconds, and never raises."""
-    groups = [
-        (name, tuple(line for check in checks if (line := _made(check, facts)) is not None))
-        for name, checks in _GROUPS
-    ]
+    """Make every check whose facts are known. It takes milliseconds, and never raises."""
+    groups = []
+    for name, checks in _GROUPS:
+        lines = [line for check in checks if (line := _line(check, facts)) is not None]
+        if lines:
+            groups.append((name, tuple(lines)))
     if facts.failed:
         found = tuple(map(_not_made, facts.failed))
-        groups.append(("not checked", (Line("could not be looked at", "", found),)))
-    return Checklist(tuple((name, lines) for name, lines in groups if lines))
+        groups.append(("not checked", (Line("not readable", "", found),)))
+    return Checklist(tuple(groups))
 
 
-def _made(check: Callable[[Facts], Line | None], facts: Facts) -> Line | None:
-    """Make one check: one that fails must neither end a training nor cost the others."""
+def _line(check: Check, facts: Facts) -> Line | None:
+    """Make one check; if it fails, training and the other checks go on."""
     try:
         return check(facts)
     except Exception as error:
@@ -66,5 +66,5 @@ def _not_made(why: str) -> Finding:
         severity=Severity.INFO,
         summary="one check could not be made",
         evidence=why,
-        remedy="The others were made; training is not affected",
+        remedy="No action needed: all other checks were made, and training is not affected",
     )

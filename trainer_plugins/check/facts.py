@@ -1,13 +1,13 @@
-"""Facts: all that the checks judge, as values. `gather_here` and `gather_trainer` collect them."""
+"""Facts: everything that the checks judge, as values. The `gather_` modules collect them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import GpuProcess, HostFacts
-from trainer_plugins.finding import Finding
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.extensions import ExtensionLock
 from trainer_plugins.launch.lint import Document
 from trainer_plugins.planner.plan import MemoryPlan
@@ -15,10 +15,10 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 
 MUCH = 0.1
-"""A part of what is there that is worth a warning."""
+"""From this part of the available memory on, a need is worth a warning."""
 
 LITTLE = 0.01
-"""A part of what is there below which nothing is said."""
+"""Below this part of the available memory, a need is not mentioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,9 @@ class Owner:
     """Describes a process that holds memory on a card."""
 
     process: GpuProcess
-    command: str = ""
-    """Its command line; empty if the system does not know the process."""
-
-    is_orphan: bool = False
-    """Whether the same user started it, and what started it is gone."""
-
-    is_peer: bool = False
-    """Whether it is another rank of this run."""
+    command: str = ""  # its command line; empty if the system does not know the process
+    is_orphan: bool = False  # whether the same user started it, and its launcher is gone
+    is_peer: bool = False  # whether it is another rank of this run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +36,16 @@ class CardFacts:
     """Describes one card of this machine."""
 
     uuid: str
-    name: str = ""
-    """What its maker calls it."""
-
-    slices: tuple[str, ...] = ()
-    """The UUIDs of its MIG slices."""
-
-    reading: MemoryReading | None = None
-    """Its memory; None if the driver does not answer."""
-
+    name: str = ""  # the maker's name for it
+    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
+    reading: MemoryReading | None = None  # its memory; None if the driver does not answer
     owners: tuple[Owner, ...] | None = None
     """Who holds memory on it; None if the driver does not tell."""
 
     capability: tuple[int, int] | None = None
     """The compute capability; None if unknown, or no NVIDIA card."""
 
-    trouble: str = ""
-    """Why the driver does not answer for it."""
+    trouble: str = ""  # why the driver cannot read it; empty if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,37 +53,29 @@ class MainMemory:
     """Describes the main memory of this machine. Sizes in bytes."""
 
     reading: MemoryReading
-    """As the kernel's OOM killer counts it: of the container, if that has less."""
+    """As the kernel's OOM killer counts it: within the container's limit, if there is one."""
 
     machine_bytes: int
     shared: HostFacts
     swap_bytes: int = 0
     swap_used_bytes: int = 0
-    memlock_bytes: int | None = None
-    """How much a process may lock; None: no limit."""
+    memlock_bytes: int | None = None  # how much a process may lock; None: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Describes what surrounds a launch: variables, versions, the launch file."""
 
-    variables: Variables
-    """The settings of the allocator."""
-
+    variables: Variables  # the settings of the allocator
     machine: Machine
-    visible: str | None = None
-    """CUDA_VISIBLE_DEVICES; None if it is not set."""
-
-    card_order: str = ""
-    """CUDA_DEVICE_ORDER."""
-
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES; None if it is not set
+    card_order: str = ""  # CUDA_DEVICE_ORDER
     switches: Mapping[str, str] = field(default_factory=dict)
     """Variables for debugging that cost memory or time, as far as they are set."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     locks: tuple[ExtensionLock, ...] = ()
-    document: Document | None = None
-    """The launch file, if one was named."""
+    document: Document | None = None  # the launch file, if one was named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +91,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherModel:
-    """Describes a model that is alive beside the one that is trained."""
+    """Describes a model that is alive in addition to the one in training."""
 
-    name: str
-    """Its class."""
-
-    holder: str
-    """What holds it."""
-
-    num_bytes: int
-    """Its parameters on the training device, without those that it shares."""
+    name: str  # its class
+    holder: str  # which variable or object holds it
+    num_bytes: int  # its parameters on the training device, without those that it shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,121 +105,80 @@ class ModelFacts:
     name: str
     shape: Shape | None = None
     predicts_tokens: bool = False
-    """Whether its loss takes a number for each token and word of the vocabulary."""
+    """Whether its loss needs a logit for each token and each word of the vocabulary."""
 
-    makes_no_logits: bool = False
-    """Whether a fused loss replaces them."""
-
-    trainable_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By dtype."""
-
+    makes_no_logits: bool = False  # whether a fused loss avoids them
+    trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
     homes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters by the type of device."""
 
     others: tuple[OtherModel, ...] = ()
     not_live: str = ""
-    """Why activations are kept although checkpointing was asked for; empty if nothing is wrong."""
+    """Why activations are kept although checkpointing is requested; empty if nothing is wrong."""
 
-    is_cut_off: bool = False
-    """Whether reentrant checkpointing gets inputs that need no gradient."""
-
-    attention: str = ""
-    """The implementation that its config names: sdpa, eager."""
-
+    is_cut_off: bool = False  # whether reentrant checkpointing gets inputs that need no gradient
+    attention: str = ""  # the implementation that its config names: sdpa, eager
     takes_sdpa: bool = False
-    uses_cache: bool = False
-    """Whether a training forward returns keys and values of each layer."""
-
-    optimizer: str = ""
-    """The class of the optimizer."""
-
-    optimizer_state_bytes: int = 0
-    """What its states take already, as after a resume."""
-
+    uses_cache: bool = False  # whether a training forward returns keys and values of each layer
+    optimizer: str = ""  # the class of the optimizer
+    optimizer_state_bytes: int = 0  # the size of its existing states, as after a resume
     stray_bytes: int = 0
-    """What the optimizer updates that is no part of the model."""
+    """The size of tensors that the optimizer updates and the model does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
     """Describes a bounded sample of the rows that are trained on."""
 
-    lengths: tuple[int, ...] = ()
-    """Tokens of each row that was looked at; of one that is padded, without padding."""
-
-    num_rows: int | None = None
-    """The rows of the data set; None if it does not tell."""
-
-    pads_in_rows: int = 0
-    """Padding tokens in the rows that were looked at."""
-
-    is_packed: bool = False
-    """Whether batches have no padding: the collator joins rows."""
-
-    batch_bytes: int = 0
-    """The tensors of the batch of the longest rows that were looked at."""
-
-    collator_error: str = ""
-    """What the collator raised for that batch."""
-
-    unseen: str = ""
-    """Why no rows were looked at."""
-
+    lengths: tuple[int, ...] = ()  # tokens in each sampled row, without padding
+    num_rows: int | None = None  # the rows of the data set; None if unknown
+    pads_in_rows: int = 0  # padding tokens in the sampled rows
+    is_packed: bool = False  # whether batches have no padding, because the collator joins rows
+    batch_bytes: int = 0  # the size of a batch of the longest sampled rows
+    collator_error: str = ""  # what the collator raised for that batch
+    unseen: str = ""  # why no rows could be sampled
     longest_target: int = 0
-    """The tokens of a row for which logits are made: of its labels in an encoder-decoder."""
+    """The most tokens of a row that get logits: in an encoder-decoder, those of its labels."""
 
-    longest_evaluation: int = 0
-    """The same, for the rows of the evaluation."""
-
+    longest_evaluation: int = 0  # the same for the evaluation
     num_evaluation_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Holds TrainingArguments by name, and what the Trainer was given beside them."""
+    """Holds TrainingArguments by name, and the Trainer's other arguments."""
 
     values: Mapping[str, object]
-    has_metrics: bool = False
-    """Whether there is a `compute_metrics`."""
-
-    reduces_logits: bool = False
-    """Whether there is a `preprocess_logits_for_metrics`."""
-
+    has_metrics: bool = False  # whether there is a `compute_metrics`
+    reduces_logits: bool = False  # whether there is a `preprocess_logits_for_metrics`
     logits_to: str = ""
     """Where an EvaluationGuard puts logits that do not fit: cpu, argmax; empty if it does not."""
 
     num_cards: int | None = None
-    """The cards that this process uses; more than one is DataParallel. None before the launch."""
+    """The cards that this process uses (more than one is DataParallel); None before the launch."""
 
-    local_ranks: int = 1
-    """The ranks on this machine."""
-
-    strategy: Strategy | None = None
-    """What really runs."""
-
+    local_ranks: int = 1  # the ranks on this machine
+    strategy: Strategy | None = None  # the strategy in force; None before the launch
     gathers_on_save: str = ""
-    """What gathers all weights on the first rank to save them; empty if nothing does."""
+    """Which setting gathers all weights on the first rank to save them; empty if none does."""
 
-    folder_trouble: str = ""
-    """Why nothing can be written to the output directory."""
-
-    disk_free_bytes: int | None = None
-    """What is free where it lies."""
+    folder_trouble: str = ""  # why nothing can be written to the output directory
+    disk_free_bytes: int | None = None  # free space on the disk of the output directory
 
     def flag(self, name: str) -> bool:
-        """Return whether an argument is set to something."""
+        """Return whether an argument is switched on."""
         value = self.values.get(name)
         return bool(value) and str(getattr(value, "value", value)).lower() not in ("no", "false")
 
     def number(self, name: str, default: int) -> int:
-        """Return an argument that is a whole number."""
+        """Return an argument that is a whole number, or the default."""
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
 
     @property
     def vllm_share(self) -> float:
-        """Return the part of the card that vLLM takes beside the training, asleep or not."""
+        """Return the part of the training card that vLLM takes, asleep or not."""
         if not self.flag("use_vllm") or self.values.get("vllm_mode") == "server":
             return 0.0
         value = self.values.get("vllm_gpu_memory_utilization")
@@ -257,30 +191,22 @@ class RunSettings:
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves; it does unless told not to."""
+        """Return whether the run saves checkpoints, which is the default."""
         return self.values.get("save_strategy") is None or self.flag("save_strategy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Holds everything that is known before step 1; None stands for what nobody asked about."""
+    """Holds everything that is known before step 1; None stands for what is unknown."""
 
     cards: tuple[CardFacts, ...] = ()
-    no_cards: str = ""
-    """Why there are none."""
-
-    driver_trouble: str = ""
-    """Why the driver that is there does not answer."""
-
+    no_cards: str = ""  # why there are none
+    driver_trouble: str = ""  # why the driver that is there does not answer
     own_pids: frozenset[int] = frozenset()
     """The processes of this run on this machine; empty before the launch."""
 
-    device_bytes: int | None = None
-    """The memory of the device that is trained on."""
-
-    device_free_bytes: int | None = None
-    """What of it is free, or cached by this process."""
-
+    device_bytes: int | None = None  # the memory of the training device
+    device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
     capability: tuple[int, int] | None = None
     """Its compute capability; None if unknown, or not CUDA."""
 
@@ -293,11 +219,37 @@ class Facts:
     streamed_plan: MemoryPlan | None = None
     """The plan of the same run with its frozen base streamed, if the run does not fit."""
 
-    no_plan: str = ""
-    """Why there is no plan, if one was asked for."""
+    no_plan: str = ""  # why there is no plan, if one was requested
+    failed: tuple[str, ...] = ()  # which facts could not be read, and why
 
-    failed: tuple[str, ...] = ()
-    """What could not be looked at, each with the reason."""
+    @property
+    def values(self) -> Mapping[str, object]:
+        """Return TrainingArguments by name; empty if they are unknown."""
+        return {} if self.run is None else self.run.values
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """Return the strategy in force; None before the launch."""
+        return None if self.run is None else self.run.strategy
+
+    @property
+    def shape(self) -> Shape | None:
+        """Return the sizes of the model; None if they are unknown."""
+        return None if self.model is None else self.model.shape
+
+    @property
+    def document(self) -> Document | None:
+        """Return the launch file, if one was named."""
+        return None if self.environment is None else self.environment.document
+
+    @property
+    def free_main_bytes(self) -> int | None:
+        """Return the free main memory; None if it is unknown."""
+        return None if self.main is None else self.main.reading.free_bytes
+
+    def flag(self, name: str) -> bool:
+        """Return whether one of TrainingArguments is switched on; False if they are unknown."""
+        return self.run is not None and self.run.flag(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +257,17 @@ class Line:
     """Holds what one check saw, and what it found."""
 
     name: str
-    seen: str
-    """What was looked at, in a few words; shown where nothing was found."""
-
+    seen: str  # what the check saw, in a few words; shown if it found nothing
     findings: tuple[Finding, ...] = ()
+
+
+Check = Callable[[Facts], Line | None]
+"""Judges one thing; None if its facts are unknown."""
+
+
+def severity_of(need_bytes: int, free_bytes: int) -> Severity:
+    """Return ERROR if a need exceeds the free memory, else WARNING."""
+    return Severity.ERROR if need_bytes > free_bytes else Severity.WARNING
 
 
 def folder_of(values: Mapping[str, object]) -> Path:

@@ -19,8 +19,8 @@ from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlErro
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
 from trainer_plugins.devices.nvml_errors import NvmlErrorKind
 from trainer_plugins.devices.patience import Patience
+from trainer_plugins.launch.about import installed_versions
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
-from trainer_plugins.launch.installed import installed_versions
 from trainer_plugins.launch.lint import Document
 from trainer_plugins.launch.masked import masked_command
 
@@ -35,13 +35,13 @@ _nvml_calls = Patience("trainer_plugins-check", seconds=5.0)
 
 
 class Notes:
-    """Collects what could not be looked at, so that one failure costs one fact."""
+    """Notes which facts could not be read, so that one failure costs one fact."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
 
     def tried(self, what: str, read: Callable[[], T], default: T) -> T:
-        """Read one fact; if that fails, note why and return the default."""
+        """Read one fact; if that fails, note the reason and return the default."""
         try:
             return read()
         except Exception as error:
@@ -51,26 +51,17 @@ class Notes:
 
 
 def gather_here(environ: Mapping[str, str], document: Document | None = None) -> Facts:
-    """Look at the cards, the main memory and the environment of this machine.
-
-    Args:
-        environ: the variables of the launch.
-        document: the launch file, if one was named.
-    """
+    """Look at the cards, the main memory and the environment of this machine."""
     notes = Notes()
-    nothing: tuple[tuple[CardFacts, ...], str, str] = ((), "", "")
-    found, no_cards, trouble = notes.tried("the cards", _cards, nothing)
-    around = notes.tried("the environment", partial(environment, environ), None)
-    if around is not None:
+    there = notes.tried("the environment", partial(environment, environ), None)
+    if there is not None:
         unread: tuple[ExtensionLock, ...] = ()
         locks = notes.tried("extensions", partial(read_locks, environ), unread)
-        around = replace(around, locks=locks, document=document)
-    return Facts(
-        cards=found,
-        no_cards=no_cards,
-        driver_trouble=trouble,
+        there = replace(there, locks=locks, document=document)
+    return replace(
+        notes.tried("the cards", _cards, Facts()),
         main=notes.tried("main memory", main_memory, None),
-        environment=around,
+        environment=there,
         failed=tuple(notes.failed),
     )
 
@@ -113,7 +104,7 @@ def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
 
 
 def folder_trouble(folder: Path) -> str:
-    """Say why nothing can be written to a folder, or to where it would be made; empty if it can."""
+    """Say why a folder cannot be written or created; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
             return ""
@@ -122,7 +113,7 @@ def folder_trouble(folder: Path) -> str:
 
 
 def disk_free_bytes(folder: Path) -> int:
-    """Return what is free where a folder lies, or would lie."""
+    """Return the free space on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -131,40 +122,39 @@ def _existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
-def _cards() -> tuple[tuple[CardFacts, ...], str, str]:
-    """Return the cards; why there are none; and why the driver does not answer."""
+def _cards() -> Facts:
+    """Look at the cards alone."""
     try:
-        installed = _nvml_calls.call(installed_cards)
-        return tuple(map(_card, installed)), "", ""
+        return Facts(cards=tuple(map(_card, _nvml_calls.call(installed_cards))))
     except TimeoutError as error:
-        return (), "", f"the driver hangs: {error}; read `dmesg`"
+        return Facts(driver_trouble=f"the driver hangs: {error}; read `dmesg`")
     except NvmlError as error:
         if error.kind in (NvmlErrorKind.MISSING, NvmlErrorKind.NOT_FOUND):
-            return (), "no NVIDIA driver", ""
-        return (), "", str(error)
+            return Facts(no_cards="no NVIDIA driver")
+        return Facts(driver_trouble=str(error))
 
 
 def _card(card: InstalledCard) -> CardFacts:
-    facts = partial(
-        CardFacts,
+    facts = CardFacts(
         uuid=card.uuid,
         name=card.name,
         slices=card.slices,
         capability=card.capability,
+        trouble=card.trouble,
     )
     if card.trouble:
-        return facts(trouble=card.trouble)
+        return facts
     try:
         device = _nvml_calls.call(partial(NvmlDevice.open, card.uuid, card.name or None))
         reading, processes = _nvml_calls.call(device.read), _nvml_calls.call(device.processes)
     except (NvmlError, TimeoutError) as error:
-        return facts(trouble=str(error))
+        return replace(facts, trouble=str(error))
     owners = None if processes is None else tuple(map(owner_of, processes))
-    return facts(reading=reading, owners=owners)
+    return replace(facts, reading=reading, owners=owners)
 
 
 def _is_orphan(process: psutil.Process) -> bool:
-    """Return whether a rank of this user has outlived its launcher."""
+    """Return whether it is a rank of this user whose launcher is gone."""
     parent = process.parent()
     is_alone = parent is None or parent.name() in _FIRST_PROCESSES
     is_mine = process.username() == psutil.Process().username()

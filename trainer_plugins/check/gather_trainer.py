@@ -32,61 +32,61 @@ from trainer_plugins.check.gather_here import (
 )
 from trainer_plugins.check.shape import predicts_tokens, shape_of
 from trainer_plugins.devices import Device
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.longest import Lengths, has_rows, lengths_of
 from trainer_plugins.planner.rehearse.gather import undisturbed
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.upkeep.holders import root_modules
+from trainer_plugins.upkeep.holders import root_modules, storage_of
 from trainer_plugins.watch.memory_watch import own_pids
 from trainer_plugins.wrapped import base_model, local_tensor
 
 logger = logging.getLogger(__name__)
 
 _SECONDS = 1.0
-"""How long rows are fetched one by one where no column tells lengths."""
+"""The time limit for reading rows one by one if no column holds their lengths."""
 
 _MOST_MASKS = 64
 
 
-def gather_trainer(trainer: Any, model: nn.Module, optimizer: object, device: Device) -> Facts:
+def gather_trainer(
+    trainer: HfTrainer, model: nn.Module, optimizer: object, device: Device
+) -> Facts:
     """Look at a Trainer when training begins. It takes up to a second, most of it for rows.
 
-    Args:
-        trainer: the Trainer.
-        model: the model without wrappers.
-        optimizer: with accelerate's wrapper, or without.
-        device: where tensors live.
+    The model has no wrappers; the optimizer may have accelerate's.
     """
     notes = Notes()
     facts = _around(notes, device)
     run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings(values={}))
-    read = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
-    seen = notes.tried("the model", read, None)
-    data = notes.tried("the data", partial(_data, trainer, model, run), None)
-    return replace(facts, run=run, model=seen, data=data, failed=tuple(notes.failed))
+    read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
+    return replace(
+        facts,
+        run=run,
+        model=notes.tried("the model", read_model, None),
+        data=notes.tried("the data", partial(_data, trainer, model, run), None),
+        failed=tuple(notes.failed),
+    )
 
 
 def _around(notes: Notes, device: Device) -> Facts:
     """Look at the card, at main memory and at the environment."""
     reading = device.read()
-    main = notes.tried("main memory", main_memory, None)
     is_card = device.name != "cpu"
-    card = partial(_card, device, reading)
-    nothing: tuple[CardFacts, ...] = ()
-    seen = notes.tried("the card", card, nothing) if is_card else nothing
+    card = notes.tried("the card", partial(_card, device, reading), None) if is_card else None
     return Facts(
-        cards=seen,
+        cards=(card,) if card is not None else (),
         no_cards="" if is_card else "training runs on the CPU",
         own_pids=frozenset(own_pids()),
         device_bytes=reading.total_bytes,
-        capability=seen[0].capability if seen else None,
+        capability=card.capability if card is not None else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
-        main=main,
+        main=notes.tried("main memory", main_memory, None),
         environment=notes.tried("the environment", partial(environment, os.environ), None),
     )
 
 
-def _card(device: Device, reading: MemoryReading) -> tuple[CardFacts, ...]:
+def _card(device: Device, reading: MemoryReading) -> CardFacts:
     kind = torch.device(device.name)
     properties = torch.get_device_module(kind.type).get_device_properties(kind.index)
     me = psutil.Process()
@@ -95,23 +95,21 @@ def _card(device: Device, reading: MemoryReading) -> tuple[CardFacts, ...]:
     owners = None
     if processes is not None:
         owners = tuple(owner_of(each, is_peer=each.pid in peers) for each in processes)
-    return (
-        CardFacts(
-            uuid=device.uuid or device.name,
-            name=str(getattr(properties, "name", device.name)),
-            reading=reading,
-            owners=owners,
-            capability=(properties.major, properties.minor) if kind.type == "cuda" else None,
-        ),
+    return CardFacts(
+        uuid=device.uuid or device.name,
+        name=str(getattr(properties, "name", device.name)),
+        reading=reading,
+        owners=owners,
+        capability=(properties.major, properties.minor) if kind.type == "cuda" else None,
     )
 
 
-def _run(trainer: Any, optimizer: object) -> RunSettings:
-    args = trainer.args
+def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
+    args: Any = trainer.args
     values = {each.name: getattr(args, each.name, None) for each in fields(args)}
-    state = trainer.accelerator.state
     callbacks = trainer.callback_handler.callbacks
     asked = [each.logits_to for each in callbacks if type(each).__name__ == "EvaluationGuard"]
+    state = trainer.accelerator.state
     return RunSettings(
         values=values,
         has_metrics=trainer.compute_metrics is not None,
@@ -133,27 +131,29 @@ def _run(trainer: Any, optimizer: object) -> RunSettings:
 
 
 def _gathers_on_save(state: Any) -> str:
-    """Say what gathers all weights on the first rank to save them; empty if nothing does."""
-    zero = getattr(state, "deepspeed_plugin", None)
+    """Say which setting gathers all weights on the first rank to save them; empty if none does."""
+    zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
-    if settings.get("stage3_gather_16bit_weights_on_model_save") is True:
-        return "ZeRO-3 with stage3_gather_16bit_weights_on_model_save"
-    fsdp = getattr(state, "fsdp_plugin", None)
-    is_full = "FULL_STATE_DICT" in str(getattr(fsdp, "state_dict_type", ""))
-    return "FSDP with FULL_STATE_DICT" if is_full else ""
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if settings.get(key) is True:
+        return f"ZeRO-3 with {key}"
+    if fsdp is not None and "FULL_STATE_DICT" in str(fsdp.state_dict_type):
+        return "FSDP with FULL_STATE_DICT"
+    return ""
 
 
-def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> ModelFacts:
-    base, trainable, frozen = base_model(model), Counter[str](), Counter[str]()
-    homes: Counter[str] = Counter()
+def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type: str) -> ModelFacts:
+    base: Any = base_model(model)
+    trainable, frozen, homes = Counter[str](), Counter[str](), Counter[str]()
     for parameter in model.parameters():
         local = _local(parameter)
-        kind = str(parameter.dtype).removeprefix("torch.")
-        (trainable if parameter.requires_grad else frozen)[kind] += local.nbytes
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        (trainable if parameter.requires_grad else frozen)[dtype] += local.nbytes
         homes[local.device.type] += local.nbytes
     config: Any = getattr(base, "config", None)
     is_live, is_cut_off = _checkpointing(model, base)
-    states = getattr(optimizer, "optimizer", optimizer)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
+    states = inner.state.values() if hasattr(inner, "state") else ()
     return ModelFacts(
         name=type(base).__name__,
         shape=shape_of(config.to_dict()) if hasattr(config, "to_dict") else None,
@@ -163,28 +163,28 @@ def _model(trainer: Any, model: nn.Module, optimizer: Any, device_type: str) -> 
         frozen_bytes=frozen,
         homes=homes,
         others=tuple(_others(trainer, model, device_type)),
-        not_live="" if is_live else "no module of the model has gradient_checkpointing switched on",
+        not_live="" if is_live else "no module of the model has it switched on",
         is_cut_off=is_cut_off,
         attention=str(getattr(config, "_attn_implementation", None) or ""),
         takes_sdpa=bool(getattr(base, "_supports_sdpa", False)),
         uses_cache=getattr(config, "use_cache", False) is True and not is_live,
-        optimizer=_optimizer_name(states),
-        optimizer_state_bytes=sum(each.nbytes for each in _state_tensors(states)),
-        stray_bytes=_stray_bytes(trainer, model, states),
+        optimizer=_optimizer_name(inner),
+        optimizer_state_bytes=sum(_tensor_bytes(state) for state in states),
+        stray_bytes=_stray_bytes(trainer, model, inner),
     )
 
 
 def _optimizer_name(optimizer: object) -> str:
-    """Return the class of an optimizer; with its package if that is not torch's own.
+    """Name the class of an optimizer, with its package if that is not torch.
 
-    Classes of bitsandbytes are named like torch's, and keep smaller states.
+    Classes of bitsandbytes have the names of torch's, and keep smaller states.
     """
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 
 
 def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
-    """Return whether checkpointing is live, and whether it gets inputs that need no gradient."""
+    """Return whether checkpointing is active, and whether none of its inputs needs a gradient."""
     live: list[Any] = [
         module
         for module in model.modules()
@@ -199,51 +199,46 @@ def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
     return True, not needs
 
 
-def _has_fused_loss(trainer: Any, base: nn.Module) -> bool:
-    """Return whether logits are never whole: Liger, or TRL's fused head.
+def _has_fused_loss(trainer: HfTrainer, base: nn.Module) -> bool:
+    """Return whether the loss is computed without whole logits: by Liger, or TRL's fused head.
 
     trl/trainer/utils.py, add_fused_lm_head, replaces the forward of the model.
     """
-    forward = vars(base).get("forward")
-    name = getattr(getattr(forward, "__code__", None), "co_name", "")
-    return "fused" in name or bool(getattr(trainer.args, "use_liger_kernel", False))
+    code = getattr(vars(base).get("forward"), "__code__", None)
+    return trainer.args.use_liger_kernel or (code is not None and "fused" in code.co_name)
 
 
-def _others(trainer: Any, model: nn.Module, device_type: str) -> Iterator[OtherModel]:
-    """Find models that are alive beside this one, of the same make and with storages of their own.
+def _others(trainer: HfTrainer, model: nn.Module, device_type: str) -> Iterator[OtherModel]:
+    """Find other live models of the same architecture, with storages of their own.
 
-    Tied weights, wrappers and adapters share storages, so they are no second copy.
+    Tied weights, wrappers and adapters share storages, so they are not second copies.
     """
     inside = {id(module) for each in (model, trainer.model_wrapped) for module in each.modules()}
-    own = {address for address, _ in _storages(model, device_type)}
+    own = _storages(model, device_type)
     shapes = Counter(tuple(each.shape) for each in model.parameters())
     for root in root_modules():
         if id(root) in inside or any(id(each) in inside for each in root.modules()):
             continue
-        theirs = {a: size for a, size in _storages(root, device_type) if a not in own}
+        others = {
+            address: num_bytes
+            for address, num_bytes in _storages(root, device_type).items()
+            if address not in own
+        }
         alike = Counter(tuple(each.shape) for each in root.parameters()) & shapes
-        if theirs and alike.total() * 2 >= shapes.total():
+        if others and alike.total() * 2 >= shapes.total():
+            names = [f"trainer.{name}" for name, value in vars(trainer).items() if value is root]
+            outside = "something outside the Trainer (a variable, a callback, an earlier Trainer)"
             yield OtherModel(
                 name=type(root).__name__,
-                holder=_holder(trainer, root),
-                num_bytes=sum(theirs.values()),
+                holder=names[0] if names else outside,
+                num_bytes=sum(others.values()),
             )
 
 
-def _holder(trainer: Any, root: nn.Module) -> str:
-    """Name what holds a model, as one would type it."""
-    for name, value in vars(trainer).items():
-        if value is root:
-            return f"trainer.{name}"
-    return "something outside the Trainer (a variable, a callback, an earlier Trainer)"
-
-
-def _storages(module: nn.Module, device_type: str) -> Iterator[tuple[int, int]]:
-    for parameter in module.parameters():
-        local = _local(parameter)
-        if local.device.type == device_type:
-            storage = local.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
+    """Return the storages of a module's parameters on a device: their sizes by address."""
+    found = (storage_of(_local(each), device_type) for each in module.parameters())
+    return dict(storage for storage in found if storage is not None)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -252,14 +247,14 @@ def _local(tensor: Any) -> torch.Tensor:
     return shard if shard is not None else local_tensor(tensor)
 
 
-def _state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    for state in getattr(optimizer, "state", {}).values():
-        values = state.values() if isinstance(state, dict) else ()
-        yield from (value for value in values if isinstance(value, torch.Tensor))
+def _tensor_bytes(values: object) -> int:
+    """Return the size of the tensors in a mapping; 0 for anything else."""
+    tensors = values.values() if isinstance(values, Mapping) else ()
+    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
 
 
-def _stray_bytes(trainer: Any, model: nn.Module, optimizer: Any) -> int:
-    """Return what the optimizer updates that is no part of the model, where nothing is sharded."""
+def _stray_bytes(trainer: HfTrainer, model: nn.Module, optimizer: Any) -> int:
+    """Return the size of tensors that only the optimizer has; 0 if anything is sharded."""
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return 0
     own = {id(parameter) for parameter in model.parameters()}
@@ -267,42 +262,63 @@ def _stray_bytes(trainer: Any, model: nn.Module, optimizer: Any) -> int:
     return sum(each.nbytes for group in groups for each in group["params"] if id(each) not in own)
 
 
-def _data(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
+def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
+    found = _evaluation(trainer, model, run)
     loader = trainer.callback_handler.train_dataloader
     dataset: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
     if not has_rows(dataset):
-        why = f"{type(dataset).__name__} cannot be asked for single rows"
-        return replace(_evaluation(trainer, model, run), unseen=why)
+        return replace(found, unseen=f"{type(dataset).__name__} cannot be asked for single rows")
     with undisturbed(trainer):
         read = _lengths(dataset)
         lengths = dict(zip(read.rows.tolist(), read.tokens.tolist(), strict=True))
         masks = [_mask_of(dataset[index]) for index in list(lengths)[:_MOST_MASKS]]
         pads = sum(mask.count(0) for mask in masks)
-        if pads:  # what lengths say then is padding too
+        if pads:  # then the lengths that were read include padding
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
-        order = sorted(lengths, key=lambda index: -lengths[index])
-        order = order[: run.number("per_device_train_batch_size", 8)]
-        batch_bytes, error = _collated(model, dataset, collate, order)
-        targets = _targets(model, read)
+        longest = sorted(lengths, key=lambda index: -lengths[index])
+        longest = longest[: run.number("per_device_train_batch_size", 8)]
+        batch_bytes, error = _collated(model, dataset, collate, longest)
+        longest_target = _longest_target(model, read)
     inner = getattr(collate, "data_collator", collate)
-    packs = getattr(inner, "padding_free", False) is True or "Flattening" in type(inner).__name__
     return replace(
-        _evaluation(trainer, model, run),
+        found,
         lengths=tuple(lengths.values()),
         num_rows=len(dataset),
         pads_in_rows=pads,
-        is_packed=packs,
+        is_packed=getattr(inner, "padding_free", False) is True
+        or "Flattening" in type(inner).__name__,
         batch_bytes=batch_bytes,
         collator_error=error,
-        longest_target=targets,
+        longest_target=longest_target,
     )
 
 
+def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
+    """Look at the rows of the evaluation, if there will be one."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, Mapping):
+        sized = [each for each in dataset.values() if isinstance(each, Sized)]
+        dataset = max(sized, key=len, default=None)
+    if not run.evaluates or not has_rows(dataset):
+        return DataFacts()
+    with undisturbed(trainer):
+        longest = _longest_target(model, _lengths(dataset))
+    return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))
+
+
 def _lengths(dataset: Any) -> Lengths:
-    """Return the lengths of rows; of none if rows have no tokens, as pictures."""
+    """Return the lengths of rows; of no row if rows have no tokens, as images."""
     first = lengths_of([dataset[0]] if len(dataset) else [])
     return lengths_of(dataset, _SECONDS) if first.tokens.any() else lengths_of([])
+
+
+def _longest_target(model: nn.Module, lengths: Lengths) -> int:
+    """Return the most tokens of a row that get logits: in an encoder-decoder, of its labels."""
+    config = getattr(base_model(model), "config", None)
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    tokens = lengths.columns.get("labels", ()) if is_encoder_decoder else lengths.tokens
+    return int(max(tokens, default=0))
 
 
 def _mask_of(row: object) -> list[int]:
@@ -312,7 +328,7 @@ def _mask_of(row: object) -> list[int]:
 
 
 def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) -> tuple[int, str]:
-    """Return the bytes of the batch of some rows, and what the collator raised.
+    """Return the size of the batch of some rows, and the collator's error.
 
     The collator is copied, since it may keep a generator of its own; a model that it keeps is not.
     """
@@ -320,31 +336,7 @@ def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) 
         return 0, ""
     try:
         collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
-        batch = collate([dataset[index] for index in indices])
+        return _tensor_bytes(collate([dataset[index] for index in indices])), ""
     except Exception as error:
         logger.debug("the collator failed", exc_info=True)
         return 0, f"{type(error).__name__}: {error}"
-    values = batch.values() if isinstance(batch, Mapping) else ()
-    return sum(each.nbytes for each in values if isinstance(each, torch.Tensor)), ""
-
-
-def _targets(model: nn.Module, lengths: Lengths) -> int:
-    """Return the most tokens for which logits are made: of labels in an encoder-decoder."""
-    config = getattr(base_model(model), "config", None)
-    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
-    tokens = lengths.columns.get("labels", ()) if is_encoder_decoder else lengths.tokens
-    return int(max(tokens, default=0))
-
-
-def _evaluation(trainer: Any, model: nn.Module, run: RunSettings) -> DataFacts:
-    """Look at the rows of the evaluation, if there will be one."""
-    dataset = trainer.eval_dataset
-    if isinstance(dataset, Mapping):
-        dataset = max(
-            dataset.values(), key=lambda each: len(each) if isinstance(each, Sized) else 0
-        )
-    if not run.evaluates or not has_rows(dataset):
-        return DataFacts()
-    with undisturbed(trainer):
-        longest = _targets(model, _lengths(dataset))
-    return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))

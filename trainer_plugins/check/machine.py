@@ -1,109 +1,133 @@
-"""Judges the cards of a machine: which are seen, and who else holds memory on them."""
+"""Judges the cards of a machine: which are visible, and what else holds memory on them.
 
-from collections.abc import Callable, Iterator
+CUDA reads CUDA_VISIBLE_DEVICES from the left and stops at the first entry that names nothing: CUDA
+C++ Programming Guide, "CUDA Environment Variables". Numbers, UUIDs and MIG slices cannot be mixed.
+"""
 
-from trainer_plugins.check.facts import CardFacts, Facts, Line, Owner
-from trainer_plugins.check.visible import Visible, visible
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.check.facts import CardFacts, Check, Facts, Line, Owner
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory
 
 _AMPERE = (8, 0)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NUMBER, _CARD, _SLICE = "a number", "a card's UUID", "a MIG slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Holds the cards and slices that a process sees, in its order."""
+
+    uuids: tuple[str, ...]
+    trouble: str = ""  # why some entries of the list are invisible; empty if none is
+    by_number: bool = False  # whether cards are named by numbers, which depend on CUDA_DEVICE_ORDER
 
 
 def cards(facts: Facts) -> Line:
-    """Judge which cards a process will see, and whether the driver answers for them."""
+    """Judge which cards a process will see, and whether the driver can read them."""
     if facts.driver_trouble:
-        return Line("cards", "", (_silent("the cards", facts.driver_trouble, "Mend the driver"),))
+        remedy = "Repair the driver: `nvidia-smi` has to work first"
+        return Line("cards", "", (_silent("the cards", facts.driver_trouble, remedy),))
     if not facts.cards:
         return Line("cards", facts.no_cards or "none")
     if facts.own_pids:  # this process has its card already
         return Line("cards", _named(facts.cards))
-    seen = _seen(facts)
-    shown = [card for card in facts.cards if _is_shown(card, seen)]
-    findings = [*_visibility(facts, seen), *filter(None, map(_answer, facts.cards))]
-    return Line("cards", f"{_named(shown)} of {len(facts.cards)}", tuple(findings))
+    silent = [
+        _silent(
+            card.name or card.uuid,
+            card.trouble,
+            f"Leave {card.uuid} out of {_VISIBLE} until it does",
+        )
+        for card in facts.cards
+        if card.trouble
+    ]
+    seen = f"{_named(cards_in_use(facts))} of {len(facts.cards)}"
+    return Line("cards", seen, (*_visibility(facts, _visible(facts)), *silent))
 
 
 def memory_of_others(facts: Facts) -> Line | None:
-    """Judge how much other processes hold on each card that will be used."""
-    used = [card for card in cards_in_use(facts) if card.reading is not None]
-    if not used:
+    """Judge how much other processes hold on each card in use."""
+    free, found = [], []
+    for card in cards_in_use(facts):
+        if card.reading is not None:
+            free.append(size(card.reading.free_bytes))
+            owners = card.owners
+            processes = None if owners is None else tuple(owner.process for owner in owners)
+            allowance = context_allowance_bytes(card.reading.total_bytes) if facts.own_pids else 0
+            found.append(foreign_memory(card.reading, allowance, processes, facts.own_pids))
+    if not free:
         return None
-    free = ", ".join(size(card.reading.free_bytes) for card in used if card.reading)
-    findings = (_foreign(card, facts.own_pids) for card in used)
-    return Line("free memory", f"{free} free", tuple(filter(None, findings)))
+    return Line("free memory", f"{', '.join(free)} free", tuple(filter(None, found)))
 
 
 def earlier_runs(facts: Facts) -> Line | None:
-    """Judge what earlier runs and other ranks have left on the cards that will be used."""
-    used = cards_in_use(facts)
-    if not any(card.owners for card in used):
+    """Judge what earlier runs and other ranks have left on the cards in use."""
+    owners = [owner for card in cards_in_use(facts) for owner in card.owners or ()]
+    if not owners:
         return None
-    owners = [owner for card in used for owner in card.owners or ()]
     others = [owner for owner in owners if owner.process.pid not in facts.own_pids]
-    findings = [found for owner in others for found in _left(owner)]
-    return Line("processes", "none of an earlier run", (*findings, *_strays(facts)))
+    left = filter(None, map(_left, others))
+    return Line("processes", "none of an earlier run", (*left, *_strays(facts)))
 
 
 def precision(facts: Facts) -> Line | None:
-    """Judge whether the cards compute in the precision that was asked for."""
+    """Judge whether the cards support the requested precision."""
     known = [card for card in cards_in_use(facts) if card.capability is not None]
     if not known:
         return None
     old = [card for card in known if card.capability and card.capability < _AMPERE]
     if not old:
         return Line("precision", "bf16, TF32 and flash attention")
-    asks = facts.run is not None and facts.run.flag("bf16")
-    said = "no bf16, TF32 or flash attention: fp16"
-    if not asks:
-        return Line("precision", said)
+    seen = "no bf16, TF32 or flash attention: fp16"
+    if not facts.flag("bf16"):
+        return Line("precision", seen)
     number = ".".join(map(str, old[0].capability or ()))
-    finding = Finding(
+    finding = Finding.warning(
         code="bf16-emulated",
-        severity=Severity.WARNING,
-        summary=f"{old[0].name} computes bf16 by emulation, through float32",
+        summary=f"{old[0].name} emulates bf16 in float32",
         evidence=f"compute capability {number}; bf16 and flash attention need 8.0",
-        remedy="Take --fp16 in place of --bf16",
+        remedy="Use --fp16 instead of --bf16",
     )
-    return Line("precision", said, (finding,))
+    return Line("precision", seen, (finding,))
 
 
 def cards_in_use(facts: Facts) -> list[CardFacts]:
-    """Return the cards that a process will see, or this one's card once it has one."""
+    """Return the cards that a process will see, or this process's card once it has one."""
     if facts.own_pids:
         return list(facts.cards)
-    seen = _seen(facts)
-    return [card for card in facts.cards if _is_shown(card, seen)]
+    uuids = _visible(facts).uuids
+    return [card for card in facts.cards if not {card.uuid, *card.slices}.isdisjoint(uuids)]
 
 
-CHECKS: tuple[Callable[[Facts], Line | None], ...] = (
-    cards,
-    memory_of_others,
-    earlier_runs,
-    precision,
-)
+CHECKS: tuple[Check, ...] = (cards, memory_of_others, earlier_runs, precision)
 
 
-def _seen(facts: Facts) -> Visible:
-    text = facts.environment.visible if facts.environment is not None else None
-    return visible(text, facts.cards)
-
-
-def _is_shown(card: CardFacts, seen: Visible) -> bool:
-    return not {card.uuid, *card.slices}.isdisjoint(seen.uuids)
-
-
-def _named(cards: list[CardFacts] | tuple[CardFacts, ...]) -> str:
+def _named(cards: Sequence[CardFacts]) -> str:
     names = [card.name or card.uuid for card in cards]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
 
 
+def _silent(what: str, trouble: str, remedy: str) -> Finding:
+    return Finding.error(
+        code="card-not-answering",
+        summary=f"the driver does not answer for {what}",
+        evidence=trouble,
+        remedy=remedy,
+    )
+
+
 def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
-    text = facts.environment.visible if facts.environment is not None else None
-    given = f"CUDA_VISIBLE_DEVICES={text}"
-    uuids = "; ".join(f"{number}: {card.uuid}" for number, card in enumerate(facts.cards))
+    there = facts.environment
+    if there is None:
+        return
+    given = f"{_VISIBLE}={there.visible}"
     if seen.trouble:
+        uuids = "; ".join(f"{number}: {card.uuid}" for number, card in enumerate(facts.cards))
         yield Finding(
             code="card-not-visible",
             severity=Severity.WARNING if seen.uuids else Severity.ERROR,
@@ -111,74 +135,46 @@ def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
             evidence=f"{given}; the driver has {uuids}",
             remedy="Name cards by their UUIDs, as `nvidia-smi -L` prints them",
         )
-    order = facts.environment.card_order if facts.environment is not None else ""
-    if seen.by_number and len({card.name for card in facts.cards}) > 1 and order != "PCI_BUS_ID":
-        yield Finding(
+    num_kinds = len({card.name for card in facts.cards})
+    if seen.by_number and num_kinds > 1 and there.card_order != "PCI_BUS_ID":
+        yield Finding.warning(
             code="card-order",
-            severity=Severity.WARNING,
-            summary="the numbers in CUDA_VISIBLE_DEVICES may mean other cards than in nvidia-smi",
-            evidence=f"{given} and {_named(facts.cards)}: CUDA puts the fastest first "
-            "(pytorch#86539)",
+            summary=f"the numbers in {_VISIBLE} may mean other cards than in nvidia-smi",
+            evidence=f"{_named(facts.cards)}: CUDA puts the fastest first (pytorch#86539)",
             remedy="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     slices = [uuid for uuid in seen.uuids if uuid.startswith("MIG-")]
-    if text is not None and len(slices) > 1:
-        yield Finding(
+    if there.visible is not None and len(slices) > 1:
+        yield Finding.warning(
             code="mig-one-slice",
-            severity=Severity.WARNING,
-            summary=f"a process uses one MIG slice, and CUDA_VISIBLE_DEVICES names {len(slices)}",
+            summary=f"a process uses one MIG slice, and {_VISIBLE} names {len(slices)}",
             evidence=f"{given}; CUDA enumerates a single compute instance (pytorch#92315)",
-            remedy="Start a process for each slice, each with its own CUDA_VISIBLE_DEVICES",
+            remedy=f"Start a process for each slice, each with its own {_VISIBLE}",
         )
 
 
-def _answer(card: CardFacts) -> Finding | None:
-    if not card.trouble:
-        return None
-    remedy = f"Leave {card.uuid} out of CUDA_VISIBLE_DEVICES until it does"
-    return _silent(card.name or card.uuid, card.trouble, remedy)
-
-
-def _silent(what: str, trouble: str, remedy: str) -> Finding:
-    return Finding(
-        code="card-not-answering",
-        severity=Severity.ERROR,
-        summary=f"the driver does not answer for {what}",
-        evidence=trouble,
-        remedy=remedy,
-    )
-
-
-def _foreign(card: CardFacts, own_pids: frozenset[int]) -> Finding | None:
-    assert card.reading is not None
-    processes = None if card.owners is None else tuple(owner.process for owner in card.owners)
-    allowance = context_allowance_bytes(card.reading.total_bytes) if own_pids else 0
-    return foreign_memory(card.reading, allowance, processes, own_pids)
-
-
-def _left(owner: Owner) -> Iterator[Finding]:
+def _left(owner: Owner) -> Finding | None:
     process = owner.process
     held = "memory" if process.used_bytes is None else size(process.used_bytes)
     if "ipykernel" in owner.command:
-        yield Finding(
+        return Finding.warning(
             code="notebook-holds-card",
-            severity=Severity.WARNING,
-            summary=f"a notebook kernel holds {held}: the model of an earlier cell is alive there",
+            summary=f"a notebook kernel holds {held}: the model of an earlier cell is still alive",
             evidence=f"pid {process.pid}: {owner.command}",
             remedy="Restart or shut down that kernel in Jupyter",
         )
-    elif owner.is_orphan:
-        yield Finding(
+    if owner.is_orphan:
+        return Finding.warning(
             code="leftover-process",
-            severity=Severity.WARNING,
-            summary=f"a process whose launcher is gone holds {held}: it is left of an earlier run",
+            summary=f"a process of an earlier run, whose launcher is gone, holds {held}",
             evidence=f"pid {process.pid}: {owner.command}",
-            remedy=f"If it does no work any more: kill {process.pid}",
+            remedy=f"If it is idle: {advice.END_PROCESS.flag(Door.SHELL, pid=process.pid)}",
         )
+    return None
 
 
 def _strays(facts: Facts) -> Iterator[Finding]:
-    """Find ranks that hold a context on a card beside their own."""
+    """Find ranks that hold a context on a card other than their own."""
     held = [
         (owner, owner.process.used_bytes or 0, card)
         for card in facts.cards
@@ -197,13 +193,57 @@ def _strays(facts: Facts) -> Iterator[Finding]:
     if not strays:
         return
     least, card = next(iter(strays.values()))
-    yield Finding(
+    yield Finding.warning(
         code="stray-context",
-        severity=Severity.WARNING,
-        summary=f"{len(strays)} process(es) hold a context on {card.name or card.uuid} beside their"
-        " own card",
-        evidence=f"pids {', '.join(map(str, strays))}, {size(least)} and more each"
-        " (pytorch#23138: 725 MB)",
-        remedy="Call torch.cuda.set_device(local_rank) before anything touches CUDA, and load with"
-        " map_location='cpu'",
+        summary=f"{len(strays)} process(es) hold a second context, on {card.name or card.uuid}",
+        evidence=f"pids {', '.join(map(str, strays))}, {size(least)} or more each (pytorch#23138)",
+        remedy=f"{advice.OWN_CARD_FIRST.flag(Door.CODE)}; and load with"
+        f" {advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}",
     )
+
+
+def _visible(facts: Facts) -> Visible:
+    """Read CUDA_VISIBLE_DEVICES as CUDA does."""
+    cards = facts.cards
+    text = facts.environment.visible if facts.environment is not None else None
+    if text is None:
+        return Visible(tuple(each for card in cards for each in card.slices[:1] or (card.uuid,)))
+    found: list[str] = []
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    kind = _kind(entries[0]) if entries else ""
+    for entry in entries:
+        if _kind(entry) != kind:
+            why = f"{entry} is {_kind(entry)}, and the list began with {kind}: they cannot be mixed"
+            return Visible(tuple(found), why, kind == _NUMBER)
+        named, why = _uuid_named(entry, cards)
+        if named in found:
+            # torch/cuda/__init__.py, _parse_visible_devices: then CUDA reports no devices
+            return Visible((), f"{entry} names a card twice, so CUDA shows none", kind == _NUMBER)
+        if named is None:
+            return Visible(tuple(found), why, kind == _NUMBER)
+        found.append(named)
+    return Visible(tuple(found), by_number=kind == _NUMBER)
+
+
+def _kind(entry: str) -> str:
+    if entry.startswith("GPU-"):
+        return _CARD
+    return _SLICE if entry.startswith("MIG-") else _NUMBER
+
+
+def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str]:
+    """Return the UUID that an entry names, or why it names none."""
+    if _kind(entry) == _NUMBER:
+        if entry.isdecimal() and int(entry) < len(cards):
+            return cards[int(entry)].uuid, ""
+        return None, f"there is no card {entry}: this machine has {len(cards)}"
+    there = [
+        each
+        for card in cards
+        for each in (card.slices if _kind(entry) == _SLICE else (card.uuid,))
+        if each.startswith(entry)
+    ]
+    if len(there) == 1:
+        return there[0], ""
+    what = "no card or slice has the UUID" if not there else f"{len(there)} cards begin with"
+    return None, f"{what} {entry}"

@@ -1,12 +1,11 @@
-"""Judges main memory: what is free, /dev/shm, what can be locked, swap, WSL."""
+"""Judges main memory: how much is free, /dev/shm, the limit of locked memory, swap, WSL."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import Facts, Line
+from trainer_plugins.check.facts import Check, Facts, Line, severity_of
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.launch.lint.names import offload_devices
 from trainer_plugins.units import GIB, MIB, size
 from trainer_plugins.watch.host import host_pressure, shared_memory
 from trainer_plugins.watch.pressure import Budget
@@ -19,7 +18,7 @@ _SMALL_LOCK_BYTES = 64 * MIB
 
 
 def main_memory(facts: Facts) -> Line | None:
-    """Judge what is free of main memory, or of the container's limit."""
+    """Judge how much main memory is free, within the container's limit."""
     if facts.main is None:
         return None
     reading = facts.main.reading
@@ -31,21 +30,22 @@ def main_memory(facts: Facts) -> Line | None:
 
 
 def shared(facts: Facts) -> Line | None:
-    """Judge /dev/shm against what dataloader workers will put there."""
+    """Judge /dev/shm by the batches that dataloader workers will put there."""
     if facts.main is None or not facts.main.shared.shm_total_bytes:
         return None
     there = facts.main.shared
     need, how = _need(facts)
-    seen = f"{size(there.shm_free_bytes)} free" + (f", {size(need)} needed" if need else "")
-    if need <= there.shm_free_bytes / 2:
+    free = there.shm_free_bytes
+    seen = f"{size(free)} free" + (f", {size(need)} needed" if need else "")
+    if need <= free / 2:
         found = shared_memory(there)
         return Line("/dev/shm", seen, (found,) if found and need else ())
     larger = advice.LARGER_SHM.flag(Door.SHELL, size=f"{2 * need // GIB + 1}g")
     finding = Finding(
         code="shared-memory-small",
-        severity=Severity.ERROR if need > there.shm_free_bytes else Severity.WARNING,
-        summary=f"dataloader workers will hold {size(need)} in /dev/shm, which has"
-        f" {size(there.shm_free_bytes)} free; when it is full, they die of a bus error",
+        severity=severity_of(need, free),
+        summary=f"dataloader workers need {size(need)} of /dev/shm, and {size(free)} is free: they"
+        " die with a bus error",
         evidence=how,
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
@@ -54,50 +54,46 @@ def shared(facts: Facts) -> Line | None:
 
 
 def locked(facts: Facts) -> Line | None:
-    """Judge how much may be locked, where something locks memory by itself."""
+    """Judge the limit of locked memory, if a library of this run locks some."""
     limit = None if facts.main is None else facts.main.memlock_bytes
     if limit is None or limit >= _SMALL_LOCK_BYTES or not (who := ", ".join(_lockers(facts))):
         return None
-    finding = Finding(
+    finding = Finding.warning(
         code="memlock-small",
-        severity=Severity.WARNING,
-        summary=f"a process may lock {size(limit)} of main memory, and {who} locks more",
+        summary=f"a process may lock {size(limit)} of main memory, and {who} needs more",
         evidence=f"ulimit -l is {limit // 1024} KiB",
-        remedy="ulimit -l unlimited; in Docker: --ulimit memlock=-1",
+        remedy=advice.LOCK_MORE_MEMORY.flag(Door.SHELL),
     )
     return Line("locked memory", size(limit), (finding,))
 
 
 def swap(facts: Facts) -> Line | None:
-    """Judge whether main memory lies on a drive already, where an offload will fill it."""
+    """Judge whether main memory is swapped out already, before an offload fills it."""
     if facts.main is None or not (places := _offload(facts)):
         return None
     main = facts.main
     seen = f"{size(main.swap_used_bytes)} of {size(main.swap_bytes)} in use"
     if main.swap_used_bytes < max(GIB, main.swap_bytes // 4):
         return Line("swap", seen)
-    finding = Finding(
+    finding = Finding.warning(
         code="swap-in-use",
-        severity=Severity.WARNING,
-        summary=f"{size(main.swap_used_bytes)} of main memory is swapped out, and this run offloads"
-        f" {', '.join(places)} there",
+        summary=f"this run offloads {', '.join(places)}, but main memory is swapped out already",
         evidence=f"{seen}; {size(main.reading.free_bytes)} of main memory free",
-        remedy="End what fills main memory, or offload less",
+        remedy="End other processes that use main memory, or offload less",
     )
     return Line("swap", seen, (finding,))
 
 
 def wsl(facts: Facts) -> Line | None:
-    """Tell what Windows limits."""
+    """Report the limits of Windows."""
     machine = None if facts.environment is None else facts.environment.machine
     if machine is None or not (machine.is_wsl or machine.is_windows):
         return None
-    pins = facts.run is not None and facts.run.values.get("dataloader_pin_memory") is not False
+    pins = facts.run is not None and facts.values.get("dataloader_pin_memory") is not False
     finding = Finding(
         code="windows-limits",
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
-        summary="Windows spills a full card to main memory, without an error and very slowly, and"
-        " under WSL little can be pinned",
+        summary="Windows moves memory of a full card to main memory: very slow; WSL can pin little",
         evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
         remedy="Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's"
         f" control panel; {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
@@ -105,11 +101,11 @@ def wsl(facts: Facts) -> Line | None:
     return Line("Windows", "", (finding,))
 
 
-CHECKS: tuple[Callable[[Facts], Line | None], ...] = (main_memory, shared, locked, swap, wsl)
+CHECKS: tuple[Check, ...] = (main_memory, shared, locked, swap, wsl)
 
 
 def _need(facts: Facts) -> tuple[int, str]:
-    """Return what the workers of all ranks of this machine hold at once, and how it is counted."""
+    """Return what all workers of this machine hold at once, and how it is counted."""
     if facts.run is None or facts.data is None:
         return 0, ""
     workers = facts.run.number("dataloader_num_workers", 0)
@@ -120,18 +116,16 @@ def _need(facts: Facts) -> tuple[int, str]:
 
 
 def _offload(facts: Facts) -> dict[str, str]:
-    """Return what is offloaded and where to, by what runs or else by the launch file."""
-    if facts.run is not None and facts.run.strategy is not None:
-        return dict(facts.run.strategy.offload)
-    document = None if facts.environment is None else facts.environment.document
-    return {} if document is None else offload_devices(document)
+    """Return what is offloaded and where to, by the running strategy or else the launch file."""
+    if facts.strategy is not None:
+        return dict(facts.strategy.offload)
+    return {} if facts.document is None else facts.document.offload_devices
 
 
 def _lockers(facts: Facts) -> Iterator[str]:
     # csrc/aio/py_lib/deepspeed_pin_tensor.cpp
     if "nvme" in _offload(facts).values():
         yield "DeepSpeed's offload to a drive"
-    strategy = None if facts.run is None else facts.run.strategy
     # docs.nvidia.com, NCCL, Troubleshooting, "Memory issues"
-    if strategy is not None and (strategy.num_machines or 1) > 1:
+    if facts.strategy is not None and (facts.strategy.num_machines or 1) > 1:
         yield "NCCL over InfiniBand"

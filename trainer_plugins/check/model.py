@@ -1,62 +1,62 @@
-"""Judges the model that is about to be trained, by what its objects show."""
+"""Judges the model that is about to be trained."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import (
-    LITTLE,
-    MUCH,
-    Facts,
-    Line,
-    ModelFacts,
-    OtherModel,
-    Shape,
-)
+from trainer_plugins.check.facts import LITTLE, MUCH, Check, Facts, Line, ModelFacts, Shape
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.kernels import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
 
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
-"""Copies of the trainable weights that an optimizer keeps, at least; of others nothing is known."""
+"""The fewest copies of the trainable weights that an optimizer keeps; others are unknown."""
 
 
 def copies(facts: Facts) -> Line | None:
-    """Judge what other models are alive beside the one in training."""
+    """Judge which other models are alive in addition to the one in training."""
     model = facts.model
     if model is None or not model.homes:
         return None
-    own = sum(model.homes.values())
     found = [
-        _second_copy(each) for each in model.others if each.num_bytes >= LITTLE * _device(facts)
+        Finding.warning(
+            code="second-copy",
+            summary=f"a second model takes {size(other.num_bytes)} of the device: {other.name}",
+            evidence=f"it shares nothing with the model in training; held by {other.holder}",
+            remedy="If it is a reference model of TRL: train adapters (peft_config), or"
+            " precompute_ref_log_probs=True. An average (EMA) can stay on the CPU. Else delete it",
+            amount=float(other.num_bytes),
+        )
+        for other in model.others
+        if other.num_bytes >= LITTLE * _device(facts)
     ]
-    return Line("copies", f"one model of {size(own)}", tuple(found))
+    return Line("copies", f"one model of {size(sum(model.homes.values()))}", tuple(found))
 
 
 def frozen(facts: Facts) -> Line | None:
-    """Judge whether frozen weights take twice what they need."""
+    """Judge whether frozen weights take twice the memory that they need."""
     model = facts.model
     if model is None or not sum(model.frozen_bytes.values()):
         return None
     wide = model.frozen_bytes.get("float32", 0)
     seen = f"{size(sum(model.frozen_bytes.values()))} of {', '.join(model.frozen_bytes)}"
-    is_mixed = facts.run is not None and (facts.run.flag("bf16") or facts.run.flag("fp16"))
+    is_mixed = facts.flag("bf16") or facts.flag("fp16")
     if wide < LITTLE * _device(facts):
         return Line("frozen weights", seen)
     finding = Finding(
         code="frozen-fp32",
         severity=Severity.WARNING if is_mixed else Severity.INFO,
         summary=f"frozen weights are kept in float32: {size(wide / 2)} more than in bfloat16",
-        evidence=f"{seen}; nothing updates them, and "
-        + ("matrix products run with 16 bits" if is_mixed else "training runs in float32"),
-        remedy="Load the base with dtype=torch.bfloat16",
+        evidence=f"{seen}; nothing updates them, and"
+        f" {'matrix products run with 16 bits' if is_mixed else 'training runs in float32'}",
+        remedy=f"Load the base with {advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE)}",
         amount=float(wide),
     )
     return Line("frozen weights", seen, (finding,))
 
 
 def dtypes(facts: Facts) -> Line | None:
-    """Judge where the parameters are, and whether a scaler can work with them."""
+    """Judge where the parameters are, and whether a gradient scaler can work with them."""
     model = facts.model
     if model is None or not model.homes:
         return None
@@ -67,17 +67,16 @@ def dtypes(facts: Facts) -> Line | None:
 
 
 def checkpoints(facts: Facts) -> Line | None:
-    """Judge whether checkpointing that was asked for is live."""
+    """Judge whether requested checkpointing is active."""
     if facts.model is None or not facts.model.homes or facts.run is None:
         return None
-    asked = facts.run.flag("gradient_checkpointing") or facts.run.flag("activation_checkpointing")
-    if not asked:
-        return Line("checkpointing", "not asked for")
-    return Line("checkpointing", "live", tuple(_checkpointing(facts.model)))
+    if not (facts.flag("gradient_checkpointing") or facts.flag("activation_checkpointing")):
+        return Line("checkpointing", "not requested")
+    return Line("checkpointing", "active", tuple(_checkpointing(facts.model)))
 
 
 def attention(facts: Facts) -> Line | None:
-    """Judge whether attention stores a score for each pair of tokens, by the kernel it gets."""
+    """Judge whether attention stores a score for each pair of tokens, by its kernel."""
     model, longest = facts.model, _longest(facts)
     if model is None or model.shape is None or not model.attention:
         return None
@@ -90,20 +89,18 @@ def attention(facts: Facts) -> Line | None:
         return Line("attention", seen)
     part = scores / _device(facts)
     dtype = _dtype(facts, model)
-    change = advice.CHECKPOINTING.flag(Door.TRAINER)
+    change, why = advice.CHECKPOINTING.flag(Door.TRAINER), ""
+    if falls_back:
+        why = f"; no other kernel takes {dtype} with heads of {model.shape.head_size} here"
     if falls_back and dtype == "bfloat16":
-        change = f"--fp16 True in place of --bf16, or {change}"
+        change = f"--fp16 True instead of --bf16, or {change}"
     if model.attention == "eager" and model.takes_sdpa:
-        change = f"Load it with attn_implementation='sdpa', or {change}"
-    finding = Finding(
+        change = f"{advice.SDPA_ATTENTION.flag(Door.CODE)}, or {change}"
+    finding = Finding.warning(
         code="attention-stores-scores",
-        severity=Severity.WARNING,
-        summary=f"{model.attention} attention stores a score for each pair of tokens here:"
-        f" {size(scores)} a layer",
+        summary=f"{model.attention} attention stores all scores: {size(scores)} a layer",
         evidence=f"{_rows(facts)} row(s) x {model.shape.num_heads} heads x {longest:,} x"
-        f" {longest:,} tokens, {percent(part)} of the device, in {model.shape.num_layers} layers"
-        + f"; no other kernel takes {dtype} with heads of {model.shape.head_size} here"
-        * falls_back,
+        f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
         amount=float(scores),
     )
@@ -118,39 +115,36 @@ def cache(facts: Facts) -> Line | None:
     need = cache_bytes(facts, _rows(facts), 2)
     if not model.uses_cache or need < LITTLE * _device(facts):
         return Line("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
-    finding = Finding(
+    finding = Finding.warning(
         code="kv-cache-in-training",
-        severity=Severity.WARNING,
         summary="each training forward returns a cache of keys and values that nothing reads",
-        evidence=f"config.use_cache is true: {size(need)} for the longest rows",
-        remedy="model.config.use_cache = False",
+        evidence=f"its config switches the cache on: {size(need)} for the longest rows",
+        remedy=advice.NO_CACHE_IN_TRAINING.flag(Door.CODE),
     )
     return Line("KV cache", "", (finding,))
 
 
 def logits(facts: Facts) -> Line | None:
-    """Judge what the logits of a micro-batch take where the loss is computed."""
+    """Judge how much the logits of a micro-batch take when the loss is computed."""
     model, longest = facts.model, 0 if facts.data is None else facts.data.longest_target
     if model is None or model.shape is None or not model.predicts_tokens or not longest:
         return None
     if model.makes_no_logits:
-        return Line("logits", "never whole")
-    # transformers/loss/loss_utils.py, ForCausalLMLoss: 16 bits, a float32 copy and its gradient;
-    # what is float32 already is not copied.
-    widths, why = "2 + 4 + 4", "float32 is made for the loss, and its gradient"
+        return Line("logits", "computed in parts")
+    # transformers/loss/loss_utils.py, ForCausalLMLoss
+    widths, why = [2, 4, 4], "logits, their float32 copy for the loss, and its gradient"
     if _dtype(facts, model) == "float32":
-        widths, why = "4 + 4", "logits in float32, and their gradient"
-    need = _rows(facts) * longest * model.shape.vocab_size * sum(map(int, widths.split(" + ")))
+        widths, why = [4, 4], "logits in float32, and their gradient"
+    need = _rows(facts) * longest * model.shape.vocab_size * sum(widths)
     part, seen = need / _device(facts), size(need)
     if part < MUCH:
         return Line("logits", seen)
     finding = Finding(
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
-        summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the"
-        " device",
+        summary=f"one micro-batch has at least {seen} of logits, {percent(part)} of the device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
-        f" ({widths}) bytes: {why}",
+        f" ({' + '.join(map(str, widths))}) bytes: {why}",
         remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
         amount=float(need),
     )
@@ -158,7 +152,7 @@ def logits(facts: Facts) -> Line | None:
 
 
 def states(facts: Facts) -> Line | None:
-    """Judge whether gradients and the optimizer's states fit beside the weights."""
+    """Judge whether gradients and optimizer states fit next to the weights."""
     model, free = facts.model, facts.device_free_bytes
     times = None if model is None else _STATES.get(model.optimizer)
     if model is None or free is None or times is None or not _is_whole(facts):
@@ -168,19 +162,19 @@ def states(facts: Facts) -> Line | None:
     seen = f"{size(need)} for gradients and {model.optimizer}, {size(free)} free"
     if need <= free:
         return Line("optimizer", seen, tuple(_strayed(model)))
-    finding = Finding(
+    finding = Finding.error(
         code="states-too-large",
-        severity=Severity.ERROR,
-        summary=f"gradients and the states of {model.optimizer} take {size(need)}, and {size(free)}"
-        " is free: the first step fails, whatever the batch",
-        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}",
-        remedy="Train adapters, take --optim adamw_bnb_8bit, or several cards with ZeRO-3 or FSDP",
+        summary=f"gradients and optimizer states take {size(need)}, and {size(free)} is free: the"
+        " first step fails at any batch size",
+        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}, {model.optimizer}",
+        remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
+        " ZeRO-3 or FSDP",
         amount=float(need),
     )
     return Line("optimizer", seen, (finding, *_strayed(model)))
 
 
-CHECKS: tuple[Callable[[Facts], Line | None], ...] = (
+CHECKS: tuple[Check, ...] = (
     copies,
     dtypes,
     frozen,
@@ -193,8 +187,8 @@ CHECKS: tuple[Callable[[Facts], Line | None], ...] = (
 
 
 def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) -> int:
-    """Return what keys and values of all layers take for so many rows."""
-    shape = None if facts.model is None else facts.model.shape
+    """Return the size of the keys and values of all layers for this many rows."""
+    shape = facts.shape
     if shape is None:
         return 0
     per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_size * width
@@ -202,10 +196,7 @@ def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) 
 
 
 def _device(facts: Facts) -> int:
-    """Return what the device has for the training; where it is unknown, more than any has.
-
-    A vLLM beside it that sleeps gives its part back.
-    """
+    """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
     run, total = facts.run, facts.device_bytes or 1 << 50
     if run is None or run.flag("vllm_enable_sleep_mode"):
         return total
@@ -221,17 +212,17 @@ def _rows(facts: Facts) -> int:
 
 
 def _dtype(facts: Facts, model: ModelFacts) -> str:
-    """Return what matrix products are computed in."""
-    for flag, kind in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if facts.run is not None and facts.run.flag(flag):
-            return kind
+    """Return the dtype of matrix products."""
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if facts.flag(flag):
+            return dtype
     return next(iter({**model.trainable_bytes, **model.frozen_bytes}), "float32")
 
 
 def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
-    """Return the kernel of these shapes; None if it is not torch's attention, or not on CUDA.
+    """Return the kernel for these shapes; None if it is not torch's attention, or not on CUDA.
 
-    Rows that differ in length come with a mask; with one, transformers repeats shared keys.
+    Rows of different lengths get a mask; with one, transformers repeats shared keys.
     """
     if model.attention != "sdpa" or facts.capability is None:
         return None
@@ -243,85 +234,67 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
 
 def _is_whole(facts: Facts) -> bool:
     """Return whether each rank has all weights, gradients and states on its card."""
-    strategy = None if facts.run is None else facts.run.strategy
-    return strategy is not None and strategy.family in ("nothing", "DDP", "DataParallel")
-
-
-def _second_copy(other: OtherModel) -> Finding:
-    return Finding(
-        code="second-copy",
-        severity=Severity.WARNING,
-        summary=f"a second model takes {size(other.num_bytes)} of the device: {other.name}",
-        evidence=f"none of it is shared with the model in training; held by {other.holder}",
-        remedy="If it is a reference model of TRL: train adapters (peft_config), or"
-        " precompute_ref_log_probs=True. An average (EMA) can stay on the CPU. Else delete it",
-        amount=float(other.num_bytes),
+    return facts.strategy is not None and (
+        facts.strategy.family in ("nothing", "DDP", "DataParallel")
     )
 
 
 def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
     if model.not_live:
-        yield Finding(
+        yield Finding.warning(
             code="checkpointing-not-live",
-            severity=Severity.WARNING,
-            summary="gradient checkpointing was asked for, but all activations are kept",
+            summary="gradient checkpointing is requested, but all activations are kept",
             evidence=model.not_live,
-            remedy="Leave it to the Trainer (--gradient_checkpointing True), and switch nothing off"
-            " afterwards",
+            remedy=f"Leave it to the Trainer ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
+            " not switch it off afterwards",
         )
     elif model.is_cut_off:
-        yield Finding(
+        yield Finding.error(
             code="checkpointing-without-gradients",
-            severity=Severity.ERROR,
-            summary="reentrant checkpointing gives no gradient here: its inputs need none",
-            evidence="use_reentrant is true and the input embeddings are frozen"
-            " (transformers#42489)",
-            remedy="gradient_checkpointing_kwargs={'use_reentrant': False}, or"
-            " model.enable_input_require_grads()",
+            summary="reentrant checkpointing computes no gradients here: no input requires one",
+            evidence="use_reentrant is true, input embeddings are frozen (transformers#42489)",
+            remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
+            f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
         )
 
 
 def _unscalable(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
     halves = model.trainable_bytes.get("float16", 0)
-    if halves and facts.run is not None and facts.run.flag("fp16") and _is_whole(facts):
+    if halves and facts.flag("fp16") and _is_whole(facts):
         yield Finding(
             code="trainable-fp16",
             severity=Severity.ERROR,
             summary="--fp16 cannot train weights that are float16 already: the first step raises",
-            evidence=f"{size(halves)} of them; torch/amp/grad_scaler.py: 'Attempting to unscale"
-            " FP16 gradients.'",
-            remedy="Load the model with dtype=torch.float32, or take --bf16",
+            evidence=f"{size(halves)} of them; torch: 'Attempting to unscale FP16 gradients.'",
+            remedy="Load the model with dtype=torch.float32, or use --bf16",
         )
 
 
 def _scattered(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
     empty = model.homes.get("meta", 0)
     if empty and _is_whole(facts):
-        yield Finding(
+        yield Finding.error(
             code="weights-missing",
-            severity=Severity.ERROR,
-            summary=f"{size(empty)} of parameters have no bytes: they are on the device meta",
+            summary=f"{size(empty)} of parameters have no values: they are on the meta device",
             evidence=f"parameters on {', '.join(model.homes)}",
             remedy="Load the checkpoint into the model before the Trainer is made",
         )
     elif len(model.homes) > 1 and _is_whole(facts):
         where = ", ".join(f"{size(num_bytes)} on {home}" for home, num_bytes in model.homes.items())
-        yield Finding(
+        yield Finding.warning(
             code="mixed-devices",
-            severity=Severity.WARNING,
             summary="the parameters of the model are on devices of different kinds",
             evidence=where,
-            remedy="Load it without device_map, which leaves on the CPU what does not fit",
+            remedy="Load it without device_map, which leaves some weights on the CPU",
         )
 
 
 def _strayed(model: ModelFacts) -> Iterator[Finding]:
     if model.stray_bytes > LITTLE * sum(model.trainable_bytes.values()):
-        yield Finding(
+        yield Finding.warning(
             code="optimizer-of-other-tensors",
-            severity=Severity.WARNING,
-            summary=f"the optimizer updates {size(model.stray_bytes)} that is no part of the model",
-            evidence="none of that is a parameter of the model: it was copied or replaced since",
-            remedy="Make it after the model is complete, or leave it to the Trainer",
+            summary=f"the optimizer updates {size(model.stray_bytes)} outside the model",
+            evidence="parameters of the model were copied or replaced after it was created",
+            remedy="Create the optimizer after the model is complete, or leave it to the Trainer",
             amount=float(model.stray_bytes),
         )

@@ -1,8 +1,8 @@
-"""Judges the plan of a run against the card and the main memory that it has."""
+"""Judges whether a planned run fits its card and its main memory."""
 
-from collections.abc import Callable
-
-from trainer_plugins.check.facts import Facts, Line
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.check.facts import Check, Facts, Line
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.units import percent, size
@@ -12,7 +12,7 @@ _ACTIVATIONS = ("activations", "logits and loss")
 
 
 def card(facts: Facts) -> Line | None:
-    """Judge whether the run fits on its card, as large as it is and as full as it is."""
+    """Judge whether the run fits on its card: on an empty one, and on the card as it is now."""
     plan = facts.plan
     if plan is None:
         return _unplanned(facts)
@@ -29,21 +29,21 @@ def main_memory(facts: Facts) -> Line | None:
     seen = f"{size(plan.host_bytes_per_node)} a machine"
     if plan.host_shortage is None:
         return Line("main memory", seen)
-    finding = Finding(
+    finding = Finding.error(
         code="plan-host-memory",
-        severity=Severity.ERROR,
         summary=f"the run does not fit in main memory: {plan.host_shortage}",
         evidence=f"{size(plan.host_ram_bytes_per_node)} of tensors, of which"
         f" {size(plan.host_pinned_bytes_per_node)} are pinned, and"
         f" {size(plan.host_process_bytes_per_node)} for Python and its libraries",
-        remedy="Spread it over more machines, set pin_memory to false, put the optimizer on NVMe"
-        " (zero3_offload_nvme), or train adapters",
+        remedy="Spread it over more machines; pin less:"
+        f" {advice.NO_PINNED_OFFLOAD.flag(Door.DEEPSPEED)}; put the optimizer on NVMe:"
+        f" {advice.OFFLOAD_TO_DISK.flag(Door.SHELL)}; or train adapters",
         amount=float(plan.host_bytes_per_node),
     )
     return Line("main memory", seen, (finding,))
 
 
-CHECKS: tuple[Callable[[Facts], Line | None], ...] = (card, main_memory)
+CHECKS: tuple[Check, ...] = (card, main_memory)
 
 
 def _unplanned(facts: Facts) -> Line | None:
@@ -52,7 +52,7 @@ def _unplanned(facts: Facts) -> Line | None:
     finding = Finding(
         code="plan-not-made",
         severity=Severity.INFO,
-        summary="what the run needs of its card could not be predicted",
+        summary="the memory that the run needs could not be predicted",
         evidence=facts.no_plan,
         remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
     )
@@ -60,29 +60,27 @@ def _unplanned(facts: Facts) -> Line | None:
 
 
 def _too_large(plan: MemoryPlan) -> Finding | None:
-    """Judge a plan against the whole card."""
+    """Judge whether a plan fits on an empty card."""
     if plan.fits_card is not False:
         return None
-    return Finding(
+    return Finding.error(
         code="plan-does-not-fit",
-        severity=Severity.ERROR,
         summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
         evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
-        remedy="`trainer-plugins plan` with the same flags says with what it would fit",
+        remedy="`trainer-plugins plan` with the same flags lists changes that make it fit",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
 
 def _tight(plan: MemoryPlan) -> Finding | None:
-    """Judge what a plan leaves of the card."""
+    """Judge whether a plan leaves enough of the card free."""
     if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
         return None
-    return Finding(
+    return Finding.warning(
         code="plan-is-tight",
-        severity=Severity.WARNING,
         summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
-        remedy="Fewer rows with more accumulation, or trainer_plugins.survive_oom",
+        remedy=f"Fewer rows with more accumulation, or {advice.SURVIVE.flag(Door.CODE)}",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
@@ -93,23 +91,21 @@ def _numbers(plan: MemoryPlan) -> str:
 
 
 def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
-    """Judge a plan that fits on an empty card against a card that is not."""
+    """Judge whether a plan that fits on an empty card fits next to other processes."""
     free = facts.device_free_bytes
     if free is None or plan.device != "cuda" or plan.nvidia_smi_peak_bytes <= free:
         return None
-    return Finding(
+    return Finding.error(
         code="card-too-full",
-        severity=Severity.ERROR,
-        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)} of its card, and only"
-        f" {size(free)} is free now",
-        evidence=f"predicted for {plan.moment}; others hold the rest",
-        remedy="Stop the other processes, or choose another card by CUDA_VISIBLE_DEVICES",
+        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)}, and {size(free)} is free now",
+        evidence=f"predicted for {plan.moment}; other processes hold the rest",
+        remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
 
 def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
-    """Tell that the run fits if its frozen base waits in main memory."""
+    """Report that the run fits if its frozen base waits in main memory."""
     if streamed is None or streamed.streamed is None or not streamed.fits:
         return None
     base = streamed.streamed
@@ -125,13 +121,13 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
         evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
-        remedy=f"Add the callback StreamBase (--memory_stream_base always){several}",
+        remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",
         amount=float(streamed.nvidia_smi_peak_bytes),
     )
 
 
 def _adapters(plan: MemoryPlan) -> Finding | None:
-    """Tell that adapters do not help where activations take the card."""
+    """Report that adapters do not help if activations fill the card."""
     frozen = plan.num_parameters - plan.num_trainable_parameters
     if plan.fits_card is not False or frozen < plan.num_trainable_parameters:
         return None
@@ -139,12 +135,10 @@ def _adapters(plan: MemoryPlan) -> Finding | None:
     part = taken / plan.allocated_peak_bytes if plan.allocated_peak_bytes else 0.0
     if part < 1 / 2:
         return None
-    return Finding(
+    return Finding.warning(
         code="adapters-save-little",
-        severity=Severity.WARNING,
-        summary=f"{percent(part)} of the peak are activations and logits, which adapters do not"
-        " make smaller",
+        summary=f"adapters do not reduce activations and logits: {percent(part)} of the peak",
         evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
-        remedy="--gradient_checkpointing True, or fewer rows or tokens; a smaller rank helps not",
+        remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens",
         amount=part,
     )

@@ -4,6 +4,7 @@ Each command is a file of its own, and imports what is heavy only when it runs.
 """
 
 import sys
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -13,16 +14,18 @@ from trainer_plugins import __version__
 from trainer_plugins.cli.check import check
 from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
-from trainer_plugins.cli.exec import exec_
+from trainer_plugins.cli.exec import ExecCommand, exec_
 from trainer_plugins.cli.explain import explain
 from trainer_plugins.cli.plan import plan
-from trainer_plugins.cli.plan_help import PlanCommand
 from trainer_plugins.cli.report import report
 from trainer_plugins.cli.top import top
+from trainer_plugins.plug_in.flags import (
+    BEFORE_A_COMMAND,
+    PRESETS_IN_WORDS,
+    USAGE_ERROR,
+    Command,
+)
 from trainer_plugins.printable import printable
-
-# Typer contains a copy of click, or imports it, depending on its version.
-_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class _Commands(TyperGroup):
@@ -31,7 +34,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except _USAGE_ERROR as error:
+        except USAGE_ERROR as error:
             error.message = printable(error.message)
             raise
 
@@ -44,26 +47,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    rich_help_panel=_BEFORE,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(check)
-app.command(
-    cls=PlanCommand,
-    rich_help_panel=_BEFORE,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(plan)
+_with_other_flags = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(check)
+app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(plan)
 app.command(rich_help_panel=_BEFORE)(env)
 app.command(
     "exec",
+    cls=ExecCommand,
     rich_help_panel=_DURING,
-    add_help_option=False,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings=BEFORE_A_COMMAND,
+    epilog=PRESETS_IN_WORDS,
 )(exec_)
 app.command(rich_help_panel=_DURING)(top)
 app.command(rich_help_panel=_AFTER)(report)
 app.command(rich_help_panel=_AFTER)(explain)
 app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
+for each in (*app.registered_commands, *configs.registered_commands):
+    each.cls = each.cls if each.name == "exec" else Command
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,7 +87,19 @@ def main() -> None:
     Exit codes: 0 fine; 1 `check` found warnings, `configs check` an ERROR or `explain` no OOM; 2
     bad input; 3 a plan does not fit, or `check` found an error.
     """
-    # The locale may lack a character of somebody's file name.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    buffered = BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
+    is_terminal, encoding = sys.stdout.isatty(), sys.stdout.encoding
+    # The locale may lack a character of a file name.
+    sys.stdout = TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=is_terminal)
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()
+
+
+class _Output(FileIO):
+    """Writes to standard output, and drops the rest once its reader is gone, as after `| head`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)

@@ -1,20 +1,26 @@
-"""`trainer-plugins configs`: lists, shows, copies and checks launch files."""
+"""`trainer-plugins configs`: list, show, copy and check launch files."""
 
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.plan_options import PinnedMemory
 from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.finding import Finding
 
 configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
 )
 
-# Findings about files that say something other than what a reader takes from them.
+# Findings about files that mean something else than they seem to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 
@@ -28,9 +34,6 @@ Name = Annotated[
     str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-PinnedMemory = Annotated[
-    str | None, typer.Option(help="How much of it can be pinned, as in 2GiB; WSL limits that.")
-]
 
 
 @configs.command("list")
@@ -56,12 +59,9 @@ def show(name: Name) -> None:
     Example: trainer-plugins configs show zero3
     """
     from trainer_plugins.launch.configs import read
-    from trainer_plugins.launch.lint import ConfigError
 
-    try:
+    with _one_line_errors():
         print(read(name), end="")
-    except ConfigError as error:
-        raise _refused(error) from None
 
 
 @configs.command("path")
@@ -71,19 +71,16 @@ def path_of(name: Name) -> None:
     Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py.
     """
     from trainer_plugins.launch.configs import path
-    from trainer_plugins.launch.lint import ConfigError
 
-    try:
+    with _one_line_errors():
         print(path(name))
-    except ConfigError as error:
-        raise _refused(error) from None
 
 
 @configs.command("copy")
 def copy_to(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="The target folder; by default this one.")
+        Path, typer.Argument(metavar="[DIR]", help="The target folder (default: this one).")
     ] = Path(),
     overrides: Annotated[
         list[str] | None,
@@ -96,12 +93,9 @@ def copy_to(
     Example: trainer-plugins configs copy zero3 --set num_processes=4
     """
     from trainer_plugins.launch.configs import copy
-    from trainer_plugins.launch.lint import ConfigError
 
-    try:
+    with _one_line_errors():
         print(copy(name, folder, overrides or (), force=force))
-    except ConfigError as error:
-        raise _refused(error) from None
 
 
 @configs.command()
@@ -109,31 +103,24 @@ def check(
     file: Annotated[Path, typer.Argument(help="An accelerate YAML or a DeepSpeed JSON.")],
     training_args: Annotated[
         str | None,
-        typer.Option(
-            "--training-args",
-            help="What the script will be given: '--bf16 --max_grad_norm 0.3', in quotes.",
-        ),
+        typer.Option(help="The script's arguments in quotes: '--bf16 --max_grad_norm 0.3'."),
     ] = None,
     params: Annotated[
         float | None,
-        typer.Option(
-            "--params", min=1, help="Parameters of the model, such as 7e9: judges main memory."
-        ),
+        typer.Option(min=1, help="Parameters of the model, as in 7e9: judges main memory."),
     ] = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on all machines, if the file leaves it open."),
+        typer.Option(min=1, help="Ranks on all machines (default: from the file, else 1)."),
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(
-            "--host-memory", help="Main memory to judge by, such as 128GiB; default: this machine."
-        ),
+        typer.Option(help="Main memory, as in 128GiB (default: of this machine)."),
     ] = None,
     pinned_memory: PinnedMemory = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a launch file before the launch, and look for extension builds it would wait for.
+    """Check a launch file before the launch, and find extension builds that would block it.
 
     Example: trainer-plugins configs check zero3.yaml --params 7e9 --num-gpus 4
 
@@ -143,37 +130,47 @@ def check(
     import os
     import shlex
 
+    from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
-    from trainer_plugins.launch.lint import ConfigError, check, training_arguments
+    from trainer_plugins.launch.lint import judge, read_document, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
-    here = _host_bytes() if params and host_memory is None else None
-    try:
+    here_bytes = None
+    if params and host_memory is None:
+        here_bytes = HostDevice().read().total_bytes
+    with _one_line_errors():
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
-        host = HostLimits.of(host_memory, pinned_memory, here)
+        host = HostLimits.of(host_memory, pinned_memory, here_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
-        findings = check(file, training=training, num_params=params, num_ranks=num_gpus, host=host)
-    except (ConfigError, ValueError) as error:
-        raise _refused(error) from None
+        findings = judge(
+            read_document(file),
+            training=training,
+            num_params=params,
+            num_ranks=num_gpus,
+            host=host,
+        )
     findings += tuple(lock_findings(read_locks(os.environ)))
-    said = "\n".join(f"{each.severity.name} {each}" for each in findings)
-    if as_json:
-        said = json.dumps([each.as_json() for each in findings], indent=2)
-    print(said or f"{file}: no findings")
+    _print_findings(file, findings, as_json)
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
 
 
-def _refused(error: ValueError) -> typer.Exit:
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
     """Report bad input on one line that can be copied and searched for."""
-    print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
-    return typer.Exit(2)
+    try:
+        yield
+    except ValueError as error:
+        print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
-def _host_bytes() -> int:
-    from trainer_plugins.devices.host import HostDevice
-
-    return HostDevice().read().total_bytes
+def _print_findings(file: Path, findings: "tuple[Finding, ...]", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([each.as_json() for each in findings], indent=2))
+    else:
+        lines = [f"{each.severity.name} {each}" for each in findings]
+        print("\n".join(lines) or f"{file}: no findings")

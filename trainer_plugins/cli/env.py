@@ -1,4 +1,4 @@
-"""`trainer-plugins env`: prints the environment of a launch, or what a bug report needs."""
+"""`trainer-plugins env`: print the environment for a launch, or what a bug report needs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def env(
 ) -> None:
     """Print what to export before a launch on this machine: eval "$(trainer-plugins env)".
 
-    In fish: trainer-plugins env --shell fish | source. Problems of the present allocator settings
+    In fish: trainer-plugins env --shell fish | source. Problems with the present allocator settings
     go to stderr.
     """
     if info:
@@ -67,7 +67,7 @@ def _print_info(as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     for group, lines in facts.items():
-        print(f"{group}:{'' if lines else ' as torch has it, no variable is set'}")
+        print(f"{group}:{'' if lines else ' the default of torch, no variable is set'}")
         for name, text in lines.items():
             print(f"  {name}: {printable(text)}")
 

@@ -1,25 +1,38 @@
-"""`trainer-plugins exec`: runs any command, with callbacks on every Trainer built under it."""
+"""`trainer-plugins exec`: run any command, with callbacks on every Trainer built under it."""
 
 import os
+import sys
 from typing import Annotated
 
 import typer
 
+from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
+from trainer_plugins.printable import printable
+
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-_VLLM = "vLLM will run inside the training process."
 
 
+class ExecCommand(CommandInFront):
+    """Parses `trainer-plugins exec`."""
+
+    prog = "trainer-plugins exec"
+
+
+@with_memory_options
 def exec_(
+    context: typer.Context,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
+    ] = False,
     command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[--preset P] [--memory-... VALUE] -- COMMAND [ARGUMENT ...]"),
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
 ) -> None:
     """Run a command with callbacks on every Trainer under it.
 
-    A preset with guards gets the allocator settings that `trainer-plugins env` prints, unless you
-    have set some, and a line says so. With --vllm, or TRL's --use_vllm in the command, it leaves
-    out expandable segments. Nothing else is set but the hook.
+    A preset with guards also sets the allocator settings of `trainer-plugins env`, unless you have
+    set some, and prints a line about it. With --vllm, or TRL's --use_vllm in the command, these
+    leave out expandable segments. Nothing else is set except the hook.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
@@ -27,27 +40,17 @@ def exec_(
     it cannot be run.
     """
     import json
-    import sys
 
     from trainer_plugins.launch.environment import gather, launch_environment
     from trainer_plugins.launch.extensions import lock_findings
     from trainer_plugins.plug_in import _site
-    from trainer_plugins.plug_in.flags import Flags
-    from trainer_plugins.printable import printable
 
-    flags = Flags(
-        "trainer-plugins exec",
-        "-- COMMAND [ARGUMENT ...]",
-        exec_.__doc__ or "",
-        switches={"vllm": _VLLM},
-    )
-    flags.parser.print_help = _print_help  # type: ignore[method-assign]
-    given, words = flags.split(command or [])
+    given, words = ExecCommand.given(context.params), list(command or ())
     if not words:
-        flags.refuse(
+        ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    facts = gather(os.environ, with_vllm="vllm" in flags.switched_on or _asks_for_vllm(words))
+    facts = gather(os.environ, with_vllm=vllm or _asks_for_vllm(words))
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
     environment = launch_environment(os.environ, facts)
@@ -72,11 +75,11 @@ def exec_(
     except OSError as error:
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-        flags.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+        ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
 
 
 def _has_guards(given: dict[str, object]) -> bool:
-    """Return whether the preset asked for does more than observe, which changes nothing."""
+    """Return whether the preset does more than observe, which changes nothing."""
     from trainer_plugins.plug_in.options import DEFAULT_PRESET
     from trainer_plugins.presets import preset
 
@@ -85,58 +88,10 @@ def _has_guards(given: dict[str, object]) -> bool:
 
 
 def _asks_for_vllm(words: list[str]) -> bool:
-    """Return whether a command has TRL's `--use_vllm`, and not a vLLM that is a server elsewhere.
+    """Return whether a command has TRL's `--use_vllm`, and no vLLM server.
 
-    trl/trainer/grpo_config.py: `vllm_mode` is "colocate" unless it is given.
+    trl/trainer/grpo_config.py: the default of `vllm_mode` is "colocate".
     """
     text = " ".join(words).lower().replace("-", "_").replace("=", " ")
     refused = ("use_vllm false", "vllm_mode server")
     return "use_vllm" in text and not any(each in text for each in refused)
-
-
-def _print_help(file: object = None) -> None:
-    """Print the help as the other commands do: of a command that has these options, and no more."""
-    from dataclasses import fields
-    from inspect import Parameter, Signature
-
-    from trainer_plugins.plug_in.flags import flag_of
-    from trainer_plugins.plug_in.options import MemoryArguments, kind_of
-    from trainer_plugins.presets import PRESETS
-
-    def described() -> None:
-        """Stand for `exec`."""
-
-    command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run.")]
-    parameters = [Parameter("command", Parameter.KEYWORD_ONLY, annotation=command)]
-    for option in fields(MemoryArguments):
-        # The help of an option ends with the callback that it is for.
-        words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
-        shown = typer.Option(
-            flag_of(option),
-            help=words,
-            metavar="N" if kind_of(option) in (int, float) else None,
-            rich_help_panel=callback or None,
-        )
-        parameters.append(
-            Parameter(
-                option.name,
-                Parameter.KEYWORD_ONLY,
-                default=option.default,
-                annotation=Annotated[kind_of(option), shown],
-            )
-        )
-    described.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    parameters.append(
-        Parameter(
-            "vllm",
-            Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[bool, typer.Option("--vllm", help=_VLLM)],
-        )
-    )
-    presets = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
-    app = typer.Typer(
-        add_completion=False, context_settings={"help_option_names": ["-h", "--help"]}
-    )
-    app.command(help=exec_.__doc__, epilog=presets)(described)
-    app(["--help"], prog_name="trainer-plugins exec")

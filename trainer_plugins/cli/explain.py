@@ -1,4 +1,4 @@
-"""`trainer-plugins explain`: says why a run ran out of memory, and what would have helped."""
+"""`trainer-plugins explain`: explain why a run ran out of memory, and what would have helped."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,29 +18,28 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="A run's output_dir, a log, or a memory snapshot of torch; two snapshots are "
-            "compared. What is piped in is read if there is none, or -.",
+            help="A run's output_dir, a log, or a memory snapshot of torch; two snapshots are"
+            " compared (default: standard input, as with -).",
         ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Draw a memory snapshot as a page, and write it to this file."),
+        typer.Option(help="Write a memory snapshot to this file, as a page."),
     ] = None,
     predicts: Annotated[
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="Of what a run wrote down: let the planner say what each remedy brings. It "
-            "takes some seconds, or a minute.",
+            help="Predict the effect of each remedy on a recorded run, in seconds to a minute.",
         ),
     ] = True,
 ) -> None:
-    """Say why a run ran out of memory, what shows it, and what to do first.
+    """Explain why a run ran out of memory, with evidence, and what to do first.
 
     Example: trainer-plugins explain train.log, or: python train.py 2>&1 | trainer-plugins explain -
 
-    Exit codes: 0 explained, or a snapshot was read; 1 no OOM in it; 2 it cannot be read.
+    Exit codes: 0 explained, or a snapshot was read; 1 there is no OOM; 2 unreadable.
     """
     paths = paths or [_piped()]
     try:
@@ -65,7 +64,7 @@ def explain(
 
 
 def _piped() -> str:
-    """Return the name of standard input, unless a person would have to type the log there."""
+    """Return the name of standard input, unless it is a terminal."""
     import sys
 
     if sys.stdin.isatty():
@@ -108,7 +107,7 @@ def _explained(path: str, predicts: bool) -> "Explanation":
 
 
 def _drawn(paths: list[str], html: Path) -> "Explanation":
-    """Write the page of a snapshot, and return what is said of it."""
+    """Write the page of a snapshot, and return its explanation."""
     from trainer_plugins.explain.snapshot.explained import explained_case
     from trainer_plugins.report.html.snapshot_page import snapshot_page
 
@@ -139,50 +138,47 @@ def _print_json(answer: "Explanation") -> None:
 
 
 def _print_facts(answer: "Explanation", *, is_snapshot: bool) -> None:
-    """Print what is known where there is no cause; of one snapshot, what it shows comes first."""
+    """Print the facts if there is no cause; those of a snapshot come first."""
     from rich.console import Group
     from rich.text import Text
 
     from trainer_plugins.printable import printable
     from trainer_plugins.report.page import show
 
-    first, *facts = answer.facts if is_snapshot and answer.facts else ("", *answer.facts)
-    said = first or "no out-of-memory error was found in it"
+    heading, facts = "no out-of-memory error was found in it", [*answer.facts]
+    if is_snapshot and facts:
+        heading = facts.pop(0)
     lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
-    show(Group(Text(printable(f"{answer.subject}: {said}")), *lines))
+    show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
 
 
 def _print(answer: "Explanation") -> None:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from trainer_plugins.printable import printable
-    from trainer_plugins.report.page import show
+    from trainer_plugins.report.page import Indented, show
     from trainer_plugins.report.words import GRADES
 
-    parts: list[Text | Table] = []
-    for number, cause in enumerate(answer.causes):
-        head = Text("Why  " if number == 0 else f"     Also possible ({cause.code}): ")
-        head.append(printable(cause.summary))
-        parts.append(head)
-        if number == 0:
-            head.append(f"  [{cause.grade}: {cause.code}]", "dim")
-            parts += [Text(f"     {printable(line)}") for line in cause.evidence]
-            parts += [Text(f"     {printable(fact)}", "dim") for fact in answer.facts]
-        if cause.doubt and number == 0:
-            parts.append(Text(f"     Not known: {printable(cause.doubt)}.", "yellow"))
+    first, *others = answer.causes
+    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
+    parts = [Indented(summary, 5, Text("Why"))]
+    parts += [Indented(Text(printable(line)), 5) for line in first.evidence]
+    parts += [Indented(Text(printable(fact), "dim"), 5) for fact in answer.facts]
+    if first.doubt:
+        parts.append(Indented(Text(f"Not known: {printable(first.doubt)}.", "yellow"), 5))
+    for cause in others:
+        words = f"Also possible ({cause.code}): {printable(cause.summary)}"
+        parts.append(Indented(Text(words), 5))
     for number, remedy in enumerate(answer.remedies):
-        parts.append(
-            Text("Do   " if number == 0 else "     ", "bold").append(
-                printable(remedy.do), "bold green"
-            )
-        )
-        first = "Do this first: " if number == 0 else ""
-        if remedy.cause != answer.causes[0].code:
-            first = f"If it is {remedy.cause}: "
-        price = f"; it costs: {remedy.price}" * bool(remedy.price)
-        said = f"{first}{remedy.effect}{price} ({GRADES[remedy.grade]})"
-        parts.append(Text(f"       {printable(said)}"))
-    parts += [Text(f"Unknown: {printable(line)}", "dim") for line in answer.unknown]
+        label = Text("Do" if number == 0 else "", "bold")
+        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, label))
+        when = "Do this first: " if number == 0 else ""
+        if remedy.cause != first.code:
+            when = f"If it is {remedy.cause}: "
+        price = f"; it costs: {remedy.price}" if remedy.price else ""
+        effect = f"{when}{remedy.effect}{price} ({GRADES[remedy.grade]})"
+        parts.append(Indented(Text(printable(effect)), 7))
+    for line in answer.unknown:
+        parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
     show(Group(*parts))

@@ -1,4 +1,4 @@
-"""`trainer-plugins plan --search` and `--explain-change`: make many predictions and one table."""
+"""`trainer-plugins plan --search` and `--explain-change`: print many predictions in one table."""
 
 import json
 import signal
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from trainer_plugins.planner.compare.changes import changes_of, explain
@@ -18,7 +18,13 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.report.page import show
-from trainer_plugins.report.search import line_in_words, lines_table
+from trainer_plugins.report.plan_text import verdict
+from trainer_plugins.report.search import (
+    changes_report,
+    line_in_words,
+    lines_table,
+    search_report,
+)
 
 _EXIT_INTERRUPTED = 130
 
@@ -26,7 +32,7 @@ _EXIT_INTERRUPTED = 130
 def search_batches(
     run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool
 ) -> bool:
-    """Print the largest micro-batches that fit, and return whether any does.
+    """Print the largest micro-batches that fit, and return whether there is one.
 
     Raises:
         PlanError: the input is wrong, or nothing can be predicted.
@@ -50,8 +56,6 @@ def search_batches(
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        from trainer_plugins.report.search import search_report
-
         show(search_report(result))
     return result.best is not None
 
@@ -72,20 +76,18 @@ def _ended_by_a_signal() -> Iterator[None]:
 
 def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
     if as_json:
-        print(
-            json.dumps({"interrupted": True, "lines": [asdict(line) for line in lines]}, indent=2)
-        )
-        return
-    parts: list[RenderableType] = [Text("Interrupted. Found so far:" if lines else "Interrupted")]
-    if lines:
-        parts.append(lines_table(lines, None))
-    show(Group(*parts))
+        found = {"interrupted": True, "lines": [asdict(line) for line in lines]}
+        print(json.dumps(found, indent=2))
+    elif lines:
+        show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
+    else:
+        show(Text("Interrupted"))
 
 
 def explain_changes(
     run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print what switches would save, and return whether the run fits as it is.
+    """Print the savings of switches, and return whether the run fits as it is.
 
     Raises:
         PlanError: there is no such switch, or the run as it is cannot be predicted.
@@ -94,15 +96,9 @@ def explain_changes(
         run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds)
     )
     if as_json:
-        print(
-            json.dumps(
-                {"plan": asdict(plan), "changes": [asdict(each) for each in saved]}, indent=2
-            )
-        )
+        found = {"plan": asdict(plan), "changes": [asdict(each) for each in saved]}
+        print(json.dumps(found, indent=2))
     else:
-        from trainer_plugins.report.plan_text import verdict
-        from trainer_plugins.report.search import changes_report
-
         show(Group(verdict(plan), changes_report(plan, saved)))
     return plan.fits
 

@@ -1,4 +1,4 @@
-"""`trainer-plugins report`: prints what happened to memory in a run."""
+"""`trainer-plugins report`: print what happened to memory in a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
     html: Annotated[
-        Path | None, typer.Option(help="Draw the last run as a page, and write it to this file.")
+        Path | None, typer.Option(help="Write the last run to this file, as a page.")
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="With --html: the plan of this run, as plan --json prints it."),
+        typer.Option(help="With --html: the plan of this run, from plan --json."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Print this rank alone.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Print only this rank (default: all).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
     predicts: Annotated[
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="With --html, of a run that ran out of memory: let the planner say what each "
-            "remedy brings, as explain does. It takes some seconds, or a minute.",
+            help="With --html: predict the effect of each remedy against an OOM, in seconds to a"
+            " minute.",
         ),
     ] = True,
 ) -> None:
     """Print how a run ended, the peak of each moment, releases and findings.
 
-    If several runs wrote into the folder, each gets a block, the last one first. Of several
-    ranks the fullest is shown, and how full the least full one was.
+    If several runs wrote into the folder, each gets a block, the last one first. If there are
+    several ranks, it shows the fullest, and how full the least full one was.
 
     Example: trainer-plugins report runs/my-run
 
@@ -41,8 +41,8 @@ def report(
     """
     from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
-    from trainer_plugins.report.at_oom import with_last_readings
     from trainer_plugins.report.page import show
+    from trainer_plugins.report.summary import with_last_readings
     from trainer_plugins.report.text import history_report
 
     try:

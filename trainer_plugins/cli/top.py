@@ -1,4 +1,4 @@
-"""`trainer-plugins top`: shows the memory of a run while it runs, a line a rank."""
+"""`trainer-plugins top`: show the memory of a run while it runs, one line a rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,17 +17,17 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
 def top(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
-    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     is_json: Annotated[
         bool, typer.Option("--json", help="With --once: print JSON for machines.")
     ] = False,
     every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How often to look for news.")
+        float, typer.Option(metavar="SECONDS", help="Seconds between two looks.")
     ] = 1.0,
 ) -> None:
-    """Show where each rank of the last run in a folder stands, until Ctrl-C.
+    """Show the state of each rank of the last run in a folder, until Ctrl-C.
 
-    It may be started before the run, and reads only what the run has written since the last look.
+    It may start before the run, and reads only what the run has written since the last look.
 
     Example: trainer-plugins top runs/my-run
 

@@ -6,23 +6,16 @@ Importing this opens no device, and imports torch only with the first name that 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trainer_plugins.devices.base import Device, GpuProcess
-from trainer_plugins.devices.host import HostDevice, HostFacts
-from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
+from trainer_plugins.devices.base import Device as Device
+from trainer_plugins.devices.base import GpuProcess as GpuProcess
+from trainer_plugins.devices.host import HostDevice as HostDevice
+from trainer_plugins.devices.host import HostFacts as HostFacts
+from trainer_plugins.devices.nvml import NvmlDevice as NvmlDevice
+from trainer_plugins.devices.nvml import NvmlError as NvmlError
 
 if TYPE_CHECKING:
-    from trainer_plugins.devices.accelerator import AcceleratorDevice, open_device
-
-__all__ = [
-    "AcceleratorDevice",
-    "Device",
-    "GpuProcess",
-    "HostDevice",
-    "HostFacts",
-    "NvmlDevice",
-    "NvmlError",
-    "open_device",
-]
+    from trainer_plugins.devices.accelerator import AcceleratorDevice as AcceleratorDevice
+    from trainer_plugins.devices.accelerator import open_device as open_device
 
 
 def __getattr__(name: str) -> object:

@@ -10,14 +10,9 @@ from trainer_plugins.reading import MemoryReading
 class GpuProcess:
     """Describes a process that holds memory on a card, as the driver lists it."""
 
-    pid: int
-    """The process id; in a container it may be the host's."""
-
-    used_bytes: int | None
-    """Bytes that it holds; None if the driver does not say (MIG, WSL)."""
-
-    name: str | None
-    """The program's name; None if unknown, as in another pid namespace."""
+    pid: int  # the process id; in a container it may be the host's
+    used_bytes: int | None  # bytes that it holds; None if the driver does not say (MIG, WSL)
+    name: str | None  # the program's name; None if unknown, as in another pid namespace
 
 
 class Device(Protocol):

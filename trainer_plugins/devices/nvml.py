@@ -256,7 +256,7 @@ class NvmlDevice:
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
-        """Run a query on the card; `what` it asks for stands in the message of an error."""
+        """Run a query on the card; the message of an error names `what` it asked for."""
         if self._opened_in_pid != os.getpid():
             # A forked child cannot rely on its parent's handle and initialisation.
             self._connect()

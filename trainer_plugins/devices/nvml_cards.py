@@ -17,42 +17,27 @@ class InstalledCard:
 
     uuid: str
     name: str = ""
-    slices: tuple[str, ...] = ()
-    """The UUIDs of its MIG slices."""
-
+    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
     capability: tuple[int, int] | None = None
     """The compute capability; None if the driver does not report it."""
 
-    trouble: str = ""
-    """Why the driver does not answer for it; empty if it does."""
+    trouble: str = ""  # why the driver does not answer for it; empty if it does
 
 
 def driver_version() -> str:
-    """Return the version of the driver.
-
-    Raises:
-        NvmlError: there is no driver, or it does not report its version.
-    """
+    """Return the version of the driver; raise NvmlError if there is none."""
     with _nvml("version", "the driver"):
         return str(pynvml.nvmlSystemGetDriverVersion())
 
 
 def installed_cards() -> tuple[InstalledCard, ...]:
-    """List the cards in the driver's order, which is that of the PCI bus.
-
-    Raises:
-        NvmlError: there is no driver, or it does not answer.
-    """
+    """List the cards in the order of the PCI bus; raise NvmlError if the driver does not answer."""
     with _nvml("number", "the cards"):
         return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
 
 
 def cards_in_words() -> list[str]:
-    """Return the name, size and slices of each card, without anything that identifies it.
-
-    Raises:
-        NvmlError: there is no driver, or it does not answer.
-    """
+    """Return the name, size and slices of each card, without anything that identifies it."""
     lines = []
     for card in installed_cards():
         if card.trouble:

@@ -11,15 +11,11 @@ Grade = Literal["predicted", "replayed", "arithmetic", "known"]
 class Cause:
     """Names one reason for an OOM, and what shows it."""
 
-    code: str
-    """A stable name in kebab case, explained in `docs/explain.md`: `eval-logits`."""
-
+    code: str  # a stable name in kebab case, explained in `docs/explain.md`: `eval-logits`
     grade: Certainty
     """How sure it is: `certain` follows from the numbers or words, `possible` is a guess."""
 
-    summary: str
-    """What is wrong, as one sentence without a full stop."""
-
+    summary: str  # what is wrong, as one sentence without a full stop
     evidence: tuple[str, ...]
     """The numbers, words and frames that it rests on, each as one sentence."""
 
@@ -31,12 +27,8 @@ class Cause:
 class Remedy:
     """Says one thing to do, as the user types it."""
 
-    do: str
-    """A flag, an `export` line or a command, ready to be copied."""
-
-    effect: str
-    """What it changes, in GiB where that is known, and why it helps this case."""
-
+    do: str  # a flag, an `export` line or a command, ready to be copied
+    effect: str  # what it changes, in GiB where that is known, and why it helps this case
     grade: Grade
     """Where the effect comes from.
 
@@ -44,11 +36,8 @@ class Remedy:
     `arithmetic` from the numbers of the message, `known` from practice and not checked here.
     """
 
-    price: str = ""
-    """What it costs in speed or exactness; empty if nothing."""
-
-    cause: str = ""
-    """The code of the cause that it answers."""
+    price: str = ""  # what it costs in speed or exactness; empty if nothing
+    cause: str = ""  # the code of the cause that it answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +48,11 @@ class Explanation:
     remedy is the one to try first.
     """
 
-    subject: str
-    """What was read: a file, standard input, a run directory."""
-
+    subject: str  # what was read: a file, standard input, a run directory
     causes: tuple[Cause, ...]
     remedies: tuple[Remedy, ...]
 
     facts: tuple[str, ...] = ()
     """What else is known: the numbers of the message, categories, the largest tensors."""
 
-    unknown: tuple[str, ...] = ()
-    """What is not known, and why."""
+    unknown: tuple[str, ...] = ()  # what is not known, and why

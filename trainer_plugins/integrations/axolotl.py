@@ -38,16 +38,16 @@ class MemoryPlugin(BasePlugin):
     ) -> "list[TrainerCallback]":
         """Protect the Trainer that axolotl has built.
 
-        It returns no callbacks to add: they have to stand before axolotl's trackers.
+        It returns no callbacks: axolotl would add them after its trackers.
         """
         protect(trainer, **_given(cfg))
         return []
 
 
 def _given(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    # All keys with our prefix, so that a misspelt one is reported; axolotl has no such keys of its
-    # own.
-    ours = {
-        name: value for name, value in cfg.items() if name.startswith(PREFIX) and value is not None
+    # All keys with our prefix, so that a misspelt one is reported; axolotl itself has none.
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in cfg.items()
+        if name.startswith(PREFIX) and value is not None
     }
-    return {name.removeprefix(PREFIX): value for name, value in ours.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
-    """Make fresh callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
+    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
 
     Raises:
         ValueError: a key is misspelt.
@@ -32,9 +32,8 @@ def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
 class AttachToJob(Callback):
     """Gives every Trainer that a Hydra job builds the callbacks of the job's config.
 
-    Jobs of a multirun that share a process each have their own. If they cannot be made from a
-    config, the job ends before it begins, with one line and exit code 2: Hydra would only warn of
-    an exception.
+    Jobs of a multirun that share a process each have their own. If a config is wrong, the job ends
+    before it begins, with one line and exit code 2: Hydra would only warn about an exception.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class AttachToJob(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: object) -> None:
         try:
-            callbacks_of(config)  # a trial: each Trainer gets its own
+            callbacks_of(config)  # only to find errors: each Trainer gets its own
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sys.stderr.write(f"trainer_plugins: {_in_one_line(error)}\n")
@@ -54,6 +53,6 @@ class AttachToJob(Callback):
 
 
 def _in_one_line(error: Exception) -> str:
-    """Say what went wrong and in which entry, without the layers that Hydra wraps around it."""
+    """Describe an error and its entry without the layers that Hydra wraps around it."""
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

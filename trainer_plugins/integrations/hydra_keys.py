@@ -1,4 +1,4 @@
-"""The keys of our Hydra configs: what a misspelt one probably meant."""
+"""Suggests the right key for a misspelt one of our Hydra configs."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ _OWN_KEY = re.compile(r"\+{1,2}(\w+)=")
 def say_what_was_meant(words: Iterable[str]) -> None:
     """Write a line to stderr for each word of a command line whose key is probably misspelt.
 
-    Hydra refuses an override of a key that is not there without a guess; a `+` makes any key.
+    Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
     """
     for word in words:
         if (override := _OVERRIDE.match(word)) and override[1] not in _known():
@@ -36,18 +36,18 @@ def say_what_was_meant(words: Iterable[str]) -> None:
 
 
 def refuse_unknown(config: Any) -> None:
-    """Refuse keys below `trainer_plugins` from which nothing is made, with the nearest right one.
+    """Refuse unknown keys below `trainer_plugins`, and suggest the nearest known one.
 
     Raises:
-        ValueError: the key would be passed over, or its callback would not take it.
+        ValueError: the key would be ignored, or its callback would not take it.
     """
     for key in _keys(config):
         if key != "callbacks":
-            raise ValueError(f"trainer_plugins.{key} is read by nobody.{_meant(key)}")
+            raise ValueError(f"trainer_plugins.{key} is not used.{_meant(key)}")
     for name in _keys(config and config.get("callbacks")):
         entry, key = config["callbacks"][name], f"{_CALLBACKS}.{name}"
         if _keys(entry) and "_target_" not in entry:
-            raise ValueError(f"{key} has no _target_, so no callback is made of it.{_meant(key)}")
+            raise ValueError(f"{key} has no _target_, so it makes no callback.{_meant(key)}")
         for stranger, parameters in _strangers(entry):
             raise ValueError(
                 f"{key}.{stranger}: {entry['_target_'].rpartition('.')[2]} has no argument"
@@ -65,13 +65,13 @@ def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
     try:
         parameters = inspect.signature(resolve_name(entry["_target_"])).parameters if given else {}
     except (ImportError, AttributeError, TypeError, ValueError):
-        return  # Hydra says what is wrong with it
+        return  # Hydra reports what is wrong with it
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         yield from ((key, [*parameters]) for key in given if key not in parameters)
 
 
 def _meant(key: str) -> str:
-    """Suggest a key: of those that end nearly alike, else of all."""
+    """Suggest a key: one with a similar end, else any."""
     known, last = _known(), key.rpartition(".")[2]
     ends = get_close_matches(last, {each.rpartition(".")[2] for each in known}, 1, 0.8)
     alike = [each for each in known if each.rpartition(".")[2] in ends]

@@ -1,51 +1,41 @@
-"""Asked: what strategy a launch asked for, from all the places where it may have been said."""
+"""Reads which strategy a launch requests, from all places that can name one."""
 
 import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins.launch.launcher import Launcher, find_launcher
 from trainer_plugins.launch.lint import keys
-from trainer_plugins.launch.lint.document import ConfigError, Document, document_of, read_mapping
-from trainer_plugins.launch.lint.names import offload_devices, zero_stage
-from trainer_plugins.launch.lint.schema import part
+from trainer_plugins.launch.lint.document import (
+    ConfigError,
+    Document,
+    document_of,
+    part,
+    read_mapping,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Holds the strategy that was asked for. None, or empty, means that nobody asked."""
+    """Holds the requested strategy. None, or empty, means that it is not specified."""
 
-    source: str = ""
-    """Where it was asked, for the evidence: `zero3.yaml`."""
-
+    source: str = ""  # what requests it, for the evidence: `zero3.yaml`
     distributed_type: str | None = None
     world_size: int | None = None
     num_machines: int | None = None
     zero_stage: int | None = None
     offload: Mapping[str, str] = field(default_factory=dict)
-    bf16_master: bool = False
-    """Whether DeepSpeed's `bf16_master_weights_and_grads` is set."""
-
-    checkpointing: bool = False
-    """Whether DeepSpeed's block `activation_checkpointing` is used."""
-
-    started: int | None = None
-    """WORLD_SIZE: the number of ranks that the launcher told this process."""
-
-    one_process_for: str | None = None
-    """Why `accelerate launch` starts one process, whatever else was asked for: `--cpu`."""
-
-    use_cpu: bool = False
-    """Whether ACCELERATE_USE_CPU is set."""
-
-    multinode_launcher: str | None = None
-    """accelerate's `deepspeed_multinode_launcher`."""
-
+    bf16_master: bool = False  # whether DeepSpeed's `bf16_master_weights_and_grads` is set
+    checkpointing: bool = False  # whether DeepSpeed's block `activation_checkpointing` is used
+    started: int | None = None  # the number of ranks in WORLD_SIZE, which the launcher sets
+    one_process_for: str | None = None  # why `accelerate launch` starts only one process: `--cpu`
+    use_cpu: bool = False  # whether ACCELERATE_USE_CPU is set
+    multinode_launcher: str | None = None  # accelerate's `deepspeed_multinode_launcher`
     misspelt: Mapping[str, str] = field(default_factory=dict)
     """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
 
@@ -54,22 +44,31 @@ class Asked:
 
     @property
     def family(self) -> str | None:
-        """Return the wrapper that was asked for, as in `Strategy.family`; None if nobody said."""
+        """Return the requested wrapper, as in `Strategy.family`; None if it is not specified."""
+        kind = self.distributed_type or ""
         if self.one_process_for == "--cpu":
             return "nothing"
-        if self.distributed_type in ("DEEPSPEED", "FSDP", "NO"):
-            return {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "NO": "nothing"}[
-                self.distributed_type
-            ]
-        return "DDP" if (self.distributed_type or "").startswith("MULTI_") else None
+        if kind.startswith("MULTI_"):
+            return "DDP"
+        return {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "NO": "nothing"}.get(kind)
+
+
+_KIND_FLAGS = {
+    "DEEPSPEED": "use_deepspeed",
+    "FSDP": "use_fsdp",
+    "MULTI_GPU": "multi_gpu",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+}
+"""The flag of `accelerate launch` for each distributed_type."""
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
-    """Find what was asked for by `accelerate launch`, the environment and TrainingArguments.
+    """Read the request of `accelerate launch`, the environment and TrainingArguments.
 
-    Flags and file of `accelerate launch` count, or else the environment. `accelerate launch` passes
-    neither to the script, so they are read from the command line of the process that launched this
-    one.
+    `accelerate launch` passes neither its flags nor its file to the script, so they are read from
+    the command line of the process that launched this one; if there is none, the environment
+    counts.
 
     Args:
         environ: the environment of this process.
@@ -78,112 +77,109 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
         fsdp: `TrainingArguments.fsdp`.
     """
     launcher = find_launcher()
-    said = (launcher and of_launcher(launcher)) or _of_environment(environ)
-    said["use_cpu"] = _is_true(environ.get("ACCELERATE_USE_CPU"))
+    asked = of_launcher(launcher) if launcher is not None else None
+    asked = asked or _of_environment(environ)
     started = environ.get("WORLD_SIZE", "")
-    if started.isdigit():
-        said["started"] = int(started)
-        said["world_size"] = said.get("world_size") or int(started)
+    num_started = int(started) if started.isdigit() else None
+    asked = replace(
+        asked,
+        use_cpu=_is_true(environ.get("ACCELERATE_USE_CPU")),
+        started=num_started,
+        world_size=asked.world_size or num_started,
+    )
     document = _of_json(deepspeed)
-    if document is not None or fsdp:
-        # TrainingArguments replace what the launch says about these, but not its ranks.
-        for name in (
-            "zero_stage",
-            "offload",
-            "bf16_master",
-            "checkpointing",
-            "misspelt",
-            "flags_beside_json",
-        ):
-            said.pop(name, None)
-    if document is not None:
-        said |= _of_document(document) | {
-            "source": "TrainingArguments.deepspeed",
-            "distributed_type": "DEEPSPEED",
-        }
-    elif fsdp:
-        said |= {"source": "TrainingArguments.fsdp", "distributed_type": "FSDP"}
-    return Asked(**said)
+    if document is None and not fsdp:
+        return asked
+    own = Asked() if document is None else _of_document(document)
+    # TrainingArguments replace the strategy of the launch, but not its ranks.
+    return replace(
+        asked,
+        source=f"TrainingArguments.{'fsdp' if document is None else 'deepspeed'}",
+        distributed_type="FSDP" if document is None else "DEEPSPEED",
+        zero_stage=own.zero_stage,
+        offload=own.offload,
+        bf16_master=own.bf16_master,
+        checkpointing=own.checkpointing,
+        misspelt={},
+        flags_beside_json=(),
+    )
 
 
-def of_launcher(launcher: Launcher) -> dict[str, Any]:
-    """Read the flags and the file of `accelerate launch`; flags win, as they do there."""
+def of_launcher(launcher: Launcher) -> Asked | None:
+    """Read the flags and the file of `accelerate launch`; flags win, as they do there.
+
+    None if this version of accelerate does not know the flags.
+    """
     flags = launcher.flags()
     if flags is None:
-        return {}
-    # Flags that were written, by accelerate/commands/utils.py.
+        return None
+    # The flags on the command line, by accelerate/commands/utils.py.
     given: set[str] = getattr(flags, "nondefault", set())
-    config, source, misspelt = _file(launcher, flags)
-    kinds = {
-        "DEEPSPEED": "use_deepspeed",
-        "FSDP": "use_fsdp",
-        "MULTI_GPU": "multi_gpu",
-        "MEGATRON_LM": "use_megatron_lm",
-    }
-    for kind, flag in (kinds | {"XLA": "tpu"}).items():
+    file = _read_file(launcher, flags)
+    config = file.config
+    for kind, flag in _KIND_FLAGS.items():
         if getattr(flags, flag, False):
             config["distributed_type"] = kind
-    passed_over = set()
-    has_json = (
-        "deepspeed_config_file" in given
-        or part(config, "deepspeed_config.deepspeed_config_file") is not None
-    )
-    for section, known in (
-        ("deepspeed_config", keys.ACCELERATE_DEEPSPEED),
-        ("fsdp_config", keys.ACCELERATE_FSDP),
-    ):
+    ignored: set[str] = set()
+    named_json = part(config, "deepspeed_config.deepspeed_config_file")
+    has_json = "deepspeed_config_file" in given or named_json is not None
+    for section, known in keys.ACCELERATE_SECTIONS.items():
         written = {key: _plain(getattr(flags, key)) for key in known if key in given}
         if has_json:
-            passed_over |= {key for key in written if key in keys.REFUSED_BESIDE_JSON}
+            ignored |= keys.REFUSED_BESIDE_JSON.intersection(written)
         config[section] = _prefixed(config.get(section), section) | written
     for key in ("num_processes", "num_machines"):
         if key in given:
             config[key] = getattr(flags, key)
-    said = _of_document(document_of(source, config, folder=launcher.folder))
-    # A flag that accelerate ignores was still asked for.
-    if "zero_stage" in passed_over:
-        said["zero_stage"] = flags.zero_stage
+    asked = _of_document(document_of(file.name, config, folder=launcher.folder))
+    # A flag that accelerate ignores was requested nevertheless.
+    offload = dict(asked.offload)
     for what in ("optimizer", "param"):
-        if f"offload_{what}_device" in passed_over:
-            said["offload"][what] = getattr(flags, f"offload_{what}_device")
-    said["offload"] = {what: where for what, where in said["offload"].items() if where != "none"}
-    alone = config.get("distributed_type") in ("NO", "MULTI_CPU")
-    return said | {
-        "source": source,
-        "misspelt": misspelt,
-        "flags_beside_json": tuple(sorted(f"--{key}" for key in passed_over)),
-        "one_process_for": "--cpu"
-        if flags.cpu
-        else f"distributed_type {config['distributed_type']}"
-        if alone
-        else None,
-    }
+        if f"offload_{what}_device" in ignored:
+            offload[what] = getattr(flags, f"offload_{what}_device")
+    one_process_for = "--cpu" if flags.cpu else None
+    if one_process_for is None and config.get("distributed_type") in ("NO", "MULTI_CPU"):
+        one_process_for = f"the type {config['distributed_type']}"
+    return replace(
+        asked,
+        source=file.name,
+        misspelt=file.misspelt,
+        zero_stage=flags.zero_stage if "zero_stage" in ignored else asked.zero_stage,
+        offload={what: where for what, where in offload.items() if where != "none"},
+        flags_beside_json=tuple(sorted(f"--{key}" for key in ignored)),
+        one_process_for=one_process_for,
+    )
 
 
-def _file(launcher: Launcher, flags: Namespace) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Read the launch file, if any: its mapping, its name, and misspelt keys with their meaning."""
-    file = launcher.file(flags)
+class _File(NamedTuple):
+    """Holds a launch file."""
+
+    name: str
+    config: dict[str, Any]
+    misspelt: dict[str, str]
+    """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
+
+
+def _read_file(launcher: Launcher, flags: Namespace) -> _File:
+    """Read the launch file, if there is one, and correct its misspelt keys."""
+    path = launcher.file(flags)
     try:
-        loaded = read_mapping(file)[0] if file is not None else {}
+        config = read_mapping(path)[0] if path is not None else {}
     except ConfigError:
-        loaded = {}
-    if file is None or not loaded:
-        return {}, "accelerate launch", {}
-    section = loaded.get("deepspeed_config")
+        config = {}
+    if path is None or not config:
+        return _File("accelerate launch", {}, {})
+    section = config.get("deepspeed_config")
     if not isinstance(section, dict):
-        return loaded, file.name, {}
-    near = {
-        key: match[0]
-        for key in section
-        if key not in keys.ACCELERATE_DEEPSPEED
-        and (
-            match := get_close_matches(
-                str(key), set(keys.ACCELERATE_DEEPSPEED) - set(section), 1, 0.8
-            )
-        )
-    }
-    mended = {near.get(key, key): value for key, value in section.items()}
-    return loaded | {"deepspeed_config": mended}, file.name, near
+        return _File(path.name, config, {})
+    misspelt = {}
+    free = set(keys.ACCELERATE_DEEPSPEED) - set(section)
+    for key in section:
+        match = get_close_matches(str(key), free, 1, 0.8)
+        if key not in keys.ACCELERATE_DEEPSPEED and match:
+            misspelt[key] = match[0]
+    corrected = {misspelt.get(key, key): value for key, value in section.items()}
+    return _File(path.name, config | {"deepspeed_config": corrected}, misspelt)
 
 
 def _prefixed(section: object, name: str) -> dict[str, Any]:
@@ -195,52 +191,52 @@ def _prefixed(section: object, name: str) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert the value of a flag to what YAML would give."""
-    return (
-        {"true": True, "false": False}.get(value.lower(), value)
-        if isinstance(value, str)
-        else value
+    """Convert the value of a flag to the value that YAML would have."""
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _of_document(document: Document) -> Asked:
+    block = document.in_deepspeed("activation_checkpointing")
+    asked = Asked(
+        zero_stage=document.zero_stage,
+        offload=document.offload_devices,
+        bf16_master=document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True,
+        checkpointing=isinstance(block, dict) and any(block.values()),
+    )
+    if document.accelerate is None:
+        return asked
+    kind = document.accelerate.get("distributed_type")
+    launcher = document.in_accelerate("deepspeed_config.deepspeed_multinode_launcher")
+    return replace(
+        asked,
+        world_size=_count(document, "num_processes"),
+        num_machines=_count(document, "num_machines"),
+        distributed_type=kind if isinstance(kind, str) else None,
+        multinode_launcher=launcher if isinstance(launcher, str) else None,
+        offload={
+            what: where
+            for what, where in asked.offload.items()
+            if (what == "fsdp") == (kind == "FSDP")
+        },
     )
 
 
-def _of_document(document: Document) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        "zero_stage": zero_stage(document),
-        "offload": offload_devices(document),
-    }
-    if document.deepspeed is not None:
-        said["bf16_master"] = part(document.deepspeed, "bf16.bf16_master_weights_and_grads") is True
-        block = document.deepspeed.get("activation_checkpointing")
-        said["checkpointing"] = isinstance(block, dict) and any(block.values())
-    if (config := document.accelerate) is not None:
-        for name, key in (("world_size", "num_processes"), ("num_machines", "num_machines")):
-            value = config.get(key)
-            if isinstance(value, int) and value > 0:
-                said[name] = value
-        if isinstance(config.get("distributed_type"), str):
-            said["distributed_type"] = config["distributed_type"]
-        said["multinode_launcher"] = part(config, "deepspeed_config.deepspeed_multinode_launcher")
-        kind = said.get("distributed_type")
-        said["offload"] = {
-            what: where
-            for what, where in said["offload"].items()
-            if (what == "fsdp") == (kind == "FSDP")
-        }
-    return said
+def _count(document: Document, key: str) -> int | None:
+    value = document.in_accelerate(key)
+    return value if isinstance(value, int) and value > 0 else None
 
 
-def _of_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _of_environment(environ: Mapping[str, str]) -> Asked:
     """Read what a launcher exported (accelerate/utils/launch.py), if it cannot be found itself."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
-        said: dict[str, Any] = {
-            "source": "ACCELERATE_USE_DEEPSPEED",
-            "distributed_type": "DEEPSPEED",
-        }
         document = _of_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-        return said if document is None else _of_document(document) | said
+        asked = Asked() if document is None else _of_document(document)
+        return replace(asked, source="ACCELERATE_USE_DEEPSPEED", distributed_type="DEEPSPEED")
     if _is_true(environ.get("ACCELERATE_USE_FSDP")):
-        return {"source": "ACCELERATE_USE_FSDP", "distributed_type": "FSDP"}
-    return {"source": "WORLD_SIZE"} if environ.get("WORLD_SIZE") else {}
+        return Asked(source="ACCELERATE_USE_FSDP", distributed_type="FSDP")
+    return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
 def _of_json(given: object) -> Document | None:

@@ -1,4 +1,4 @@
-"""The launch files that come with the package: list, find, and copy them with other values."""
+"""Lists the launch files of this package, and copies them with other values."""
 
 import json
 import os
@@ -14,7 +14,6 @@ from trainer_plugins.finding import Severity
 from trainer_plugins.launch.lint import ConfigError, judge, keys, read_document
 
 _HOME = Path(__file__).parent.parent / "configs" / "accelerate"
-_SECTIONS = {"deepspeed_config": keys.ACCELERATE_DEEPSPEED, "fsdp_config": keys.ACCELERATE_FSDP}
 
 
 def names() -> tuple[str, ...]:
@@ -47,7 +46,7 @@ def headline(name: str) -> str:
 
 
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
-    """Write a copy of a shipped file into a folder, with changed values; whole or not at all.
+    """Write a copy of a shipped file into a folder, with changed values; an error leaves no file.
 
     Args:
         name: the shipped file's name.
@@ -84,51 +83,47 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
 
 
 def _refuse_errors(draft: Path) -> None:
-    errors = [
-        finding for finding in judge(read_document(draft)) if finding.severity >= Severity.ERROR
-    ]
-    if errors:
-        raise ConfigError(f"the resulting file would not run: {errors[0]}")
+    for finding in judge(read_document(draft)):
+        if finding.severity >= Severity.ERROR:
+            raise ConfigError(f"the resulting file would not run: {finding}")
 
 
 def _overridden(text: str, override: str, name: str) -> str:
-    key, equals, written = override.partition("=")
-    if not (key and equals and written):
+    key, _, written = override.partition("=")
+    if not (key and written):
         raise ConfigError(
             "--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got"
             f" {override!r}"
         )
-    value = _value(written)
-    config = yaml.safe_load(text)
-    first, _, rest = key.partition(".")
-    if first in _SECTIONS and rest in _SECTIONS[first] and rest != "deepspeed_config_file":
-        if first not in config:
-            raise ConfigError(f"{name} has no {first}, so {key} would have no effect")
-        return _with_line(text, rest, value, first)
-    if key in keys.ACCELERATE and first not in _SECTIONS:
+    value, config = _value(written), yaml.safe_load(text)
+    section, _, rest = key.partition(".")
+    if rest in keys.ACCELERATE_SECTIONS.get(section, ()) and rest != "deepspeed_config_file":
+        if section not in config:
+            raise ConfigError(f"{name} has no {section}, so {key} would have no effect")
+        return _with_line(text, rest, value, section)
+    if key in keys.ACCELERATE and key not in keys.ACCELERATE_SECTIONS:
         return _with_line(text, key, value, None)
-    known = _deepspeed_names()
-    if key not in known and not key.startswith(("optimizer.params.", "scheduler.params.")):
-        choices = [
-            *known,
-            *keys.ACCELERATE,
-            *(f"{part}.{k}" for part, block in _SECTIONS.items() for k in block),
-        ]
-        short = [full for full in choices if full.split(".")[-1] == key]
-        near = short or get_close_matches(key, choices, 1, 0.6)
-        raise ConfigError(
-            f"--set {key}: there is no such key" + (f", did you mean {near[0]}?" if near else "")
-        )
+    is_parameter = key.startswith(("optimizer.params.", "scheduler.params."))
+    if key not in _deepspeed_names() and not is_parameter:
+        raise ConfigError(f"--set {key}: there is no such key{_did_you_mean(key)}")
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
 
 
 def _deepspeed_names() -> list[str]:
-    return [
-        *keys.DEEPSPEED,
-        *(f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known),
-    ]
+    in_blocks = [f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known]
+    return [*keys.DEEPSPEED, *in_blocks]
+
+
+def _did_you_mean(key: str) -> str:
+    """Suggest a key: one that ends with the given name, else a similar one."""
+    sections = keys.ACCELERATE_SECTIONS.items()
+    in_sections = [f"{section}.{name}" for section, known in sections for name in known]
+    choices = [*_deepspeed_names(), *keys.ACCELERATE, *in_sections]
+    same_end = [each for each in choices if each.split(".")[-1] == key]
+    near = same_end or get_close_matches(key, choices, 1, 0.6)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def _value(written: str) -> object:
@@ -136,30 +131,19 @@ def _value(written: str) -> object:
         value = json.loads(written)
     except (ValueError, RecursionError):
         return written
-    return (
-        int(value)
-        if isinstance(value, float) and value.is_integer() and abs(value) >= 10
-        else value
-    )
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) >= 10
+    return int(value) if is_whole else value
 
 
 def _with_line(text: str, key: str, value: object, section: str | None) -> str:
     """Replace or add one line of YAML; every comment stays where it is."""
     indent = "  " if section else ""
     line = f"{indent}{key}: {json.dumps(value)}"
-    if re.search(rf"^{indent}{key}:.*$", text, re.MULTILINE):
-        return re.sub(rf"^{indent}{key}:.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
-    if section is None:
-        return re.sub(
-            r"^distributed_type:.*$",
-            lambda found: f"{found[0]}\n{line}",
-            text,
-            count=1,
-            flags=re.MULTILINE,
-        )
-    return re.sub(
-        rf"^{section}:$", lambda found: f"{found[0]}\n{line}", text, count=1, flags=re.MULTILINE
-    )
+    present = re.compile(rf"^{indent}{key}:.*$", re.MULTILINE)
+    if present.search(text):
+        return present.sub(lambda _: line, text, count=1)
+    before = re.compile(rf"^{section or 'distributed_type'}:.*$", re.MULTILINE)
+    return before.sub(lambda found: f"{found[0]}\n{line}", text, count=1)
 
 
 def _with_json(text: str, key: str, value: object) -> str:

@@ -1,7 +1,7 @@
-"""LaunchEnvironment: the variables to export on this machine, with one line on each."""
+"""Chooses the variables to export before a launch on this machine, with a reason for each."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,10 @@ ASKS_FOR_VLLM = "vLLM is installed: if it will run in the training process, give
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
-    """Holds what is known before a launch."""
+    """Describes this machine before a launch."""
 
     machine: Machine = field(default_factory=Machine)
-    num_cpus: int = 1
-    """The CPUs that this process may use."""
-
+    num_cpus: int = 1  # the number of CPUs that this process may use
     num_cards: int = 0
     vllm_is_installed: bool = False
     extension_locks: tuple[ExtensionLock, ...] = ()
@@ -41,7 +39,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """Holds what to export, why the allocator gets its settings, and what is wrong at present."""
+    """Holds the exports, the reason for the allocator settings, and present problems."""
 
     exports: tuple[Export, ...]
     allocator: str
@@ -49,33 +47,27 @@ class LaunchEnvironment:
 
 
 def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
-    """Look at this machine.
-
-    Args:
-        environ: the variables that are set now.
-        with_vllm: vLLM will run inside the training process (TRL's `vllm_mode="colocate"`).
-    """
+    """Look at this machine; `with_vllm`: vLLM will run inside the training process."""
     machine = gather_machine(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    cards = (
-        list(Path("/dev").glob("nvidia[0-9]*"))
-        if visible is None
-        else [name for name in visible.split(",") if name]
-    )
+    if visible is None:
+        num_cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    else:
+        num_cards = len([name for name in visible.split(",") if name])
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
     return LaunchFacts(
         machine=replace(machine, has_vllm=machine.has_vllm or with_vllm),
         num_cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
-        num_cards=len(cards),
+        num_cards=num_cards,
         vllm_is_installed=find_spec("vllm") is not None,
         extension_locks=read_locks(environ),
     )
 
 
 def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> LaunchEnvironment:
-    """Decide what to export.
+    """Choose the exports.
 
-    Variables that are set stay as they are; allocator settings are mirrored to their other names.
+    Variables that are set stay as they are; allocator settings are copied to their other names.
     """
     variables = Variables.of(environ)
     choice = choose(variables, facts.machine)
@@ -88,30 +80,28 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
     return LaunchEnvironment(tuple(exports), why, findings)
 
 
-def _others(facts: LaunchFacts) -> list[Export]:
-    """Return the exports that are not the allocator's.
+def _others(facts: LaunchFacts) -> Iterator[Export]:
+    """Yield the exports that are not the allocator's.
 
     TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
     """
     # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
     # slower than too few.
-    threads = Export(
-        "OMP_NUM_THREADS",
-        str(max(1, facts.num_cpus // max(1, facts.num_cards))),
-        "CPU threads of each rank, one rank a card; torchrun would set 1, slow for ZeRO offload. No"
-        " GPU memory",
+    if facts.num_cards:
+        yield Export(
+            "OMP_NUM_THREADS",
+            str(max(1, facts.num_cpus // facts.num_cards)),
+            "CPU threads of each rank, one rank a card; torchrun would set 1, slow for ZeRO"
+            " offload. No GPU memory",
+        )
+    yield Export(
+        "TOKENIZERS_PARALLELISM",
+        "false",
+        "no thread pool in tokenizers that dataloader workers would fork, and no warning about it."
+        " No GPU memory",
     )
-    return [
-        *([threads] if facts.num_cards else []),
-        Export(
-            "TOKENIZERS_PARALLELISM",
-            "false",
-            "no thread pool in tokenizers that dataloader workers would fork, and no warning of it."
-            " No GPU memory",
-        ),
-        Export(
-            "HF_HUB_DISABLE_TELEMETRY",
-            "1",
-            "no usage reports to the Hub from cluster nodes. No GPU memory",
-        ),
-    ]
+    yield Export(
+        "HF_HUB_DISABLE_TELEMETRY",
+        "1",
+        "no usage reports to the Hub from cluster nodes. No GPU memory",
+    )

@@ -1,9 +1,9 @@
-"""ExtensionLock: a build of a torch C++ extension that was cut off, which blocks later launches.
+"""Finds interrupted builds of torch's C++ extensions, which block later launches.
 
-`torch.utils.cpp_extension.load`, by which DeepSpeed compiles CPUAdam and others at their first use,
-takes a file named `lock` for a lock: whoever finds it waits until it is gone (`FileBaton.wait`). A
-process that is killed while it compiles leaves the file behind, and every later launch waits
-forever. While a build runs, its process has the file open.
+`torch.utils.cpp_extension.load`, which DeepSpeed uses to compile CPUAdam and others on first use,
+uses a file named `lock`: every other process waits until it is gone (`FileBaton.wait`). A process
+that is killed while it compiles leaves the file behind, and every later launch waits forever. While
+a build runs, its process has the file open.
 """
 
 import functools
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 
-# Other machines see these file systems too, and their processes cannot be seen from here.
+# Other machines share these file systems, and their processes are invisible here.
 _SHARED = (
     "nfs",
     "cifs",
@@ -35,82 +35,76 @@ _SHARED = (
     "9p",
     "virtiofs",
 )
-_DEEPSPEED = {
-    "cpu_adam": "DeepSpeed's optimizer in main memory",
-    "deepspeed_shm_comm": "DeepSpeed's collectives on the CPU",
-    "fused_adam": "DeepSpeed's optimizer on the card",
-    "async_io": "DeepSpeed's way to a drive",
-}
+
+
+class _Build(NamedTuple):
+    """Describes an extension of DeepSpeed."""
+
+    purpose: str
+    duration: str = "one minute to several"
+
+
 # Measured with DeepSpeed 0.19 and g++ 12: 54 s, 80 s on a busy machine, 170 s.
-_USUALLY = dict.fromkeys(("cpu_adam", "deepspeed_shm_comm"), "one minute on two quiet cores") | {
-    "async_io": "three minutes on two quiet cores"
+_DEEPSPEED = {
+    "cpu_adam": _Build("optimizer in main memory", "one minute on two quiet cores"),
+    "deepspeed_shm_comm": _Build("collectives on the CPU", "one minute on two quiet cores"),
+    "fused_adam": _Build("optimizer on the card"),
+    "async_io": _Build("access to a drive", "three minutes on two quiet cores"),
 }
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionLock:
-    """Describes the lock file of a build, and what is known of its owner."""
+    """Describes the lock file of a build, and its owner."""
 
     path: Path
     age_seconds: float
-    holder: int | None = None
-    """The process that has it open, and so is building the extension now."""
-
+    holder: int | None = None  # the process that has it open: it is building the extension
     unseen: str = ""
-    """Why a process that holds it may be invisible; empty if every process was looked at."""
+    """Why a process that holds it may be invisible; empty if all processes are visible."""
 
 
 def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
-    """Look for locks in the folder where this Python builds extensions of torch.
+    """Find the locks in the folder where this Python builds extensions of torch.
 
-    This lists a folder; if there is a lock, it also looks at the open files of all processes.
-
-    Args:
-        environ: its TORCH_EXTENSIONS_DIR and XDG_CACHE_HOME may name that folder.
+    It lists a folder; if there is a lock, it also reads the open files of all processes.
     """
-    files = sorted(_built("*/lock", environ))
-    return tuple(lock for file in files if _existence_locks() and (lock := _read(file)) is not None)
+    files = sorted(_extension_files("*/lock", environ))
+    if not files or not _existence_locks():
+        return ()
+    return tuple(lock for lock in map(_read_lock, files) if lock is not None)
 
 
 def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
-    """Report the locks that no visible process holds; a running build ends, and is not reported."""
+    """Report the locks that no visible process holds; a running build removes its own."""
     for lock in locks:
-        if lock.holder is not None:
-            continue
-        name, age = lock.path.parent.name, _age(lock.age_seconds)
-        if lock.unseen:
-            summary = (
-                f"the extension {name} of torch is locked, and it is unknown whether a process is"
-                " building it now"
+        name, old = lock.path.parent.name, f"{lock.path} is {_age(lock.age_seconds)} old"
+        if lock.holder is None and lock.unseen:
+            yield Finding.warning(
+                code="extension-lock",
+                summary=f"the extension {name} of torch is locked, and it is unknown whether a"
+                " process is building it now",
+                evidence=f"{old}; {lock.unseen}",
+                remedy="If no process that shares this folder is building it (check there:"
+                f" fuser -v {lock.path}), remove the file",
+                amount=lock.age_seconds,
             )
-            evidence = f"{lock.path} is {age} old; {lock.unseen}"
-            remedy = (
-                "If no process that shares this folder is building it (check there:"
-                f" fuser -v {lock.path}), remove the file"
+        elif lock.holder is None:
+            yield Finding.warning(
+                code="extension-lock",
+                summary=f"every launch that needs the extension {name} of torch waits forever: a"
+                " build was interrupted",
+                evidence=f"{old}, and no process holds it",
+                remedy=f"Remove it: rm {lock.path}",
+                amount=lock.age_seconds,
             )
-        else:
-            summary = (
-                f"every launch that needs the extension {name} of torch waits forever: a build was"
-                " cut off"
-            )
-            evidence = f"{lock.path} is {age} old, and no process holds it"
-            remedy = f"Remove it: rm {lock.path}"
-        yield Finding(
-            code="extension-lock",
-            severity=Severity.WARNING,
-            summary=summary,
-            evidence=evidence,
-            remedy=remedy,
-            amount=lock.age_seconds,
-        )
 
 
 def announce_builds() -> None:
-    """Have torch write a line to stderr before it compiles an extension for the first time.
+    """Have torch write a line to stderr before it compiles an extension, which it does silently.
 
-    It is silent while it compiles. DeepSpeed looks the wrapped function up at each use. A second
-    call does nothing.
+    DeepSpeed looks the wrapped function up at each use. A second call does nothing.
     """
     from torch.utils import cpp_extension
 
@@ -120,12 +114,14 @@ def announce_builds() -> None:
 
     @functools.wraps(load)
     def announced(name: str, *args: Any, **kwargs: Any) -> Any:
-        if not _is_compiled(name, os.environ):
-            what = f" ({_DEEPSPEED[name]})" if name in _DEEPSPEED else ""
-            usually = _USUALLY.get(name, "one minute to several")
+        # An extension that was compiled for another version of its source counts too.
+        if not any(_extension_files(f"{name}/{name}.so", os.environ)):
+            build = _DEEPSPEED.get(name)
+            purpose = f" (DeepSpeed's {build.purpose})" if build else ""
+            duration = build.duration if build else "one minute to several"
             sys.stderr.write(
-                f"trainer_plugins: torch compiles {printable(name)} first{what}: usually {usually},"
-                " in silence, and once for this Python\n"
+                f"trainer_plugins: torch compiles {printable(name)} first{purpose}: usually"
+                f" {duration}, without output, and once for this Python\n"
             )
         return load(name, *args, **kwargs)
 
@@ -133,19 +129,8 @@ def announce_builds() -> None:
     cpp_extension.load = announced
 
 
-def _is_compiled(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether an extension is there for this Python.
-
-    One that was compiled for another version of its source counts too.
-    """
-    return any(_built(f"{name}/{name}.so", environ))
-
-
-def _built(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the files that torch.utils.cpp_extension._get_build_directory would use.
-
-    The accelerator's name in the path may be any.
-    """
+def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Yield files below torch.utils.cpp_extension._get_build_directory, of any accelerator."""
     if (chosen := environ.get("TORCH_EXTENSIONS_DIR")) is not None:
         yield from Path(chosen).glob(pattern)
         return
@@ -155,7 +140,7 @@ def _built(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _existence_locks() -> bool:
-    """Return whether to this torch a file that exists is a lock.
+    """Return whether this torch takes a file that exists for a lock.
 
     Later versions lock its content (pytorch#190543).
     """
@@ -166,11 +151,11 @@ def _existence_locks() -> bool:
     return not source.is_file() or "FileBaton(" in source.read_text()
 
 
-def _read(file: Path) -> ExtensionLock | None:
+def _read_lock(file: Path) -> ExtensionLock | None:
     try:
         found = file.stat()
         holder, unseen = _holder(file, found)
-        file.stat()  # a build that ended in between has closed the file, then removed it
+        file.stat()  # a build that ended meanwhile has closed the file, then removed it
     except OSError:
         return None
     return ExtensionLock(
@@ -180,7 +165,7 @@ def _read(file: Path) -> ExtensionLock | None:
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
     """Return the process that has a file open, or why it may be invisible."""
-    unseen = _out_of_sight(file)
+    unseen = _why_unseen(file)
     for process in psutil.process_iter(["uids", "status"]):
         try:
             opened = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -190,39 +175,35 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
             continue
         except OSError:
             continue  # it has ended
-        if any(_is(one, file, found) for one in opened):
+        if any(_same_file(one, file, found) for one in opened):
             return process.pid, ""
     return None, unseen
 
 
 def _may_hold(process: psutil.Process, owner: int) -> bool:
     """Return whether a process with unreadable open files may have created this user's file."""
-    if process.info["status"] == psutil.STATUS_ZOMBIE or (
-        process.pid == 1 and _sees_all_processes()
-    ):
+    if process.info["status"] == psutil.STATUS_ZOMBIE:
+        return False
+    if process.pid == 1 and _sees_all_processes():
         return False
     return process.info["uids"] is None or owner in process.info["uids"]
 
 
-def _is(opened: Path, file: Path, found: os.stat_result) -> bool:
-    """Return whether a link below /proc leads to this file.
-
-    It compares names first, which saves a stat of each pipe and socket.
-    """
+def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
+    """Return whether a link below /proc leads to this file; names save most calls of stat."""
     try:
         return os.readlink(opened).endswith(file.name) and os.path.samestat(opened.stat(), found)
     except OSError:
         return False  # it was closed
 
 
-def _out_of_sight(file: Path) -> str:
-    """Say why processes that may use a folder cannot be seen from here; empty if they can."""
+def _why_unseen(file: Path) -> str:
+    """Say why processes that may use a folder are invisible here; empty if they are visible."""
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
-    parts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    kind = next(
-        (parts[str(folder)] for folder in file.resolve().parents if str(folder) in parts), ""
-    )
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    mounted = (kinds[str(folder)] for folder in file.resolve().parents if str(folder) in kinds)
+    kind = next(mounted, "")
     if kind.startswith(_SHARED):
         return f"its folder is on {kind}, which other machines may share"
     if kind != "overlay" and not _sees_all_processes():

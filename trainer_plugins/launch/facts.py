@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,9 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
-from trainer_plugins.launch.exported import launch_of
-from trainer_plugins.launch.hydra_job import override_of
-from trainer_plugins.launch.installed import installed_versions
-from trainer_plugins.launch.masked import masked, masked_command, masked_text
+from trainer_plugins.launch.about import installed_versions
+from trainer_plugins.launch.launcher import launch_of
+from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
 from trainer_plugins.launch.place import place
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
@@ -27,9 +26,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_FEWEST_NAMES = 2
+"""A part of a Hydra config with one name of TrainingArguments, such as `seed`, may be anything."""
+
 
 def tried(read: Callable[[], T], default: T) -> T:
-    """Read one part of what is written down: a part that fails must not cost the others."""
+    """Read one part of a record; if it fails, the others are still read."""
     try:
         return read()
     except Exception:
@@ -38,7 +41,7 @@ def tried(read: Callable[[], T], default: T) -> T:
 
 
 def typed(arguments: list[str], given: list[str]) -> list[str]:
-    """Return a command line as it was typed behind `python`: a module by its name, not its file.
+    """Return a command line as it was typed after `python`: a module by its name, not its file.
 
     >>> typed(["/x/mine/train.py", "--bf16"], ["/bin/python3", "-m", "mine.train", "--bf16"])
     ['-m', 'mine.train', '--bf16']
@@ -52,16 +55,15 @@ def typed(arguments: list[str], given: list[str]) -> list[str]:
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
-    """Gather what is known without a Trainer. It takes some milliseconds.
+    """Gather the facts of a run that need no Trainer. It takes some milliseconds.
 
-    Args:
-        device: where tensors live; None if that cannot be read.
-        rank: this process among those that train together.
-        world_size: how many train together.
-        time_seconds: when the run began.
-        step: optimizer steps that were complete then.
+    The time and the step are those at which the run began. The device is None if it is unreadable.
     """
     name = "" if device is None else device.name
+    properties: Any = tried(lambda: _properties(name), None)
+    allocator = {**Variables.of(os.environ).texts}
+    if _VISIBLE in os.environ:
+        allocator[_VISIBLE] = os.environ[_VISIBLE]
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,
@@ -71,18 +73,23 @@ def facts_of_process(
         command=masked_command(typed(sys.argv, sys.orig_argv)),
         launch=tried(lambda: launch_of(os.environ), None),
         device=name,
-        card=tried(lambda: str(getattr(_properties(name), "name", "")), ""),
-        capability=tried(lambda: _capability(name), None),
+        card=str(getattr(properties, "name", "")),
+        capability=tried(lambda: (int(properties.major), int(properties.minor)), None),
         device_bytes=0 if device is None else tried(lambda: device.read().total_bytes, 0),
         driver=_driver(),
-        versions=_versions(),
-        allocator=_allocator(os.environ),
+        versions={
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            **installed_versions(),
+            "torch build": f"CUDA {torch.version.cuda}, HIP {torch.version.hip}",
+        },
+        allocator={name: masked_text(text) for name, text in allocator.items()},
         place=tried(place, None),
     )
 
 
 def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -> RunFacts:
-    """Add what a Trainer trains, and how."""
+    """Add the model of a Trainer and its settings."""
     model, args = trainer.model, trainer.args
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return replace(
@@ -93,7 +100,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         model_config=tried(lambda: _config(model), {}),
         adapter=tried(lambda: _adapter(model), {}),
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
-        arguments=tried(lambda: _arguments(args), {}),
+        arguments=tried(lambda: masked_fields(args.to_dict()), {}),
         override=tried(lambda: override_of(vars(args)), ""),
         num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
@@ -103,15 +110,10 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
 
 
 def _built_class(model: object) -> str:
-    """Name the class that built a model: FSDP2 puts one of its own in front of it."""
+    """Name the class of a model without the class that FSDP2 puts in front of it."""
     kinds = type(model).__mro__
     own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), kinds[0])
     return f"{own.__module__}.{own.__qualname__}"
-
-
-def _arguments(args: Any) -> dict[str, object]:
-    """Return TrainingArguments as JSON, without secrets."""
-    return _as_mapping(args.to_dict() if hasattr(args, "to_dict") else vars(args))
 
 
 def _config(model: object) -> dict[str, object]:
@@ -120,7 +122,7 @@ def _config(model: object) -> dict[str, object]:
     as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
     if (attention := getattr(config, "_attn_implementation", None)) is not None:
         as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
-    return _as_mapping(as_dict)
+    return masked_fields(as_dict)
 
 
 def _adapter(model: Any) -> dict[str, object]:
@@ -128,7 +130,8 @@ def _adapter(model: Any) -> dict[str, object]:
     if not isinstance(configs, dict) or len(configs) != 1:
         return {}
     (config,) = configs.values()
-    return {name: its for name, its in _as_mapping(config.to_dict()).items() if its is not None}
+    fields = masked_fields(config.to_dict())
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _num_evaluation_batches(trainer: Any) -> int:
@@ -138,21 +141,11 @@ def _num_evaluation_batches(trainer: Any) -> int:
     return max((-(-len(part) // (rows * ranks)) for part in parts if part is not None), default=0)
 
 
-def _as_mapping(value: object) -> dict[str, object]:
-    shown = masked(value)
-    return shown if isinstance(shown, dict) else {}
-
-
 def _properties(name: str) -> object:
     if not name or name == "cpu":
         return None
     device = torch.device(name)
     return torch.get_device_module(device.type).get_device_properties(device.index)
-
-
-def _capability(name: str) -> tuple[int, int] | None:
-    properties: Any = _properties(name)
-    return (int(properties.major), int(properties.minor)) if properties is not None else None
 
 
 def _driver() -> str:
@@ -162,15 +155,30 @@ def _driver() -> str:
     return ""
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    found |= installed_versions()
-    found["torch build"] = f"CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-    return found
+def override_of(names: Collection[str]) -> str:
+    """Return the prefix of a Hydra override of one of these names, such as `++trainer.args.`.
+
+    It is the part of the job's config that has most of the names. It is empty outside Hydra's jobs,
+    and if no part has two of them. Hydra writes the config of a job to a file before the job
+    begins; that file is read.
+    """
+    module: Any = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return ""
+    from omegaconf import OmegaConf
+
+    job = module.HydraConfig.get()
+    if job.output_subdir is None:
+        return ""
+    file = Path(job.runtime.output_dir, job.output_subdir, "config.yaml")
+    config = OmegaConf.to_container(OmegaConf.load(file))
+    counts = {prefix: len(part.keys() & set(names)) for prefix, part in _parts(config, "++")}
+    prefix = max(counts, key=lambda each: counts[each], default="")
+    return prefix if counts.get(prefix, 0) >= _FEWEST_NAMES else ""
 
 
-def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {**Variables.of(environ).texts}
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        names["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
-    return {name: masked_text(text) for name, text in names.items()}
+def _parts(value: object, prefix: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    if isinstance(value, Mapping):
+        yield prefix, value
+        for name, inner in value.items():
+            yield from _parts(inner, f"{prefix}{name}.")

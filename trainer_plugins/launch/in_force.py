@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -23,14 +24,13 @@ _FAMILIES = {
 def read_in_force(
     wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
-    """Read the strategy from the objects that do the work, not from what they were told.
+    """Read the strategy from the objects that do the work, not from their settings.
 
     Args:
         wrapper: what training calls, `trainer.model_wrapped`.
         optimizer: with accelerate's wrapper or without.
         distributed_type: accelerate's name for it.
-        world_size: ranks by accelerate's count. There may be a larger process group, whose ranks
-            each train alone.
+        world_size: accelerate's count. The process group may be larger, if each rank trains alone.
         device: the device's type, such as `cuda`.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
@@ -60,7 +60,7 @@ def read_in_force(
 
 
 def num_machines(environ: Mapping[str, str]) -> int | None:
-    """Return the number of machines by torchrun or DeepSpeed's launcher; None if neither told.
+    """Return the number of machines by torchrun or DeepSpeed's launcher; None if unknown.
 
     >>> num_machines({"GROUP_WORLD_SIZE": "2"}), num_machines({"CROSS_SIZE": "1"}), num_machines({})
     (2, 1, None)
@@ -94,7 +94,10 @@ def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, di
     """Count elements of the whole model, the sharded ones, and this rank's by where they live."""
     whole = partitioned = 0
     homes: Counter[str] = Counter()
-    for p in _all_parameters(wrapper):
+    # FSDP 1 exposes views of its flat parameters, which are empty on some ranks.
+    flat = [handle.flat_param for handle in _flat_handles(wrapper)]
+    parameters: Iterable[Any] = flat or wrapper.parameters()
+    for p in parameters:
         divided, where = False, p.device.type
         numel = here = p.numel()
         if (shard := getattr(p, "ds_tensor", None)) is not None:  # ZeRO-3
@@ -118,11 +121,6 @@ def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, di
     return whole, partitioned, dict(homes)
 
 
-def _all_parameters(wrapper: nn.Module) -> Iterable[Any]:
-    # FSDP 1 exposes views of its flat parameters, which are empty on some ranks.
-    return [handle.flat_param for handle in _flat_handles(wrapper)] or wrapper.parameters()
-
-
 def _flat_handles(wrapper: nn.Module) -> list[Any]:
     if "FullyShardedDataParallel" not in _names(wrapper):
         return []
@@ -142,18 +140,17 @@ def _zero_offload(optimizer: Any) -> dict[str, str]:
 
 
 def _fsdp_offload(wrapper: nn.Module) -> dict[str, str]:
-    offloads = any(getattr(handle, "_offload_params", False) for handle in _flat_handles(wrapper))
+    if any(getattr(handle, "_offload_params", False) for handle in _flat_handles(wrapper)):
+        return {"fsdp": "cpu"}
     fsdp2: list[Any] = [module for module in wrapper.modules() if "FSDPModule" in _names(module)]
-    for state in [module._get_fsdp_state() for module in fsdp2]:
-        # torch 2.13 has several groups a module; its property for a single one raises if there are
-        # more.
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]
-        offloads = offloads or any(
-            p.offload_to_cpu for group in groups if group is not None for p in group.fsdp_params
-        )
-    return {"fsdp": "cpu"} if offloads else {}
+    for module in fsdp2:
+        state = module._get_fsdp_state()
+        # torch 2.13 has several groups a module, and its property for a single one raises then.
+        several = getattr(state, "_fsdp_param_groups", None)
+        for group in several or [getattr(state, "_fsdp_param_group", None)]:
+            if group is not None and any(each.offload_to_cpu for each in group.fsdp_params):
+                return {"fsdp": "cpu"}
+    return {}
 
 
 def _optimizer_class(optimizer: object) -> str | None:
@@ -164,12 +161,9 @@ def _optimizer_class(optimizer: object) -> str | None:
 
 def _master_dtype(optimizer: object) -> str | None:
     """Return the dtype that the optimizer updates: of DeepSpeed's copies, else of the weights."""
-    copies = [
-        getattr(optimizer, name, None)
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-    ]
-    groups = getattr(optimizer, "param_groups", None) or ()
-    for tensors in (*copies, *(group["params"] for group in groups)):
-        for tensor in tensors or ():
-            return str(tensor.dtype).removeprefix("torch.")
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    copies = [getattr(optimizer, name, None) or () for name in names]
+    weights = [group["params"] for group in getattr(optimizer, "param_groups", None) or ()]
+    for tensor in chain(*copies, *weights):
+        return str(tensor.dtype).removeprefix("torch.")
     return None

@@ -1,30 +1,34 @@
-"""Find the `accelerate launch` that started this process, and what it was given."""
+"""Finds the launcher that started this process, and its settings."""
 
 import contextlib
 import io
+import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from trainer_plugins.launch.lint.document import document_of
+from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
+from trainer_plugins.record.run_facts import Launch
 
 _LAUNCHERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
     "deepspeed": "deepspeed",
 }
+_EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """Describes one call of `accelerate launch`."""
 
-    arguments: tuple[str, ...]
-    """The arguments after `launch`."""
-
-    folder: Path
-    """The folder where it was started; its paths are relative to that."""
+    arguments: tuple[str, ...]  # the arguments after `launch`
+    folder: Path  # the folder where it was started; its paths are relative to that
 
     def flags(self) -> Namespace | None:
         """Parse the arguments as accelerate does; None if its version does not know them."""
@@ -48,12 +52,12 @@ class Launcher:
 
 
 def find_launcher() -> Launcher | None:
-    """Find the `accelerate launch` that started this process, if it may be looked at."""
+    """Find the `accelerate launch` that started this process, if it may be read."""
     for command, folder in _commands_above():
         if (arguments := launch_arguments(command)) is not None:
             return Launcher(tuple(arguments), folder)
-        # An accelerate above torchrun did not launch these ranks. DeepSpeed's launcher is another
-        # matter: accelerate starts that itself for several machines.
+        # An accelerate above torchrun did not launch these ranks. But accelerate itself starts
+        # DeepSpeed's launcher for several machines.
         if launcher_words(command)[:1] == ["torchrun"]:
             return None
     return None
@@ -65,6 +69,28 @@ def launched_by() -> list[str]:
         return ["accelerate", "launch", *accelerate.arguments]
     found = (launcher_words(command) for command, _ in _commands_above())
     return next(filter(None, found), [])
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch:
+    """Gather how this process was launched, without secrets. It takes a few milliseconds.
+
+    The variables are what accelerate exports of its file and flags, and what it reads in each rank:
+    they count even if the launcher itself cannot be found, or the file has changed since.
+    """
+    launcher = find_launcher()
+    flags = launcher.flags() if launcher is not None else None
+    file = launcher.file(flags) if launcher is not None and flags is not None else None
+    exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
+    named = exported.pop(_DEEPSPEED_FILE, None)
+    document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})
+    if document.json_path is not None:
+        exported[_DEEPSPEED_FILE] = document.json_path
+    return Launch(
+        file="" if file is None else masked_text(os.fspath(file)),
+        words=masked_command(launched_by()),
+        environment={name: str(text) for name, text in masked_fields(exported).items()},
+        deepspeed=masked_fields(document.deepspeed or {}),
+    )
 
 
 def launcher_words(command: list[str]) -> list[str]:
@@ -86,7 +112,7 @@ def launcher_words(command: list[str]) -> list[str]:
 
 
 def _commands_above() -> Iterator[tuple[list[str], Path]]:
-    """Yield command line and folder of the processes above, as far as they may be looked at."""
+    """Yield command line and folder of the processes above, as far as they may be read."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):

@@ -1,7 +1,7 @@
-"""Main memory of a machine that runs ranks: what processes take of it, and what it has to hold.
+"""Compares the main memory that the ranks of a machine need with the memory that it has.
 
-The linter and the planner both judge by this file. The one counts tensors by arithmetic from the
-number of parameters (`lint/offload.py`), the other by running the Trainer.
+The linter and the planner both judge by this file. The linter counts tensors by arithmetic from the
+number of parameters (`lint/host_memory.py`), the planner by running the Trainer.
 """
 
 from dataclasses import dataclass, replace
@@ -9,48 +9,38 @@ from dataclasses import dataclass, replace
 from trainer_plugins.units import MIB, parse_size, size
 
 PROCESS_BYTES = 600 * MIB
-"""What Python, torch, transformers, accelerate and DeepSpeed take of a rank: 452 MiB when they are
-imported, 600 to 700 once it has trained a step. Measured on the CPU
-(docs/plan_measured.md); the libraries and the context of CUDA come on top, and are not measured."""
+"""Main memory of a rank for Python, torch, transformers, accelerate and DeepSpeed: 452 MiB after
+import, 600 to 700 after a training step. Measured on the CPU (docs/plan_measured.md); CUDA's
+libraries and context are extra, and not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
     """Holds what all ranks of one machine need of its main memory, in bytes."""
 
-    tensor_bytes: int
-    """The tensors, with the blocks that pinned ones take."""
-
-    pinned_bytes: int
-    """The part of `tensor_bytes` that is pinned: it cannot be swapped."""
-
-    num_ranks: int
-    """The ranks of this machine."""
-
-    save_bytes: int = 0
-    """What a save gathers on top of `tensor_bytes`, in one of the ranks."""
-
+    tensor_bytes: int  # the tensors; pinned ones count with the size of their blocks
+    pinned_bytes: int  # the part of `tensor_bytes` that is pinned: it cannot be swapped
+    num_ranks: int  # the ranks of this machine
+    save_bytes: int = 0  # what a save gathers in addition to `tensor_bytes`, in one of the ranks
     until_resume_bytes: int | None = None
-    """The tensors at their peak if the run is never resumed; None: as many."""
+    """The peak of the tensors if the run is never resumed; None: the same."""
 
     @property
     def process_bytes(self) -> int:
-        """Return what the processes take without any tensor."""
+        """Return the memory of the processes without tensors."""
         return self.num_ranks * PROCESS_BYTES
 
     @property
     def total_bytes(self) -> int:
-        """Return all of it."""
+        """Return the total."""
         return self.tensor_bytes + self.save_bytes + self.process_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimits:
-    """Holds what a machine has, in bytes; None: nobody said."""
+    """Holds the main memory of a machine, in bytes; None: unknown."""
 
-    total_bytes: int | None = None
-    """Main memory of the machine, or of its container."""
-
+    total_bytes: int | None = None  # main memory of the machine, or of its container
     pinned_bytes: int | None = None
     """How much of it can be pinned, if that is less. Under WSL it is."""
 
@@ -58,7 +48,7 @@ class HostLimits:
     def of(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
     ) -> "HostLimits":
-        """Read what a user has named, as in "252GB"; where that is nothing, `here_bytes` counts.
+        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default.
 
         Raises:
             ValueError: one of them is no size.
@@ -69,7 +59,7 @@ class HostLimits:
         )
 
     def shortage(self, need: HostNeed) -> str | None:
-        """Say in a few words what is short; None if nothing is, or if nothing is known."""
+        """Say in a few words what is short; None if nothing is, or if the limits are unknown."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
             return (
                 f"it needs {size(need.total_bytes)} of main memory on a machine, "

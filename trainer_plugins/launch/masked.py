@@ -1,7 +1,7 @@
-"""Masks secrets in what is written about a run: arguments, configs, command lines, source lines.
+"""Masks secrets in records of a run: arguments, configs, command lines, source lines.
 
-Three things give one away: the name it stands below, at any depth and in any notation; a form that
-its issuer publishes; and letters and digits that no person has chosen (`secret_words`).
+Three things reveal a secret: its name, at any depth and in any notation; a form that its issuer
+publishes; and random letters and digits (`secret_words`).
 """
 
 import os
@@ -20,8 +20,8 @@ _LEAST_NUMBER = 1000  # a smaller one is an index: label2id={"B-PASSWORD": 29}
 
 # Published forms: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, Slack, AWS, Google, Weights &
 # Biases (86 characters since 0.22.3: wandb/wandb#10687), NVIDIA; JSON Web Tokens (RFC 7519, also
-# Neptune's); keys in PEM (RFC 7468); what follows the scheme of an Authorization (RFC 7617, 6750).
-# What is in words behind such a beginning is a name: hf_checkpoints, sk-learn-baseline.
+# Neptune's); keys in PEM (RFC 7468); an Authorization (RFC 7617, 6750).
+# Words after such a prefix are a name: hf_checkpoints, sk-learn-baseline.
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]+-----(?s:.*?)(?:-----END [A-Z ]+-----|\Z)"
     r"|\beyJ[\w-]{10,}(?:\.[\w-]*)*"
@@ -89,10 +89,7 @@ def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
     >>> masked({"hub_token": "abc", "seed": 1, "kwargs": {"api_keys": ["x"], "path": "y"}})
     {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'api_keys': ['(hidden)'], 'path': 'y'}}
 
-    Args:
-        value: of any kind; what JSON does not know becomes text.
-        kind: what the name above makes of it.
-        depth: how many containers it is in.
+    Values that JSON does not know become text. `kind` is that of the name above the value.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -103,17 +100,24 @@ def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
     if isinstance(value, Enum):
         return masked(value.value, kind, depth + 1)
     if isinstance(value, Mapping):
-        return {
-            masked_text(str(name)): masked(
-                its, kind if kind.is_secret else kind_of(str(name)), depth + 1
-            )
-            for name, its in value.items()
-        }
+        return masked_fields(value, kind, depth)
     if isinstance(value, list | tuple | set | frozenset):
         if not kind.is_secret and all(isinstance(each, str) for each in value):
             return list(masked_command(value))  # a list of words may be one
         return [masked(each, kind, depth + 1) for each in value]
     return _masked(str(value), kind)
+
+
+def masked_fields(
+    fields: Mapping[str, object], kind: Kind = Kind.PLAIN, depth: int = 0
+) -> dict[str, object]:
+    """Return a mapping as JSON has it, without secrets; see `masked`."""
+    return {
+        masked_text(str(name)): masked(
+            value, kind if kind.is_secret else kind_of(str(name)), depth + 1
+        )
+        for name, value in fields.items()
+    }
 
 
 def _is_value(argument: str, flag: str) -> bool:
@@ -132,7 +136,7 @@ def _is_value(argument: str, flag: str) -> bool:
 def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
     """Hide the secrets of a text, which is the value of a name of this kind.
 
-    In code, and in errors that speak of it, a bare word after a name is a name itself.
+    In code, and in errors that quote it, a bare word after a name is a name itself.
     """
     if kind.hides(text):
         return HIDDEN
@@ -213,7 +217,7 @@ def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tu
 
 
 def _closed(text: str, start: int) -> int:
-    """Return the end of the brackets that open here, whatever is quoted in them."""
+    """Return the end of the brackets that open here; quoted brackets do not count."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
@@ -223,7 +227,7 @@ def _closed(text: str, start: int) -> int:
 
 
 def _without_drawn(found: re.Match[str]) -> str:
-    """Hide letters and digits that were drawn, but no hash that is said to be one, or in a path."""
+    """Hide random letters and digits, but no hash that is named as one, or in a path."""
     run, before = found[0], found.string[: found.start()]
     letters = re.sub(r"[^A-Za-z0-9]", "", run)
     num_others = len(re.sub(r"[A-Za-z0-9+]", "", run))

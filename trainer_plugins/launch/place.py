@@ -1,4 +1,4 @@
-"""Looks where a process runs, and whether a run that wrote down its place is still there."""
+"""Describes where a process runs, and tells whether a recorded run is still there."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ _LIMITS = (
 
 
 def place() -> Place:
-    """Look where this process runs."""
+    """Describe where this process runs."""
     host = HostDevice()
     facts = host.facts()
     limits = {name: masked_text(os.environ[name]) for name in _LIMITS if name in os.environ}
@@ -41,7 +41,7 @@ def place() -> Place:
 
 
 def kernel() -> str:
-    """Name the machine, its boot and the control group: where it is equal, counts compare."""
+    """Name the machine, its boot and the control group: counters are comparable if it is equal."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"):
         with suppress(OSError):
@@ -50,9 +50,9 @@ def kernel() -> str:
 
 
 def is_running(facts: RunFacts, here: Place) -> bool:
-    """Return whether the process that wrote these facts is still there; False if it is elsewhere.
+    """Return whether the process that wrote these facts still runs here.
 
-    A process number is used again: one that began after the run is another process.
+    Process numbers are reused: a process that began after the run is another one.
     """
     if facts.place is None or facts.place.kernel != here.kernel:
         return False

@@ -1,4 +1,4 @@
-"""Judges names, and letters and digits: which names stand for a secret, and what no person chose.
+"""Judges which names stand for a secret, and which letters and digits are random.
 
 hub_token, apiKey, db-password   a secret, whatever the text
 token, wandb.key, auth           a secret, unless it is a number, or written like <pad>
@@ -11,7 +11,8 @@ from enum import Enum, auto
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SURE = re.compile(
-    r"(?:^|_)(?:[a-z]*passw(?:or)?d|pass_?phrase|passcode|[a-z]*secret|credential|cred|authorization|cookie"
+    r"(?:^|_)(?:[a-z]*passw(?:or)?d|pass_?phrase|passcode|[a-z]*secret|credential|cred"
+    r"|authorization|cookie"
     r"|(?:x_)?(?:api|access|private|account|signing|encryption|subscription|license|ssh|wandb)_?key"
     r"|(?:api|access|auth|bearer|bot|hf|hub|huggingface|refresh|session|github|gitlab|wandb)_?token"
     r")s?(?:_|$)"
@@ -31,7 +32,7 @@ _ABOUT = re.compile(
     r"file|path|dir|folder|name|env|var|variable|type|length|len|size|count|prefix|suffix|column"
     r"|field|padding|mask|class|budget|second|metric"
 )
-# At the end of a name: a program made it, and anybody may know it.
+# At the end of a name: a program made it, and it is public.
 _PUBLIC = re.compile(
     r"revision|commit|rev|ref|sha|hash|digest|checksum|fingerprint|ids?|uid|uuid|version|tags?"
     r"|branch|name|dir|path|file|folder|group|project|experiment"
@@ -47,7 +48,7 @@ _CHUNK = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 
 
 class Kind(Enum):
-    """Says what a name makes of the text below it."""
+    """Classifies a name by the text below it."""
 
     PLAIN = auto()
     PUBLIC = auto()
@@ -60,7 +61,7 @@ class Kind(Enum):
         return self in (Kind.LIKELY, Kind.SURE)
 
     def hides(self, text: str) -> bool:
-        """Return whether this text is hidden, which is the whole value below the name."""
+        """Return whether to hide this text, which is the undivided value below the name."""
         if self is Kind.LIKELY and _NO_TOKEN.fullmatch(text):
             return False
         return self.is_secret and not _SWITCH.fullmatch(text)
@@ -86,12 +87,12 @@ def is_several(name: str) -> bool:
 
 
 def is_drawn(text: str) -> bool:
-    """Return whether letters and digits were drawn by a machine, as far as they show it.
+    """Return whether letters and digits look random.
 
-    Drawn ones change between capitals, small letters and digits at every second one; what a person
-    writes is made of words and numbers. The bounds were found with names in transformers, torch and
-    DeepSpeed. Of drawn letters and digits they miss 1 in 100 from 32 on, 1 in 15 from 16 on.
-    Hexadecimal digits count from 32 on: shorter are ids, and hashes that were cut.
+    Random text changes between capitals, small letters and digits at every second character; people
+    write words and numbers. The bounds were found with names in transformers, torch and DeepSpeed.
+    They miss 1 in 100 random texts of 32 characters or more, and 1 in 15 of 16 or more. Hexadecimal
+    text counts from 32 on: shorter ones are ids, and hashes that were cut.
     """
     num, chunks = len(text), _CHUNK.findall(text)
     if _HEXADECIMAL.fullmatch(text):

@@ -1,22 +1,27 @@
-"""Compares the strategy that was asked for with the one that runs, and names the usual cause.
+"""Compares the requested strategy with the running one, and names the usual cause.
 
-Each of these launches ends with exit code 0 after training in some other way; the causes were found
-by running them.
+Each of these launches trains in another way and ends with exit code 0; the causes were found by
+running them.
 """
 
 from collections.abc import Iterator
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import Asked
 from trainer_plugins.strategy import Strategy
 
-# A parameter below the persistence threshold stays whole on every rank. That is meant for a bias
-# here and there; if half of all elements are in such parameters, sharding saves little.
+_OWN_ACCELERATOR = (
+    "Look for an Accelerator or PartialState that the script created before its TrainingArguments"
+)
+# A parameter below the persistence threshold stays whole on every rank. The threshold is for
+# biases; if half of all elements are in such parameters, sharding saves little.
 _LEAST_PARTITIONED_FRACTION = 0.5
 
 
 def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
-    """Judge what runs against what was asked for; silent on what nobody asked for."""
+    """Compare the running strategy with the request, as far as the request specifies it."""
     return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs), *_model(asked, runs))
 
 
@@ -25,46 +30,51 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     lacks_machines = runs.num_machines is not None and machines > runs.num_machines
     if not lacks_machines and runs.world_size >= (asked.world_size or 1):
         return
-    summary = f"{asked.world_size} ranks were asked for, but {runs.world_size} train together"
-    if lacks_machines:
-        summary = f"{machines} machines were asked for, but each trains alone"
-        remedy = "Give --num_machines, --machine_rank and --main_process_ip on every machine"
-        if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
-            remedy = (
-                "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it "
-                "and without a hostfile DeepSpeed finds this machine only"
-            )
-    elif asked.one_process_for:
-        summary += f": `accelerate launch` starts one process because of {asked.one_process_for}"
-        remedy = (
-            "Launch with `distributed_type: MULTI_GPU` or --multi_gpu; on the CPU give --use_cpu to"
-            " the script"
-        )
-    elif runs.world_size == 1 and (asked.started or 1) > 1:
-        summary += ": each process trains alone, all on the same rows"
-        remedy = (
-            "No accelerator was found, so accelerate did not make a group of the processes: give"
-            " --use_cpu to the script"
-        )
-        if runs.device != "cpu":
-            remedy = (
-                "Look for an Accelerator or PartialState that the script built before its"
-                " TrainingArguments"
-            )
-    elif runs.world_size == 1:
-        summary += ": one process was started"
-        remedy = (
-            "Start it with `accelerate launch --multi_gpu` or `torchrun`, which start a process for"
-            " each card"
-        )
-    else:
-        remedy = "Compare num_processes with what each machine started"
-    yield Finding(
+    summary, remedy = _missing_machines(asked) if lacks_machines else _missing_ranks(asked, runs)
+    yield Finding.error(
         code="world-size-not-in-force",
-        severity=Severity.ERROR,
         summary=summary,
-        evidence=f"asked by {asked.source}; runs {runs}",
+        evidence=_evidence(asked, runs),
         remedy=remedy,
+    )
+
+
+def _evidence(asked: Asked, runs: Strategy) -> str:
+    return f"requested by {asked.source}; runs {runs}"
+
+
+def _missing_machines(asked: Asked) -> tuple[str, str]:
+    summary = f"{asked.num_machines} machines were requested, but each trains alone"
+    if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
+        return summary, (
+            "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it and"
+            " without a hostfile DeepSpeed finds this machine only"
+        )
+    return summary, "Give --num_machines, --machine_rank and --main_process_ip on every machine"
+
+
+def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
+    summary = f"{asked.world_size} ranks were requested, but {runs.world_size} train together"
+    if asked.one_process_for:
+        return (
+            f"{summary}: `accelerate launch` starts one process because of {asked.one_process_for}",
+            f"Launch with `{advice.ONE_PROCESS_A_CARD.flag(Door.ACCELERATE)}` or --multi_gpu; on"
+            " the CPU give --use_cpu to the script",
+        )
+    if runs.world_size > 1:
+        return summary, "Compare num_processes with what each machine started"
+    if (asked.started or 1) == 1:
+        return (
+            f"{summary}: one process was started",
+            "Start it with `accelerate launch --multi_gpu` or"
+            f" `{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}`, which start a process for each card",
+        )
+    summary += ": each process trains alone, all on the same rows"
+    if runs.device != "cpu":
+        return summary, _OWN_ACCELERATOR
+    return summary, (
+        "accelerate found no accelerator, so it did not connect the processes: give --use_cpu to"
+        " the script"
     )
 
 
@@ -81,126 +91,98 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         return
     if (meant == "FSDP" and runs.world_size == 1) or (meant == "nothing" and runs.family == "DDP"):
         return
-    remedy = "Look for an Accelerator or PartialState that the script built itself"
+    remedy = _OWN_ACCELERATOR
     if runs.family == "DataParallel":
         remedy = (
-            "One process sees several cards: set CUDA_VISIBLE_DEVICES=0, or launch a process for"
-            " each card"
+            f"One process sees several cards: set {advice.ONE_CARD.flag(Door.ENVIRONMENT)}, or"
+            f" launch a process for each card: {advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}"
         )
     elif asked.use_cpu:
         remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
     elif meant == "FSDP" and runs.device == "cpu":
         remedy = "accelerate uses FSDP on accelerators only: run it on one, or ask for DDP"
-    yield Finding(
+    what = "one process on one device" if meant == "nothing" else meant
+    yield Finding.error(
         code="strategy-not-in-force",
-        severity=Severity.ERROR,
-        summary=f"{_name(meant)} was asked for, but the model runs as {runs.wrapped_class}",
-        evidence=f"asked by {asked.source}; runs {runs}",
+        summary=f"{what} was requested, but the model runs as {runs.wrapped_class}",
+        evidence=_evidence(asked, runs),
         remedy=remedy,
     )
 
 
-def _name(family: str | None) -> str:
-    return "one process on one device" if family == "nothing" else str(family)
-
-
 def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge what is sharded and offloaded.
-
-    If DeepSpeed or FSDP does not run at all, another finding says so.
-    """
+    """Judge sharding and offload; if DeepSpeed or FSDP does not run, another finding says so."""
     if runs.family != asked.family or runs.family not in ("DeepSpeed", "FSDP"):
         return
-    lost = _lost(asked)
     if asked.zero_stage is not None and asked.zero_stage != runs.zero_stage:
-        yield Finding(
+        why, remedy = _why_lost(asked)
+        yield Finding.error(
             code="zero-stage-not-in-force",
-            severity=Severity.ERROR,
-            summary=f"ZeRO-{asked.zero_stage} was asked for, but ZeRO-{runs.zero_stage}"
-            f" runs{lost[0]}",
-            evidence=f"asked by {asked.source}; runs {runs}",
-            remedy=lost[1],
+            summary=f"ZeRO-{asked.zero_stage} was requested, but ZeRO-{runs.zero_stage} runs{why}",
+            evidence=_evidence(asked, runs),
+            remedy=remedy,
         )
     yield from _offload(asked, runs)
     divides = runs.world_size > 1 or "param" in asked.offload
     if runs.zero_stage == 3 and divides and runs.partitioned_fraction < _LEAST_PARTITIONED_FRACTION:
-        yield Finding(
+        yield Finding.warning(
             code="parameters-not-partitioned",
-            severity=Severity.WARNING,
-            summary="ZeRO-3 shards hardly any of this model: most parameters stay whole on every"
-            " rank",
+            summary="ZeRO-3 shards little: most parameters stay whole on every rank",
             evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are sharded",
-            remedy="Set stage3_param_persistence_threshold below the size of the weights, or do"
-            " without ZeRO-3",
+            remedy="Lower stage3_param_persistence_threshold, or use no ZeRO-3",
         )
     if asked.bf16_master and runs.master_dtype == "float32":
-        yield Finding(
+        yield Finding.warning(
             code="master-weights-not-in-force",
-            severity=Severity.WARNING,
-            summary="bf16 master weights were asked for, but float32 ones are kept: twice the"
-            " memory",
-            evidence=f"asked by {asked.source}; runs {runs}",
+            summary="bf16 master weights were requested, but float32 ones take twice the memory",
+            evidence=_evidence(asked, runs),
             remedy="bf16_master_weights_and_grads needs bf16 in TrainingArguments",
         )
 
 
-def _lost(asked: Asked) -> tuple[str, str]:
+def _why_lost(asked: Asked) -> tuple[str, str]:
     """Say where a setting of the launch got lost: the end of a summary, and the remedy."""
     if asked.misspelt:
         wrong, right = next(iter(asked.misspelt.items()))
-        return (
-            f": `{wrong}` is not a known key",
-            f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys",
-        )
+        remedy = f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys"
+        return f": `{wrong}` is not a known key", remedy
     if asked.flags_beside_json:
         flags = ", ".join(asked.flags_beside_json)
-        return (
-            f": accelerate ignores {flags} beside a DeepSpeed JSON",
-            "Change the DeepSpeed JSON instead",
-        )
-    return (
-        "",
-        "Check which file was read: a default_config.yaml, or `deepspeed` in TrainingArguments",
-    )
+        why = f": accelerate ignores {flags} next to a DeepSpeed JSON"
+        return why, "Change the DeepSpeed JSON instead"
+    remedy = "Check which file was read: a default_config.yaml, or `deepspeed` in TrainingArguments"
+    return "", remedy
 
 
 def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     if asked.checkpointing and runs.family == "DeepSpeed" and not runs.is_checkpointing:
-        yield Finding(
+        yield Finding.warning(
             code="checkpointing-not-in-force",
-            severity=Severity.WARNING,
-            summary="activation_checkpointing of the DeepSpeed JSON has no effect here: the model"
-            " keeps all activations",
-            evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
-            " not DeepSpeed's",
-            remedy="Give --gradient_checkpointing to the script, and remove the block",
+            summary="the DeepSpeed JSON's activation_checkpointing has no effect on this model",
+            evidence=f"{asked.source}; transformers calls torch's checkpointing, not DeepSpeed's",
+            remedy=f"Give the script {advice.CHECKPOINTING.flag(Door.TRAINER)}; remove the block",
         )
 
 
 def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge whether what was to be offloaded is where it was to be."""
-    lost = _lost(asked)
+    """Judge whether everything is offloaded to where it was requested."""
     for what, where in asked.offload.items():
-        on_drive = runs.homes.get("nvme", 0) > 0
         in_force = runs.offload.get(what)
-        if in_force == where and not (what == "param" and where == "nvme" and not on_drive):
-            continue
-        if in_force == where:
-            remedy = (
-                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for "
-                "weights this small `device: cpu` is what runs, so write that"
-            )
+        if in_force != where:
+            why, remedy = _why_lost(asked)
+            summary = f"{what} offload to {where} was requested, but {in_force or 'none'} is in"
+            summary += f" force{why}"
+        elif what == "param" and where == "nvme" and not runs.homes.get("nvme"):
             summary = "the weights were to be offloaded to a drive, but none of them is there"
-        else:
-            summary = (
-                f"{what} offload to {where} was asked for, but {in_force or 'none'} is in"
-                f" force{lost[0]}"
+            remedy = (
+                "DeepSpeed keeps partitions below 1 MiB (or aio.block_size) in main memory: for"
+                " weights this small `device: cpu` is what runs, so write that"
             )
-            remedy = lost[1]
-        yield Finding(
+        else:
+            continue
+        yield Finding.error(
             code="offload-not-in-force",
-            severity=Severity.ERROR,
             summary=summary,
-            evidence=f"asked by {asked.source}; runs {runs}; parameters on {dict(runs.homes)}",
+            evidence=f"{_evidence(asked, runs)}; parameters on {dict(runs.homes)}",
             remedy=remedy,
         )

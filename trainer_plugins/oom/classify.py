@@ -30,9 +30,7 @@ class OutOfMemory:
     It is also set if the numbers of the message contradict each other, so that they are not used.
     """
 
-    text: str
-    """The lines of the message, at most six."""
-
+    text: str  # the lines of the message, at most six
     device: int | None = None
     """The index in the message, in the process's own numbering.
 

@@ -1,5 +1,6 @@
 """Lists the words that mean out of memory, where each was seen, and whether a run survives it."""
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 Source = Literal[
@@ -34,12 +35,8 @@ class Rule(NamedTuple):
 
     source: Source
     pattern: str
-    seen: str
-    """Where the words were seen: an issue, or the file that writes them."""
-
-    fatal: str = ""
-    """Why the process cannot go on afterwards; empty if it can."""
-
+    seen: str  # where the words were seen: an issue, or the file that writes them
+    fatal: str = ""  # why the process cannot go on afterwards; empty if it can
     is_certain: bool = True
     follows_anything: bool = False
     """Whether the words count regardless of what precedes them in their line."""
@@ -75,71 +72,63 @@ KILLED = (
     r"|Σκοτώθηκε"
 )
 
+_allocator = partial(Rule, "allocator")
+_driver = partial(Rule, "driver")
+_ended = partial(Rule, "host", fatal=_ENDED)
+_engine = partial(Rule, "engine", fatal=_NOT_STARTED)
+_host = partial(Rule, "host")
+_killed = partial(Rule, "host", fatal=_KILLED, is_certain=False, follows_anything=True)
+_library = partial(Rule, "library")
+_nccl = partial(Rule, "nccl", fatal=_LOST_COLLECTIVE)
+_perhaps_library = partial(Rule, "library", is_certain=False)
+_pinned = partial(Rule, "pinned", fatal=_LOST_PINNED)
+_shared = partial(Rule, "shared", fatal=_LOST_WORKER)
+
 # More specific rules come first. A pattern starts where the words start and ends in the same line.
 # Each repetition is bounded and none is nested, so reading a log takes time linear in its length.
 RULES = (
     # A collective, whose message contains the driver's words.
-    Rule(
-        "nccl",
+    _nccl(
         r"\bWARN Cuda failure (?:\d{1,9} )?'out of memory'",
         "NVIDIA/nccl#1235",
-        _LOST_COLLECTIVE,
         follows_anything=True,
     ),
-    Rule(
-        "nccl",
-        r"Cuda failure (?:\d{1,9} )?'out of memory'",
-        "frame of NVIDIA/nccl#1410",
-        _LOST_COLLECTIVE,
-    ),
-    Rule(
-        "nccl",
+    _nccl(r"Cuda failure (?:\d{1,9} )?'out of memory'", "frame of NVIDIA/nccl#1410"),
+    _nccl(
         r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes",
         "deepspeedai/DeepSpeed#3827",
-        _LOST_COLLECTIVE,
         is_certain=False,
         follows_anything=True,
     ),
     # Page-locked main memory: torch reports it in the driver's words, so we look for the call that
     # asked for it.
-    Rule(
-        "pinned",
+    _pinned(
         rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
         "torch, utils/data/_utils/pin_memory.py; unslothai/unsloth#1797",
-        _LOST_PINNED,
         follows_anything=True,
     ),
-    Rule(
-        "pinned",
+    _pinned(
         r"failed to alloc \d{1,20} bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
         "gaycodegal/craiyon-low-vram-easy#1",
-        _LOST_PINNED,
     ),
     # The caching allocator.
-    Rule(
-        "allocator",
+    _allocator(
         r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory"
         r"(?:[.:]| \(|$| occurred when warming up)",
         "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
     ),
-    Rule(
-        "allocator",
+    _allocator(
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Failed to alloc|XLA:TPU)"
         r"|OOM when allocating tensor",
         "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
     ),
-    Rule(
-        "allocator",
-        r"Allocation on device \d{1,9} would exceed allowed memory",
-        "AIFSH/ComfyUI-ChatTTS#9",
+    _allocator(
+        r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
     ),
-    Rule(
-        "allocator",
-        r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",
-        "huggingface/optimum-habana#1469",
+    _allocator(
+        r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed", "huggingface/optimum-habana#1469"
     ),
-    Rule(
-        "allocator",
+    _allocator(
         r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
         "HabanaAI/Model-References#10",
     ),
@@ -154,7 +143,7 @@ RULES = (
         "masked",
         r"!handles_\.at\(i\) INTERNAL ASSERT FAILED",
         "pytorch/pytorch#188008",
-        _LOST_ALLOCATOR,
+        fatal=_LOST_ALLOCATOR,
     ),
     Rule(
         "masked",
@@ -163,236 +152,128 @@ RULES = (
         is_certain=False,
     ),
     # The driver, outside the allocator. cudaErrorMemoryAllocation leaves the context usable.
-    Rule(
-        "driver",
-        r"CUDA driver error: out of memory",
-        "deepmodeling/deepmd-kit#4493",
-        _LOST_ALLOCATOR,
+    _driver(
+        r"CUDA driver error: out of memory", "deepmodeling/deepmd-kit#4493", fatal=_LOST_ALLOCATOR
     ),
-    Rule("driver", r"(?:CUDA|HIP) [Ee]rror: out of memory", "deepbeepmeep/Wan2GP#1083"),
-    Rule(
-        "driver",
-        r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator",
-        "verl-project/verl#302",
-    ),
-    Rule("driver", r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
-    Rule("driver", r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
-    Rule(
-        "driver",
+    _driver(r"(?:CUDA|HIP) [Ee]rror: out of memory", "deepbeepmeep/Wan2GP#1083"),
+    _driver(r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator", "verl-project/verl#302"),
+    _driver(r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
+    _driver(r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
+    _driver(
         r"(?:\[2\] )?Call to cu\w{1,40} results in CUDA_ERROR_OUT_OF_MEMORY",
         "rapidsai/dask-cuda#225",
     ),
-    Rule(
-        "driver",
+    _driver(
         r"Error out of memory at line \d{1,9} in file .{0,300}bitsandbytes",
         "InternLM/xtuner#319",
-        _ENDED,
+        fatal=_ENDED,
     ),
-    Rule(
-        "driver",
+    _driver(
         r"level_zero backend failed .{0,100}OUT_OF_DEVICE_MEMORY",
         "intel/torch-xpu-ops#5432",
-        _LOST_XPU,
+        fatal=_LOST_XPU,
     ),
-    Rule(
-        "driver",
+    _driver(
         r"level_zero backend failed .{0,100}OUT_OF_RESOURCES",
         "pytorch/pytorch#190972",
-        _LOST_XPU,
-        False,
+        fatal=_LOST_XPU,
+        is_certain=False,
     ),
     # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.
-    Rule(
-        "library",
+    _library(
         r"(?:CUDA|cuDNN|cusolver|cusparse) error: CU\w{1,20}_STATUS_ALLOC_FAILED",
         "QwenLM/Qwen3#873",
     ),
-    Rule("library", r"cuFFT error: CUFFT_ALLOC_FAILED", "pytorch/pytorch#6511"),
-    Rule(
-        "library",
-        r"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED",
-        "lm-evaluation-harness#1689",
-        is_certain=False,
+    _library(r"cuFFT error: CUFFT_ALLOC_FAILED", "pytorch/pytorch#6511"),
+    _perhaps_library(r"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "lm-evaluation-harness#1689"),
+    _perhaps_library(r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "pytorch/pytorch#4107"),
+    _perhaps_library(r"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "pytorch/pytorch#81620"),
+    _perhaps_library(r"cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "seanie12/Info-HCVAE#7"),
+    _perhaps_library(r"Unable to find a valid cuDNN algorithm", "marqo-ai/marqo#101"),
+    _perhaps_library(r"cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR", "deepmd-kit#3836"),
+    _perhaps_library(
+        r"cusolver error: 7, when calling `cusolver\w{1,40}Create", "jzhangbs/Vis-MVSNet#38"
     ),
-    Rule(
-        "library",
-        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-        "pytorch/pytorch#4107",
-        is_certain=False,
-    ),
-    Rule(
-        "library",
-        r"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
-        "pytorch/pytorch#81620",
-        is_certain=False,
-    ),
-    Rule(
-        "library",
-        r"cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
-        "seanie12/Info-HCVAE#7",
-        is_certain=False,
-    ),
-    Rule(
-        "library", r"Unable to find a valid cuDNN algorithm", "marqo-ai/marqo#101", is_certain=False
-    ),
-    Rule(
-        "library",
-        r"cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR",
-        "deepmd-kit#3836",
-        is_certain=False,
-    ),
-    Rule(
-        "library",
-        r"cusolver error: 7, when calling `cusolver\w{1,40}Create",
-        "jzhangbs/Vis-MVSNet#38",
-        is_certain=False,
-    ),
-    Rule(
-        "library", r"cuFFT error: CUFFT_INTERNAL_ERROR", "pytorch/pytorch#119420", is_certain=False
-    ),
+    _perhaps_library(r"cuFFT error: CUFFT_INTERNAL_ERROR", "pytorch/pytorch#119420"),
     Rule("deepspeed", r"Workspace can't be allocated, no", "DeepSpeed, inference_context.h"),
     # Shared memory: torch names its files /torch_PID_..., or not at all. The same words with a
     # user's file mean main memory (host).
-    Rule(
-        "shared",
+    _shared(
         r"unable to (?:mmap|write|allocate|open|resize)[^<\n]{0,100}"
         r"</?(?:torch_|filename not)[^>\n]{0,200}>: "
         r".{0,200}\((?:11|12|28)\)",
         "pytorch/pytorch#87861, idiap/ESLAM#20",
-        _LOST_WORKER,
     ),
-    Rule(
-        "shared",
+    _shared(
         r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
         "pytorch/pytorch#108861, msr-fiddle/pipedream#28",
-        _LOST_WORKER,
         is_certain=False,
         follows_anything=True,
     ),
     # Main memory.
-    Rule(
-        "host",
+    _host(
         r"(?:\[enforce fail at .{0,300})?DefaultCPUAllocator: (?:can't allocate|not enough) memory",
         "alloc_cpu.cpp",
     ),
-    Rule(
-        "host",
-        r"\[enforce fail at CPUAllocator\.cpp:\d{1,9}\] posix_memalign",
-        "pytorch/pytorch#20618",
-    ),
-    Rule(
-        "host",
-        r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)",
-        "safetensors/safetensors#528",
-    ),
-    Rule("host", r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
-    Rule("host", r"ray\.exceptions\.OutOfMemoryError: ", "real-stanford/flingbot#11", _ENDED),
-    Rule(
-        "host",
-        r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)",
-        "numpy, pyarrow, Python",
-    ),
-    Rule(
-        "host",
-        r"\bOut of memory: Killed process \d",
-        "equinor/ert#7797",
-        _ENDED,
-        follows_anything=True,
-    ),
-    Rule(
-        "host",
+    _host(r"\[enforce fail at CPUAllocator\.cpp:\d{1,9}\] posix_memalign", "pytorch/pytorch#20618"),
+    _host(r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)", "safetensors/safetensors#528"),
+    _host(r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
+    _ended(r"ray\.exceptions\.OutOfMemoryError: ", "real-stanford/flingbot#11"),
+    _host(r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)", "numpy, pyarrow, Python"),
+    _ended(r"\bOut of memory: Killed process \d", "equinor/ert#7797", follows_anything=True),
+    _ended(
         r"slurmstepd: error: Detected \d{1,9} oom[-_]kill event",
         "ArjunaCluster/ArjunaUsers#52",
-        _ENDED,
         follows_anything=True,
     ),
-    Rule(
-        "host",
-        r"srun: error: .{0,200}?: Out Of Memory",
-        "brain-score/vision#950",
-        _ENDED,
-        follows_anything=True,
+    _ended(
+        r"srun: error: .{0,200}?: Out Of Memory", "brain-score/vision#950", follows_anything=True
     ),
-    Rule(
-        "host",
-        r"terminate called after throwing an instance of 'std::bad_alloc'",
-        "Parskatt/RoMa#134",
-        _ENDED,
-    ),
-    Rule(
-        "host",
-        r"memory allocation of \d{1,20} bytes failed",
-        "deepspeedai/DeepSpeedExamples#321",
-        _ENDED,
-    ),
-    Rule(
-        "host",
+    _ended(r"terminate called after throwing an instance of 'std::bad_alloc'", "Parskatt/RoMa#134"),
+    _ended(r"memory allocation of \d{1,20} bytes failed", "deepspeedai/DeepSpeedExamples#321"),
+    _host(
         r"Cannot allocate memory \(os error 12\)|\bOs \{ code: 12, kind: OutOfMemory",
         "how Rust writes an io::Error: safetensors, tokenizers",
         follows_anything=True,
     ),
-    Rule(
-        "host",
+    _host(
         r"\[WinError 1455\]|\(os error 1455\)",
         "cszn/KAIR#127",
-        "Windows' commit limit is reached, and freeing device memory does not raise it",
+        fatal="Windows' commit limit is reached, and freeing device memory does not raise it",
         follows_anything=True,
     ),
-    Rule(
-        "host",
+    _ended(
         r"\bOOMKilled\b|\bMemory cgroup out of memory: Kill",
         "alauda/kubeflow-chart#45, docker/for-linux#1001",
-        _ENDED,
         follows_anything=True,
     ),
     # An inference engine that refuses to start. vLLM raises a ValueError.
-    Rule(
-        "engine",
-        r"(?:ValueError: )?Free memory on device.{0,60} on startup",
-        "pytorch/pytorch#175666",
-        _NOT_STARTED,
-    ),
-    Rule(
-        "engine",
+    _engine(r"(?:ValueError: )?Free memory on device.{0,60} on startup", "pytorch/pytorch#175666"),
+    _engine(
         r"(?:ValueError: )?(?:No available memory for the cache blocks\. Try"
         r"|To serve at least one request with the model|The model's max seq len \(\d)",
         "vllm-project/vllm#2248, #34076, #2418",
-        _NOT_STARTED,
     ),
-    Rule(
-        "engine",
+    _engine(
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         "sgl-project/sglang#4330",
-        _NOT_STARTED,
     ),
     # Killed by a signal: usually for main memory, but any program may send it.
-    Rule(
-        "host",
+    _killed(
         r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
         r"|<Signals\.SIGKILL: 9>|exit status -9\b",
         "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239",
-        _KILLED,
-        is_certain=False,
-        follows_anything=True,
     ),
-    Rule(
-        "host",
+    _killed(
         r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
         "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
-        _KILLED,
-        is_certain=False,
-        follows_anything=True,
     ),
-    Rule(
-        "host",
+    _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
         rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
         r"|\bzsh: killed {2,12}\S|terminated by signal SIGKILL",
         "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
-        _KILLED,
-        is_certain=False,
-        follows_anything=True,
     ),
     # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".
-    Rule("allocator", r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
+    _allocator(r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),
 )

@@ -87,7 +87,7 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     run_dir = Path(run_dir)
     ranks = timelines_of(run_dir)
     refuse_another_run(plan, ranks)
-    differences = _differences(plan, ranks)
+    differences = differences_of(plan, ranks)
     context_bytes = max(
         each.reading.non_torch_bytes for each in _all(ranks) if isinstance(each, Sample)
     )
@@ -128,7 +128,8 @@ def timelines_of(run_dir: Path, flag: str = "--calibrate") -> Mapping[int, Seque
     return ranks
 
 
-def _differences(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
+def differences_of(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
+    """Compare each counter of each moment."""
     found = []
     for moment, peak in peaks_as_seen(plan, tells_generation(ranks)).items():
         seen = readings_in(ranks, moment)

@@ -1,4 +1,4 @@
-"""Gives every Trainer that is built in this process the callbacks of a preset."""
+"""Gives every Trainer that this process builds the callbacks of a preset."""
 
 import atexit
 import functools
@@ -51,10 +51,10 @@ _wrappers: dict[str, Callable[..., object]] = {}
 def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
     """Give every Trainer that is built from now on the callbacks of a preset, as `protect` does.
 
-    Each Trainer gets fresh callbacks. A callback of the same class that the user gives is kept
-    instead of ours. Attaching again replaces the preset and the options; Trainers that are built
-    already stay as they are. Neither torch nor transformers is imported: if `transformers.trainer`
-    is not imported yet, this waits for it.
+    Each Trainer gets fresh callbacks. If the user passes a callback of the same class, it is kept
+    instead of ours. Attaching again replaces the preset and the options; existing Trainers stay as
+    they are. Neither torch nor transformers is imported: if `transformers.trainer` is not imported
+    yet, this waits for it.
 
     Args:
         preset: which callbacks, see `trainer_plugins.presets`.
@@ -73,9 +73,9 @@ def is_attached() -> bool:
 
 
 def detach() -> None:
-    """Leave Trainers that are built from now on alone, and restore `Trainer.__init__`.
+    """Add nothing to later Trainers, and restore `Trainer.__init__`.
 
-    If somebody else has wrapped it since, our wrapper stays, and does nothing.
+    If other code has wrapped it since, our wrapper stays, and does nothing.
     """
     _state.make = None
     if (trainer := _trainer_class()) is not None:
@@ -100,7 +100,7 @@ def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
 
 @contextmanager
 def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[None]:
-    """Attach callbacks of the caller's making for a `with` block: each Trainer gets `make()`'s.
+    """Attach the caller's callbacks for a `with` block: each Trainer gets those of `make()`.
 
     Raises:
         ValueError: transformers is too old.
@@ -117,11 +117,11 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 
 
 def say_at_exit(with_children: bool = False) -> None:
-    """Have this process write to stderr when it ends, if it built no Trainer while attached.
+    """Write to stderr when this process ends, if it built no Trainer while attached.
 
     Args:
-        with_children: its children attach too, so a launcher, which lets them do the work, has
-            nothing to report.
+        with_children: its children attach too, so a launcher whose children do the work reports
+            nothing.
     """
     if _state.says_at_exit:
         return
@@ -129,20 +129,16 @@ def say_at_exit(with_children: bool = False) -> None:
     pid = os.getpid()
 
     def say() -> None:
-        # A fork inherits this, but was not the process that was asked.
-        if _state.num_built or os.getpid() != pid:
+        if _state.num_built or os.getpid() != pid:  # a fork inherits this function
             return
         if hasattr(sys, "last_type"):  # it died before: its own traceback says why
             return
         processes = sys.modules.get("multiprocessing.process")
-        # A worker of the process that was asked.
         if processes is not None and processes.parent_process() is not None:
-            return
+            return  # a worker process
         spent = os.times()
-        if (
-            with_children
-            and spent.children_user + spent.children_system > spent.user + spent.system
-        ):
+        of_children = spent.children_user + spent.children_system
+        if with_children and of_children > spent.user + spent.system:
             return
         sys.stderr.write(
             "trainer_plugins: nothing was attached: this process built no transformers.Trainer, and"
@@ -178,7 +174,7 @@ def _wrap() -> None:
 def _around_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807
-        # `StreamBase` finds itself among them, by their name, when the Trainer moves its model.
+        # `StreamBase` finds itself in this variable, by its name, when the Trainer moves its model.
         callbacks = _made()
         init(self, *args, **kwargs)
         if callbacks is not None:
@@ -214,7 +210,7 @@ def _reach(trainer: "Trainer", callbacks: "list[TrainerCallback]") -> None:
 
 @contextmanager
 def _harmless(who: str) -> Iterator[None]:
-    """Log an error of somebody's preset, or of an unusual Trainer: it must not stop training."""
+    """Log an error of a custom preset or an unusual Trainer: it must not stop training."""
     try:
         yield
     except Exception:
@@ -228,7 +224,7 @@ def _trainer_class() -> "type[Trainer] | None":
 
 
 def _layers(method: Callable[..., object] | None) -> Iterator[Callable[..., object]]:
-    """Yield a method, and what it wraps, as far as `__wrapped__` tells."""
+    """Yield a method, and the methods that it wraps by `__wrapped__`."""
     while method is not None:
         yield method
         method = getattr(method, "__wrapped__", None)
@@ -250,7 +246,7 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
 def _check_transformers() -> None:
     try:
         here = version("transformers")
-    except PackageNotFoundError:  # not installed, or without metadata: nothing is known of it
+    except PackageNotFoundError:  # not installed, or without metadata: its version is unknown
         return
     if _numbers(here) < _numbers(OLDEST_TRANSFORMERS):
         raise ValueError(

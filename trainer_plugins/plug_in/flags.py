@@ -1,101 +1,123 @@
-"""Flags: the fields of `MemoryArguments` on a command line, before a command with its own."""
+"""Parses the fields of `MemoryArguments` in front of a command, for `exec` and for `run`."""
 
-import argparse
+import inspect
+import re
 import sys
-from collections.abc import Mapping
-from dataclasses import Field, fields
-from types import MappingProxyType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, ClassVar, NoReturn
+
+import typer
+from typer.core import TyperCommand
 
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
-from trainer_plugins.presets import nearest
+from trainer_plugins.presets import PRESETS, nearest
 from trainer_plugins.printable import printable
 
 EXIT_USAGE = 2
+# Typer contains a copy of click, or imports it, depending on its version.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+BEFORE_A_COMMAND: dict[str, Any] = {
+    "allow_interspersed_args": False,
+    "help_option_names": ["-h", "--help"],
+    # The Trainer's own flags are written with _, so both forms are accepted.
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""The settings of a command that has another one behind its options."""
+
+PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
 
 
-class Flags:
-    """Parses our flags in front of a command, the same for `run` and `exec`."""
+class Command(TyperCommand):
+    """Wraps its help between words, and lists --help in its last panel."""
 
-    def __init__(
-        self,
-        prog: str,
-        command: str,
-        description: str,
-        takes_module: bool = False,
-        switches: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.prog = prog
-        self.names: list[str] = []
-        self.switched_on: set[str] = set()
-        """Which of the switches, by name, were given."""
+    def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
+        # Typer would break a line wherever the source does, and again at the end of the terminal.
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
+        super().__init__(*args, help=text, **settings)
 
-        self.parser = argparse.ArgumentParser(
-            prog=prog,
-            usage=f"{prog} [--preset PRESET] [--memory-... VALUE ...] {command}",
-            description=description,
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-        )
-        self.parser.error = self.refuse  # type: ignore[method-assign, assignment]
-        for option in fields(MemoryArguments):
-            self.names.append(flag_of(option))
-            takes: dict[str, Any] = {
-                "type": kind_of(option),
-                "metavar": kind_of(option).__name__.upper(),
-            }
-            self.parser.add_argument(
-                # The Trainer's own flags are written with _, so both forms are accepted.
-                *{self.names[-1]: None, f"--{self.names[-1][2:].replace('-', '_')}": None},
-                dest=option.name,
-                help=f"{option.metadata['help']} Default: {option.default}.",
-                **({"action": "store_true"} if isinstance(option.default, bool) else takes),
-            )
-        for name, its_help in switches.items():
-            self.names.append(f"--{name}")
-            self.parser.add_argument(
-                f"--{name}", dest="switches", action="append_const", const=name, help=its_help
-            )
-        if takes_module:
-            self.parser.add_argument(
-                "-m", action="append_const", const="-m", dest="module", help="run a module"
-            )
-        self.parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    def get_params(self, ctx: Any) -> Any:
+        params: Any = super().get_params(ctx)
+        shown = [each for each in params if not getattr(each, "hidden", False)]
+        if len(shown) > 1 and shown[-1].name == "help":
+            shown[-1].rich_help_panel = getattr(shown[-2], "rich_help_panel", None)
+        return params
 
-    def split(self, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """Separate our options from the command that follows.
 
-        Bad input ends the process with one line on stderr and exit code 2.
+class CommandInFront(Command):
+    """Parses our options in front of another command; bad input is one line on stderr."""
 
-        Returns:
-            The checked options for `attach`, and the command.
-        """
-        parsed, unknown = self.parser.parse_known_args(arguments)
-        given = vars(parsed)
-        self.switched_on.update(given.pop("switches", []))
-        command: list[str] = [*given.pop("module", []), *given.pop("command")]
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            self.refuse(
-                f"there is no option {flag}.{nearest(flag, self.names)} Known options:"
-                f" {', '.join(self.names)}"
-            )
-        if command[:1] == ["--"]:
-            del command[0]
-        given = {name.removeprefix(PREFIX): value for name, value in given.items()}
+    prog: ClassVar[str]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+            return rest
+        except USAGE_ERROR as error:
+            reason = error.format_message()
+            if type(error).__name__ == "NoSuchOption":
+                known = [name for param in self.params for name in param.opts if name[:2] == "--"]
+                flag = error.option_name
+                reason = f"there is no option {flag}.{nearest(flag, known)} Known options: "
+                reason += ", ".join(known)
+            self.refuse(reason)
+
+    @classmethod
+    def refuse(cls, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
+        """End the process with one line on stderr and an exit code, by default 2."""
+        sys.stderr.write(f"{cls.prog}: {printable(reason)}\n")
+        sys.exit(exit_code)
+
+    @classmethod
+    def given(cls, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that differ from their defaults, checked, as `attach` takes them."""
+        given = {
+            option.name.removeprefix(PREFIX): params[option.name]
+            for option in fields(MemoryArguments)
+            if params[option.name] != option.default
+        }
         try:
             memory_arguments(**given)
         except ValueError as error:
-            self.refuse(str(error))
-        return given, command
-
-    def refuse(self, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
-        """End the process with one line on stderr and an exit code, by default 2."""
-        sys.stderr.write(f"{self.prog}: {printable(reason)}\n")
-        sys.exit(exit_code)
+            cls.refuse(str(error))
+        return given
 
 
-def flag_of(option: "Field[Any]") -> str:
+def with_memory_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `MemoryArguments` to a command, which finds them in its context."""
+    own = Signature.from_callable(command).parameters
+
+    def called(**values: Any) -> None:
+        command(**{name: values[name] for name in own})
+
+    called.__doc__ = command.__doc__
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
+    signature = Signature([*_memory_options(), *parameters])
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return called
+
+
+def _memory_options() -> Iterator[Parameter]:
+    for option in fields(MemoryArguments):
+        # The help of an option ends with the name of its callback.
+        words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
+        kind = kind_of(option)
+        shown = typer.Option(
+            flag_of(option.name),
+            help=words,
+            metavar="N" if kind in (int, float) else None,
+            rich_help_panel=callback or None,
+        )
+        yield Parameter(
+            option.name,
+            Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=Annotated[kind, shown],
+        )
+
+
+def flag_of(name: str) -> str:
     """Return the flag of a field of `MemoryArguments`: `--preset`, `--memory-every-steps`."""
-    name = "preset" if option.name == "memory_preset" else option.name
-    return "--" + name.replace("_", "-")
+    return "--preset" if name == "memory_preset" else f"--{name.replace('_', '-')}"

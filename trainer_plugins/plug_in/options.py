@@ -1,9 +1,9 @@
-"""MemoryArguments: one table of options for command lines, `attach` and `protect`."""
+"""Defines the options of the callbacks for command lines, `attach` and `protect`."""
 
 import os
 from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_plugins.presets import (
     CUDA_CACHE,
@@ -25,27 +25,42 @@ Option = bool | int | float | str | os.PathLike[str] | None
 DEFAULT_PRESET = "memory_safe"
 PREFIX = "memory_"
 
-# Each option, the class it is for, and the parameter of that class. This is not in the fields'
-# metadata because HfArgumentParser passes those to argparse.
-_PARAMETERS = {
-    "memory_every_steps": (WATCHDOG, "every_steps"),
-    "memory_warn_fraction": (WATCHDOG, "warn_fraction"),
-    "memory_act_fraction": (WATCHDOG, "act_fraction"),
-    "memory_stop": (WATCHDOG, "stop"),
-    "memory_prometheus_dir": (WATCHDOG, "prometheus_dir"),
-    "memory_snapshot": (REPORTER, "snapshot"),
-    "memory_release_every_steps": (CUDA_CACHE, "interval"),
-    "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
-    "memory_logits_to": (EVALUATION, "logits_to"),
-    "memory_on_refusal": (SURVIVE, "on_refusal"),
-    "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
-    "memory_stream_base": (STREAM, "when"),
-    "memory_resident_layers": (STREAM, "resident_layers"),
+
+class _Target(NamedTuple):
+    """Names the callback of an option, and the callback's parameter."""
+
+    callback: str
+    parameter: str
+
+
+# Not in the metadata of the fields, because HfArgumentParser passes those to argparse.
+_TARGETS = {
+    "memory_every_steps": _Target(WATCHDOG, "every_steps"),
+    "memory_warn_fraction": _Target(WATCHDOG, "warn_fraction"),
+    "memory_act_fraction": _Target(WATCHDOG, "act_fraction"),
+    "memory_stop": _Target(WATCHDOG, "stop"),
+    "memory_prometheus_dir": _Target(WATCHDOG, "prometheus_dir"),
+    "memory_snapshot": _Target(REPORTER, "snapshot"),
+    "memory_release_every_steps": _Target(CUDA_CACHE, "interval"),
+    "memory_min_reclaimable_fraction": _Target(CUDA_CACHE, "min_reclaimable_fraction"),
+    "memory_logits_to": _Target(EVALUATION, "logits_to"),
+    "memory_on_refusal": _Target(SURVIVE, "on_refusal"),
+    "memory_vouch_for_loss": _Target(SURVIVE, "vouch_for_loss"),
+    "memory_stream_base": _Target(STREAM, "when"),
+    "memory_resident_layers": _Target(STREAM, "resident_layers"),
 }
 
 _NO = "no"
-_STREAM_BASE = (_NO, "needed", "always")
+_WORDS = {
+    "memory_logits_to": ("cpu", "argmax"),
+    "memory_on_refusal": ("warn", "error"),
+    "memory_stream_base": (_NO, "needed", "always"),
+}
 _LADDER_THAT_STREAMS = ("checkpointing", "offload", "stream")
+
+
+def _option(default: Option, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass
@@ -59,114 +74,62 @@ class MemoryArguments:
             preset does not have.
     """
 
-    memory_preset: str = field(
-        default=DEFAULT_PRESET,
-        metadata={
-            "help": "Which callbacks: observe, memory_safe, survive, or a preset that an installed"
-            " package offers."
-        },
+    memory_preset: str = _option(
+        DEFAULT_PRESET,
+        "Which callbacks: observe, memory_safe, survive, or a preset of an installed package.",
     )
-    memory_every_steps: int = field(
-        default=1,
-        metadata={"help": "Read the device every so many optimizer steps. (MemoryWatchdog)"},
+    memory_every_steps: int = _option(
+        1, "Read the device every N optimizer steps. (MemoryWatchdog)"
     )
-    memory_warn_fraction: float = field(
-        default=0.90,
-        metadata={
-            "help": "Warn when this fraction of the device is in use, 0 to 1. (MemoryWatchdog)"
-        },
+    memory_warn_fraction: float = _option(
+        0.90, "Warn from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
     )
-    memory_act_fraction: float = field(
-        default=0.97,
-        metadata={
-            "help": "Report an error from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
-        },
+    memory_act_fraction: float = _option(
+        0.97, "Report an error from this fraction of the device on, 0 to 1. (MemoryWatchdog)"
     )
-    memory_stop: bool = field(
-        default=False,
-        metadata={
-            "help": "On an error, save a checkpoint and stop training on all ranks."
-            " (MemoryWatchdog)"
-        },
+    memory_stop: bool = _option(
+        False, "On an error, save a checkpoint and stop training on all ranks. (MemoryWatchdog)"
     )
-    memory_prometheus_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Also write the numbers to this folder, for node_exporter. (MemoryWatchdog)"
-        },
+    memory_prometheus_dir: str | None = _option(
+        None, "Also write the numbers to this folder, for node_exporter. (MemoryWatchdog)"
     )
-    memory_snapshot: bool = field(
-        default=False,
-        metadata={
-            "help": "On CUDA, remember allocations and write torch's snapshot when memory runs out."
-            " (OOMReporter)"
-        },
+    memory_snapshot: bool = _option(
+        False, "On CUDA, record allocations, and write torch's snapshot at an OOM. (OOMReporter)"
     )
-    memory_release_every_steps: int = field(
-        default=10,
-        metadata={"help": "Consider a release every so many optimizer steps. (CudaCacheCallback)"},
+    memory_release_every_steps: int = _option(
+        10, "Consider a release every N optimizer steps. (CudaCacheCallback)"
     )
-    memory_min_reclaimable_fraction: float = field(
-        default=0.10,
-        metadata={
-            "help": "Release if some rank has cached this fraction of its card, 0 to 1."
-            " (CudaCacheCallback)"
-        },
+    memory_min_reclaimable_fraction: float = _option(
+        0.10,
+        "Release if some rank has cached this fraction of its card, 0 to 1. (CudaCacheCallback)",
     )
-
-    memory_logits_to: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where an evaluation keeps logits that do not fit: cpu, or argmax, if the"
-            " metrics are the same. (EvaluationGuard)"
-        },
+    memory_logits_to: str | None = _option(
+        None,
+        "Where an evaluation keeps logits that do not fit: cpu, or argmax, if the metrics are the"
+        " same. (EvaluationGuard)",
     )
-    memory_on_refusal: str = field(
-        default="warn",
-        metadata={
-            "help": "What to do if a run's out-of-memory errors cannot be survived: warn, or error."
-            " (SurviveOOM)"
-        },
+    memory_on_refusal: str = _option(
+        "warn", "If OOM cannot be survived in this run: warn, or error. (SurviveOOM)"
     )
-    memory_vouch_for_loss: bool = field(
-        default=False,
-        metadata={
-            "help": "Your own loss is a sum or mean over examples: it is checked, then divided."
-            " (SurviveOOM)"
-        },
+    memory_vouch_for_loss: bool = _option(
+        False,
+        "Your own loss is a sum or mean over examples: it is checked, then divided. (SurviveOOM)",
     )
-
-    memory_stream_base: str = field(
-        default=_NO,
-        metadata={
-            "help": "Keep the frozen base of a LoRA or QLoRA run in main memory: no; needed, if it"
-            " does not fit, and as the last rung of the preset survive; always. (StreamBase)"
-        },
+    memory_stream_base: str = _option(
+        _NO,
+        "Keep the frozen base of a LoRA or QLoRA run in main memory: no; needed, if it does not"
+        " fit, and as the last step of the preset survive; always. (StreamBase)",
     )
-    memory_resident_layers: int = field(
-        default=2,
-        metadata={"help": "How many layers of that base are on the card at most. (StreamBase)"},
+    memory_resident_layers: int = _option(
+        2, "How many layers of that base are on the card at most. (StreamBase)"
     )
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
-        has = preset(self.memory_preset).callbacks
-        for option in fields(MemoryArguments):
-            value = getattr(self, option.name)
-            if value is not option.default and not _fits(value, kind_of(option)):
-                raise ValueError(
-                    f"{option.name} takes a value of type {kind_of(option).__name__}, got {value!r}"
-                )
-            target = _PARAMETERS.get(option.name)
-            # StreamBase is added to any preset.
-            if target and target[0] not in (*has, STREAM) and value != option.default:
-                name = target[0].rpartition(".")[2]
-                raise ValueError(
-                    f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
-                )
-        # What the callbacks would refuse is refused here, before anything begins and torch is
-        # imported.
+        self._check_types()
+        # These are checked here, before anything begins and torch is imported, and not only in the
+        # callbacks.
         for name in ("memory_every_steps", "memory_release_every_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -177,25 +140,38 @@ class MemoryArguments:
                 "a budget needs 0 < memory_warn_fraction <= memory_act_fraction <= 1, "
                 f"got {self.memory_warn_fraction} and {self.memory_act_fraction}"
             )
-        if self.memory_logits_to not in (None, "cpu", "argmax"):
-            raise ValueError(f"memory_logits_to is cpu or argmax, got {self.memory_logits_to!r}")
-        if self.memory_on_refusal not in ("warn", "error"):
-            raise ValueError(f"memory_on_refusal is warn or error, got {self.memory_on_refusal!r}")
-        if self.memory_stream_base not in _STREAM_BASE:
-            raise ValueError(
-                f"memory_stream_base is one of {', '.join(_STREAM_BASE)}, got"
-                f" {self.memory_stream_base!r}"
-            )
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value not in words and value is not None:
+                listed = f"{', '.join(words[:-1])} or {words[-1]}"
+                raise ValueError(f"{name} is {listed}, got {value!r}")
         if self.memory_resident_layers < 1:
-            raise ValueError(
-                f"memory_resident_layers counts layers, 1 or more, got"
-                f" {self.memory_resident_layers}"
-            )
+            layers = self.memory_resident_layers
+            raise ValueError(f"memory_resident_layers counts layers, 1 or more, got {layers}")
         if not 0 <= self.memory_min_reclaimable_fraction <= 1:
             got = self.memory_min_reclaimable_fraction
             raise ValueError(
                 f"memory_min_reclaimable_fraction is a fraction of the card, 0 to 1, got {got}"
             )
+
+    def _check_types(self) -> None:
+        """Refuse values of another type, and options for callbacks that the preset lacks."""
+        callbacks = (*preset(self.memory_preset).callbacks, STREAM)  # StreamBase is always possible
+        for option in fields(MemoryArguments):
+            value, kind = getattr(self, option.name), kind_of(option)
+            if value == option.default and type(value) is type(option.default):
+                continue
+            # A whole number is a float too, and a bool is no number.
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                raise ValueError(
+                    f"{option.name} takes a value of type {kind.__name__}, got {value!r}"
+                )
+            target = _TARGETS.get(option.name)
+            if target and target.callback not in callbacks:
+                name = target.callback.rpartition(".")[2]
+                raise ValueError(
+                    f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
+                )
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
@@ -204,7 +180,7 @@ def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryA
     Raises:
         ValueError: an unknown preset or option (the nearest one is named), or a bad value.
     """
-    known = [name.removeprefix(PREFIX) for name in _PARAMETERS]
+    known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:
             raise ValueError(
@@ -234,9 +210,10 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
                 f"the preset {args.memory_preset} names {dotted}, which cannot be imported: {error}"
             ) from error
         taken = {
-            parameter: getattr(args, option)
-            for option, (of, parameter) in _PARAMETERS.items()
-            if of == dotted and getattr(args, option) != _NO  # of a preset that has StreamBase
+            target.parameter: getattr(args, option)
+            for option, target in _TARGETS.items()
+            if target.callback == dotted
+            and getattr(args, option) != _NO  # then a preset with StreamBase decides
         }
         if dotted == SURVIVE and args.memory_stream_base == "needed":
             taken["ladder"] = _LADDER_THAT_STREAMS
@@ -247,8 +224,3 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
 def kind_of(option: "Field[Any]") -> type:
     """Return the type of an option's value; an option whose default is None takes text."""
     return str if option.default is None else type(option.default)
-
-
-def _fits(value: object, kind: type) -> bool:
-    """Return whether a value has a type; a whole number is a float too, and a bool is no number."""
-    return type(value) is kind or (kind is float and type(value) is int)

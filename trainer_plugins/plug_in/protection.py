@@ -24,8 +24,8 @@ def protect(
 ) -> "list[TrainerCallback]":
     """Give one Trainer those callbacks of a preset whose class it does not have yet.
 
-    A second call is harmless. The callbacks stand behind the Trainer's own flow and before its
-    trackers (`report_to`), so that what they add to the logs is tracked. They get `on_init_end`
+    A second call is harmless. The callbacks come after the Trainer's own flow and before its
+    trackers (`report_to`), so that trackers see what they add to the logs. They get `on_init_end`
     when they are added.
 
     Args:
@@ -47,9 +47,9 @@ def protect(
 
 
 def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
-    """Insert the callbacks whose class the Trainer lacks, fire their `on_init_end`, return them.
+    """Insert the callbacks whose class the Trainer lacks, call their `on_init_end`, return them.
 
-    Not by `add_callback`: that adds them last, behind the trackers, and a subclass may refuse.
+    Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
     """
     from transformers import DefaultFlowCallback
 
@@ -61,9 +61,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
         for each in callbacks
         if not any(_same_kind(type(each), type(other)) for other in present)
     ]
-    flow = [
-        index for index, callback in enumerate(present) if isinstance(callback, DefaultFlowCallback)
-    ]
+    flow = [n for n, each in enumerate(present) if isinstance(each, DefaultFlowCallback)]
     behind = flow[0] + 1 if flow else 0
     for each in missing:
         _inserted[id(each)] = ref(each, functools.partial(_forget, id(each)))

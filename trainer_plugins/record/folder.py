@@ -74,11 +74,7 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Replace the entire content of a file.
-
-    Raises:
-        OSError: the folder cannot be written, or is full.
-    """
+    """Replace the content of a file, or raise OSError and leave it unchanged."""
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))
         file.flush()

@@ -35,8 +35,7 @@ class RankRun:
         self.remark: Remark | None = None
         self.failure: Failure | None = None
         self.world_size: int | None = None
-        self.num_trained = 0
-        """Readings of training steps so far."""
+        self.num_trained = 0  # readings of training steps so far
         self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)
         """The last of these readings, oldest first."""
         self.peaks: list[float] = []

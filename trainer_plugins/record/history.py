@@ -44,12 +44,8 @@ class Run:
 class History:
     """Holds all runs that wrote into a folder."""
 
-    runs: Sequence[Run]
-    """The runs, oldest first."""
-
-    files: Mapping[int, Path]
-    """The timeline files, by rank."""
-
+    runs: Sequence[Run]  # the runs, oldest first
+    files: Mapping[int, Path]  # the timeline files, by rank
     num_passed_over: Mapping[int, int]
     """Lines that are not entries, by rank: incomplete, damaged, or of a later version."""
 

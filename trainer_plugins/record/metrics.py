@@ -12,26 +12,19 @@ from trainer_plugins.units import GIB
 class MemoryMetrics:
     """Holds the memory of one rank's device since the previous log line; sizes in bytes."""
 
-    peak_bytes: int
-    """The peak of tensors, in training, evaluation or save."""
-
-    reserved_bytes: int
-    """What this process's caching allocator held at the last reading."""
-
+    peak_bytes: int  # the peak of tensors, in training, evaluation or save
+    reserved_bytes: int  # what this process's caching allocator held at the last reading
     foreign_bytes: int
     """What others held at the last reading.
 
     That is memory outside torch, minus what this run took there while it warmed up.
     """
 
-    pressure_fraction: float
-    """The highest pressure (see `MemoryReading`), 0 to 1."""
-
+    pressure_fraction: float  # the highest pressure (see `MemoryReading`), 0 to 1
     num_alloc_retries: int
     """Allocations that succeeded only after the allocator had flushed its cache."""
 
-    flush_seconds: float
-    """How long training waited for releases of cached memory."""
+    flush_seconds: float  # how long training waited for releases of cached memory
 
 
 def metrics_of(
@@ -40,13 +33,9 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> MemoryMetrics:
-    """Sum up the readings and releases since the previous log line.
+    """Sum up the readings and releases since the previous log line, whose last reading is `before`.
 
-    Args:
-        before: the last reading of the previous line.
-        readings: the readings since then, at least one, oldest first.
-        flushes: the releases since then.
-        own_non_torch_bytes: what this run may hold outside torch.
+    There is at least one reading. This run may hold `own_non_torch_bytes` outside torch.
     """
     last = readings[-1]
     return MemoryMetrics(

@@ -24,9 +24,7 @@ Part = Literal["forward", "backward", "optimizer", ""]
 class Frame:
     """Describes one line of a traceback."""
 
-    file: str
-    """The path from the package's folder: `transformers/trainer.py`."""
-
+    file: str  # the path from the package's folder: `transformers/trainer.py`
     line: int
     function: str
     code: str = ""
@@ -46,8 +44,7 @@ class Held:
 
     num_bytes: int
     shape: tuple[int, ...]
-    holder: str
-    """The path as in code: `MyCallback.outputs[0] -> DynamicCache.layers[0]`."""
+    holder: str  # the path as in code: `MyCallback.outputs[0] -> DynamicCache.layers[0]`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +68,7 @@ class Alive:
     module_bytes: Mapping[str, int]
     """Parameters, gradients and optimizer states by module, the largest first."""
 
-    models: tuple[LiveModel, ...]
-    """The models that are not part of another one, the largest first."""
-
+    models: tuple[LiveModel, ...]  # the models that are not part of another one, the largest first
     largest: tuple[Held, ...]
 
     graphs: tuple[Held, ...] = ()
@@ -88,8 +83,7 @@ class Process:
     used_bytes: int | None
     name: str | None
     is_own: bool
-    is_of_user: bool = False
-    """Whether it belongs to the user of the run, who can then end it."""
+    is_of_user: bool = False  # whether it belongs to the user of the run, who can then end it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +112,11 @@ class Host:
 class Planned:
     """Holds what a plan had predicted, for one card; sizes in bytes."""
 
-    source: str
-    """Where it came from: `plan_run`, or a file in the output_dir."""
-
+    source: str  # where it came from: `plan_run`, or a file in the output_dir
     nvidia_smi_peak_bytes: int
-    moment: str
-    """The moment of the peak."""
-
+    moment: str  # the moment of the peak
     capacity_bytes: int | None = None
-    fits: bool | None = None
-    """The plan's verdict; None if no card was named."""
+    fits: bool | None = None  # the plan's verdict; None if no card was named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +126,23 @@ class OomRecord:
     version: int = VERSION
     time_seconds: float
     rank: int
-    call: str
-    """The call that raised: `train`, `evaluate`, `predict`, `report_oom`."""
-
+    call: str  # the call that raised: `train`, `evaluate`, `predict`, `report_oom`
     step: int
     moment: Moment
     part: Part
     error_class: str
     error: OutOfMemory
-    frames: tuple[Frame, ...]
-    """Outermost first."""
-
+    frames: tuple[Frame, ...]  # outermost first
     batch: Mapping[str, Shape] = field(default_factory=dict)
     reading: MemoryReading | None = None
     """The device after the error: the failed operation's temporaries are gone."""
 
-    readings: tuple[MemoryReading, ...] = ()
-    """The last readings before it, oldest first."""
-
+    readings: tuple[MemoryReading, ...] = ()  # the last readings before it, oldest first
     alive: Alive | None = None
     processes: tuple[Process, ...] | None = None
     peers: tuple[Peer, ...] = ()
     host: Host | None = None
-    snapshot: str = ""
-    """The file of torch's own snapshot, if one was taken."""
-
+    snapshot: str = ""  # the file of torch's own snapshot, if one was taken
     plan: Planned | None = None
     run: RunFacts
 

@@ -24,11 +24,8 @@ class Place:
     main_memory_bytes: int = 0
     """The machine's main memory, or the container's limit if that is lower."""
 
-    shm_bytes: int = 0
-    """The size of /dev/shm."""
-
-    limits: Mapping[str, str] = field(default_factory=dict)
-    """Other limits: Slurm's grants, WSL."""
+    shm_bytes: int = 0  # the size of /dev/shm
+    limits: Mapping[str, str] = field(default_factory=dict)  # other limits: Slurm's grants, WSL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +50,17 @@ class RunFacts:
     """Holds what an explanation needs to know about a run, without secrets."""
 
     version: int = VERSION
-    process: str
-    """The process's name in the lines of the timeline."""
-
-    time_seconds: float
-    """When the training began, in seconds since the Unix epoch."""
-
-    step: int
-    """Optimizer steps completed before: 0, unless it resumed."""
-
+    process: str  # the process's name in the lines of the timeline
+    time_seconds: float  # when the training began, in seconds since the Unix epoch
+    step: int  # optimizer steps completed before: 0, unless it resumed
     rank: int
     world_size: int
     command: tuple[str, ...]
     """The command line after `python`, with secrets masked: `-m mine.train`, or a script."""
 
-    launch: Launch | None = None
-    """How it was launched; None if an earlier version wrote this."""
-
-    trainer: str = ""
-    """The class of the Trainer."""
-
-    model: str = ""
-    """The class of the model."""
-
+    launch: Launch | None = None  # how it was launched; None if an earlier version wrote this
+    trainer: str = ""  # the class of the Trainer
+    model: str = ""  # the class of the model
     built_class: str = ""
     """The class of the model, or of an adapter's base, by its config, with its module:
     `transformers.models.llama.modeling_llama.LlamaForCausalLM`."""
@@ -84,9 +69,7 @@ class RunFacts:
     adapter: Mapping[str, object] = field(default_factory=dict)
     """The fields of the PeftConfig; empty without an adapter."""
 
-    dtype: str = ""
-    """The dtype of the weights when training began: `bfloat16`."""
-
+    dtype: str = ""  # the dtype of the weights when training began: `bfloat16`
     arguments: Mapping[str, object] = field(default_factory=dict)
     """The TrainingArguments, without tokens and keys."""
 
@@ -105,12 +88,8 @@ class RunFacts:
     strategy: Strategy | None = None
     """What really runs; None if the run ended before this was known."""
 
-    device: str = ""
-    """What torch calls the device: `cuda:0`."""
-
-    card: str = ""
-    """The product's name."""
-
+    device: str = ""  # what torch calls the device: `cuda:0`
+    card: str = ""  # the product's name
     capability: tuple[int, int] | None = None
     """The compute capability of a CUDA card; None elsewhere."""
 

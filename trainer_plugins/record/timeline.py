@@ -39,9 +39,7 @@ PROCESS = token_hex(4)
 class Sample:
     """Holds a reading and when in the run it was taken."""
 
-    step: int
-    """Optimizer steps completed, as `TrainerState.global_step` counts them."""
-
+    step: int  # optimizer steps completed, as `TrainerState.global_step` counts them
     moment: str
     """What the run did since the previous reading.
 
@@ -50,9 +48,7 @@ class Sample:
     """
 
     reading: MemoryReading
-    time_seconds: float = field(default_factory=time)
-    """Seconds since the Unix epoch."""
-
+    time_seconds: float = field(default_factory=time)  # seconds since the Unix epoch
     num_tokens_seen: int = 0
     """Tokens of training so far, on all ranks, as `TrainerState` counts them; 0 if it does not."""
 
@@ -73,12 +69,9 @@ class Flush:
     stuck_bytes: int
     """Bytes still cached afterwards, in segments with live tensors, which no release frees."""
 
-    seconds: float
-    """How long training waited for it."""
-
+    seconds: float  # how long training waited for it
     time_seconds: float = field(default_factory=time)
-    num_releases: int = 1
-    """How many releases it sums up."""
+    num_releases: int = 1  # how many releases it sums up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +97,7 @@ class Failure:
     """Records that `train()`, `evaluate()` or `predict()` raised an error."""
 
     step: int
-    words: str
-    """The class of the error and the first line of its message."""
-
+    words: str  # the class of the error and the first line of its message
     record: str = ""
     """The out-of-memory record next to the timeline's folder; empty for other errors."""
 
@@ -232,8 +223,7 @@ class Timeline:
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
         self._num_taken = 0
         """Bytes of the first unwritten line already in the file: a full disk may split a line."""
-        self._home = (0, 0)
-        """Device and inode number of the open file."""
+        self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
         self.listener: Callable[[Entry], None] | None = None

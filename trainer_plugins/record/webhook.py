@@ -46,8 +46,7 @@ class Webhook:
         self._rank = rank
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._lock = Lock()
-        self._thread: Thread | None = None
-        """Delivers the waiting messages, then ends."""
+        self._thread: Thread | None = None  # delivers the waiting messages, then ends
         self._has_failed = False
 
     def tell(self, entry: Entry) -> None:

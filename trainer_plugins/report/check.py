@@ -1,4 +1,4 @@
-"""Renders a checklist for the terminal: one line a check, and below it what to do."""
+"""Renders a checklist for the terminal: one line a check, with findings and remedies."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainer_plugins.check import Checklist
 from trainer_plugins.check.facts import Line
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
 
 _MARKS = {
@@ -30,7 +30,7 @@ def check_report(checklist: Checklist) -> RenderableType:
 
 
 def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
-    """Yield what was seen, or a row for each finding: what is so, what shows it, what to do."""
+    """Yield what was seen, or a row for each finding: summary, evidence, remedy."""
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
     name = line.name
@@ -44,16 +44,12 @@ def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
 
 
 def _total(checklist: Checklist) -> str:
-    counts = [
-        f"{num} {word}{'s' * (num > 1)}"
-        for word, severity in (("error", Severity.ERROR), ("warning", Severity.WARNING))
-        if (num := sum(_is(each, severity) for each in checklist.findings))
-    ]
+    severities = [finding.severity for finding in checklist.findings]
+    counts = []
+    for word, severity in (("error", Severity.ERROR), ("warning", Severity.WARNING)):
+        if num := severities.count(severity):
+            counts.append(f"{num} {word}" if num == 1 else f"{num} {word}s")
     if not counts:
         return "Nothing was found that ends a run."
     ends = "; errors end the run" if checklist.worst is Severity.ERROR else ""
     return f"{' and '.join(counts)}{ends}. docs/findings.md explains each code."
-
-
-def _is(finding: Finding, severity: Severity) -> bool:
-    return finding.severity is severity

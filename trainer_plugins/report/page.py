@@ -1,6 +1,7 @@
 """Prints pages in the terminal: foreign text is harmless, and no figure is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -8,7 +9,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
+
+STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 _WIDE = 10_000
 """Line width in characters for a file or another program, where nothing is wrapped."""
@@ -17,9 +21,9 @@ _WIDE = 10_000
 def show(page: RenderableType) -> None:
     """Print a page to standard output.
 
-    Names and messages in it may be anybody's: markup in them stays text, and control characters
-    become visible (`printable`). On a terminal text is wrapped, but a table wider than the terminal
-    is not, nor a text that forbids it. Elsewhere nothing is wrapped.
+    Names and messages in it are untrusted: markup in them stays text, and control characters become
+    visible (`printable`). A terminal wraps text, but no table wider than itself, nor text that
+    forbids it. Elsewhere nothing is wrapped.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
@@ -27,6 +31,37 @@ def show(page: RenderableType) -> None:
         console.width = max(width, _needed(part, console)) if isinstance(part, Table) else width
         is_one_line = isinstance(part, Text) and part.no_wrap
         console.print(_Shown(part), soft_wrap=is_one_line)
+
+
+def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
+    """Make a table without lines: text in the first column and in `left`, else numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first)
+    for other in others:
+        table.add_column(other, justify="left" if other in left else "right", overflow="fold")
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Indented:
+    """Renders text behind a label, and indents the lines into which a terminal wraps it."""
+
+    text: Text
+    indent: int
+    label: Text = field(default_factory=Text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label = self.label.copy()
+        for line in self.text.wrap(console, max(20, options.max_width - self.indent)):
+            label.pad_right(self.indent - len(label))
+            line.rstrip()
+            yield label + line
+            label = Text()
+
+
+def to_paste(line: str) -> Text:
+    """Make a line that is never wrapped, so that it can be copied as it is."""
+    return Text(line, no_wrap=True, overflow="ignore")
 
 
 def _parts(page: RenderableType) -> Iterator[RenderableType]:
@@ -38,7 +73,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
 
 
 def _needed(table: Table, console: Console) -> int:
-    """Return the width at which a table's figures are whole; its other columns may be folded."""
+    """Return the width that keeps numbers whole; the other columns may be folded."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":
@@ -53,7 +88,7 @@ def _needed(table: Table, console: Console) -> int:
 
 
 class _Shown:
-    """Wraps a renderable so that a terminal finds nothing in it to obey."""
+    """Wraps a renderable so that it controls no terminal."""
 
     def __init__(self, part: RenderableType) -> None:
         self.part = part

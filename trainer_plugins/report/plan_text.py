@@ -1,16 +1,17 @@
-"""Renders a plan for the terminal: whether it fits, what it is made of, how reliable it is."""
+"""Renders a plan for the terminal: whether it fits, its parts, and how reliable it is."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.plan import MemoryPlan, at_least, peak_until_resume
+from trainer_plugins.report.page import plain_table, to_paste
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
-    """Render the verdict, the figures, the peak by category, moments, tensors, and the doubts."""
+    """Render the verdict, the figures, the peak by category, moments, tensors and caveats."""
     parts: list[RenderableType] = [
         Text(verdict(plan), style=_style(plan)),
         *(Text(line, style="bold") for line in host_verdict(plan)),
@@ -35,14 +36,14 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Say in one short line whether the run fits; without a card, what its tensors need."""
+    """Say in one short line whether the run fits; without a card, how much its tensors need."""
     if plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {size(plan.allocated_peak_bytes)}, in the {moment_of(plan)}"
     if plan.fits_card:
         card = f"{plan.gpu} ({size(plan.capacity_bytes)})"
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
     live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
-    if live_short <= 0:  # a full card gives back what is cached, and not in one piece
+    if live_short <= 0:  # a full card releases its cache, but not in one piece
         missing = size(plan.failed_request_bytes or 0)
         return f"Does not fit: no {missing} in one piece, in the {moment_of(plan)}"
     if 2 * live_short < -plan.margin_bytes:
@@ -51,15 +52,15 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def details(plan: MemoryPlan) -> list[str]:
-    """Say what the verdict rests on."""
+    """Say which numbers the verdict rests on."""
     whose = f"the fullest of {len(plan.cards)} cards" if plan.cards else "each GPU"
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of {whose}"
     cached = size(plan.reserved_peak_bytes - plan.allocated_peak_bytes)
     if plan.capacity_bytes is None:
         return [
-            f"{size(plan.allocated_peak_bytes)} of tensors at the peak of {whose}, and {cached} of"
-            " cached blocks where there is room for them, which a full card gives back. Name a card"
-            " with --gpu to learn whether it fits",
+            f"{size(plan.allocated_peak_bytes)} of tensors at the peak of {whose}, and up to"
+            f" {cached} of cached blocks, which a full card releases. Name a card with --gpu to"
+            " learn whether it fits",
             *_streamed(plan),
         ]
     if plan.fits_card:
@@ -80,7 +81,7 @@ def details(plan: MemoryPlan) -> list[str]:
 
 
 def _streamed(plan: MemoryPlan) -> list[str]:
-    """Say what streaming the base costs; nothing if it is not streamed."""
+    """Say how much a streamed base costs."""
     base = plan.streamed
     if base is None:
         return []
@@ -102,19 +103,26 @@ def _style(plan: MemoryPlan) -> str:
 
 def _planned(plan: MemoryPlan) -> list[Text]:
     """Render what was planned; the command stays one line, to be copied."""
-    named = {name: text for name, text in plan.planned.items() if name != "command"}
-    lines = [Text("Planned: " + "; ".join(f"{name} {text}" for name, text in named.items()))]
+    if not plan.planned:
+        return []
+    lines = [Text(f"Planned: {planned(plan)}")]
     if "command" in plan.planned:
         lines.append(to_paste(f"Again: {plan.planned['command']}"))
-    return lines if plan.planned else []
+    return lines
+
+
+def planned(plan: MemoryPlan) -> str:
+    """Say in one line what was planned, without the command."""
+    named = ((name, text) for name, text in plan.planned.items() if name != "command")
+    return "; ".join(f"{name} {text}" for name, text in named)
 
 
 def _proposals(plan: MemoryPlan) -> list[Text]:
-    """Render with what the run fits: the flags of each in one line, to be copied."""
+    """Render the changes that make it fit: the flags of each in one line, to be copied."""
     lines: list[Text] = []
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"
-        lines.append(Text(f"What would fit, predicted from few layers; {rows}:", style="bold"))
+        lines.append(Text(f"These would fit, predicted from a few layers; {rows}:", style="bold"))
     for each in plan.proposals:
         numbers = f"{size(each.nvidia_smi_peak_bytes)}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
@@ -130,13 +138,8 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
     return lines
 
 
-def to_paste(line: str) -> Text:
-    """Make a line that is never wrapped, so that it can be copied as it is."""
-    return Text(line, no_wrap=True, overflow="ignore")
-
-
 def host_verdict(plan: MemoryPlan) -> list[str]:
-    """Say in one line whether it fits in main memory; nothing if nobody said how much there is."""
+    """Say in one line whether it fits in main memory; nothing if that size is unknown."""
     if plan.host_shortage is not None:
         return [f"Does not fit in main memory: {plan.host_shortage}"]
     if plan.host_capacity_bytes is None:
@@ -149,16 +152,16 @@ def host_verdict(plan: MemoryPlan) -> list[str]:
 
 
 def _figures(plan: MemoryPlan) -> Table:
-    table = _table("", "a GPU")
+    table = plain_table("", "a GPU")
     table.add_row("allocated (max_memory_allocated)", size(plan.allocated_peak_bytes))
     table.add_row("reserved (max_memory_reserved)", size(plan.reserved_peak_bytes))
     table.add_row("nvidia-smi: reserved plus the context", size(plan.nvidia_smi_peak_bytes))
-    pinned = (
-        f"; {size(plan.host_pinned_bytes_per_node)} of it pinned"
-        if plan.host_pinned_bytes_per_node
-        else ""
-    )
-    tensors = f"{size(plan.host_ram_bytes_per_node)}{_to_resume(plan)}{pinned}"
+    tensors = size(plan.host_ram_bytes_per_node)
+    never_resumed = size(peak_until_resume(plan.host_moments))
+    if plan.host_moments and never_resumed != tensors:
+        tensors = f"{never_resumed} ({tensors} when resuming)"
+    if plan.host_pinned_bytes_per_node:
+        tensors += f"; {size(plan.host_pinned_bytes_per_node)} pinned"
     table.add_row("host RAM per node, for tensors", tensors)
     table.add_row(
         "host RAM per node, with Python and its libraries", size(plan.host_bytes_per_node)
@@ -168,16 +171,8 @@ def _figures(plan: MemoryPlan) -> Table:
     return table
 
 
-def _to_resume(plan: MemoryPlan) -> str:
-    """Say what a run takes of main memory that is never resumed, if that is less."""
-    never = peak_until_resume(plan.host_moments)
-    if not plan.host_moments or size(never) == size(plan.host_ram_bytes_per_node):
-        return ""
-    return f" to resume, else {size(never)}"
-
-
 def _breakdown(plan: MemoryPlan) -> Table:
-    table = _table(f"allocated at the peak ({plan.moment})", "", "")
+    table = plain_table(f"allocated at the peak ({plan.moment})", "", "")
     for category, num_bytes in sorted(plan.breakdown.items(), key=lambda pair: -pair[1]):
         if num_bytes * 20 < MIB:
             continue  # a few buffers, which would show as 0.0 MiB
@@ -187,25 +182,17 @@ def _breakdown(plan: MemoryPlan) -> Table:
 
 
 def _moments(plan: MemoryPlan) -> Table:
-    table = _table("moment", "allocated", "reserved")
+    table = plain_table("moment", "allocated", "reserved")
     for moment, peak in plan.moments.items():
         table.add_row(moment, size(peak.allocated_bytes), size(peak.reserved_bytes))
     return table
 
 
 def _tensors(plan: MemoryPlan) -> Table:
-    table = _table("largest at the peak", "", "made by")
+    table = plain_table("largest at the peak", "", "made by", left=("made by",))
     for group in plan.groups_at_peak:
         times = f" x {group.count}" if group.count > 1 else ""
         operation = group.operation.removeprefix("aten::")
         made_by = f"{operation} in the {group.moment}, {group.dtype}"
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first)
-    for other in others:
-        table.add_column(other, justify="left" if other == "made by" else "right", overflow="fold")
     return table

@@ -1,23 +1,32 @@
-"""Sums up what the ranks of a run noted: a line a moment, what was released, findings once."""
+"""Sums up the timelines of a run: the peak of each moment, releases, each finding once."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.history import Run
+from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Remark, Sample
+
+SLACK_SECONDS = 1.0
+"""How far the clocks of ranks may be apart."""
+
+Timelines = Mapping[int, Sequence[Entry]]
+"""The entries of each rank."""
+
+Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:
-    """Holds the peak of one moment on the fullest rank, beside the least full one."""
+    """Holds the peak of one moment on the fullest rank, and on the least full one."""
 
     moment: str
-    rank: int
-    """The fullest rank; the next five are its own."""
-
+    rank: int  # the fullest rank, which the next five are about
     device: str
     peak_bytes: int
     pressure: float
@@ -25,16 +34,15 @@ class MomentPeak:
     reserved_bytes: int
     least_rank: int
     least_pressure: float
-    """How full its card was; more of that may be in tensors than on the fullest rank."""
+    """How full its card was; its tensors may take more than those of the fullest rank."""
 
     least_peak_bytes: int
-    num_readings: int
-    """Of all ranks."""
+    num_readings: int  # of all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """Holds what all ranks gave back, and the time of the rank that waited longest."""
+    """Holds what all ranks released, and the time of the rank that waited longest."""
 
     num: int
     released_bytes: int
@@ -43,11 +51,9 @@ class Releases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Holds a finding, and where else the same was found with other figures."""
+    """Holds the worst of similar findings, and where they were found."""
 
-    finding: Finding
-    """The worst of them, by its amount."""
-
+    finding: Finding  # the worst of them, by its amount
     times: int
     ranks: tuple[int, ...]
     first_step: int
@@ -61,9 +67,7 @@ class RunSummary:
     steps: tuple[int, int]
     seconds: tuple[float, float]
     ranks: tuple[int, ...]
-    has_end: bool
-    """Whether each rank noted its end, or never began to train."""
-
+    has_end: bool  # whether each rank noted its end, or never began to train
     failures: tuple[Failure, ...]
     peaks: tuple[MomentPeak, ...]
     releases: Releases
@@ -78,16 +82,32 @@ def summary(run: Run) -> RunSummary:
         seconds=run.seconds,
         ranks=tuple(timelines),
         has_end=all(map(has_end, timelines.values())),
-        failures=tuple(
-            entry
-            for entries in timelines.values()
-            for entry in entries
-            if isinstance(entry, Failure)
-        ),
+        failures=tuple(failure for _, failure in entries_of(timelines, Failure)),
         peaks=tuple(peaks(timelines)),
         releases=releases(timelines),
         findings=tuple(repeated(timelines)),
     )
+
+
+def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    """Yield the entries of one kind with their rank, rank by rank."""
+    for rank, entries in sorted(timelines.items()):
+        for entry in entries:
+            if isinstance(entry, kind):
+                yield rank, entry
+
+
+def failures_of(timelines: Timelines) -> list[tuple[int, Failure]]:
+    """Return the errors that ended a run, by rank, the first one first."""
+    return sorted(entries_of(timelines, Failure), key=lambda pair: pair[1].time_seconds)
+
+
+def strategies_of(timelines: Timelines) -> list[str]:
+    """Say with which strategies a run began or resumed, once if all ranks agree."""
+    began = (
+        f"from step {entry.step}: {entry.strategy}" for _, entry in entries_of(timelines, Beginning)
+    )
+    return [*dict.fromkeys(began)]
 
 
 def has_end(entries: Iterable[Entry]) -> bool:
@@ -102,13 +122,11 @@ def has_failed(entries: Iterable[Entry]) -> bool:
     return any(isinstance(entry, Failure) for entry in entries)
 
 
-def peaks(timelines: Mapping[int, Sequence[Entry]]) -> list[MomentPeak]:
+def peaks(timelines: Timelines) -> list[MomentPeak]:
     """Return the peak of each moment, in the order in which the moments came."""
     moments: dict[str, dict[int, list[Sample]]] = {}
-    for rank, entries in sorted(timelines.items()):
-        for entry in entries:
-            if isinstance(entry, Sample):
-                moments.setdefault(entry.moment, {}).setdefault(rank, []).append(entry)
+    for rank, sample in entries_of(timelines, Sample):
+        moments.setdefault(sample.moment, {}).setdefault(rank, []).append(sample)
     return [_peak(moment, by_rank) for moment, by_rank in moments.items()]
 
 
@@ -139,28 +157,26 @@ def _largest(samples: Sequence[Sample]) -> int:
     return max(sample.reading.peak_allocated_bytes for sample in samples)
 
 
-def releases(timelines: Mapping[int, Sequence[Entry]]) -> Releases:
-    """Sum up what was given back."""
-    flushes = [
-        [entry for entry in entries if isinstance(entry, Flush)] for entries in timelines.values()
-    ]
-    each = [flush for of_rank in flushes for flush in of_rank]
+def releases(timelines: Timelines) -> Releases:
+    """Sum up the releases of cached memory."""
+    flushes = [*entries_of(timelines, Flush)]
+    seconds = dict.fromkeys(timelines, 0.0)
+    for rank, flush in flushes:
+        seconds[rank] += flush.seconds
     return Releases(
-        num=sum(flush.num_releases for flush in each),
-        released_bytes=sum(flush.released_bytes for flush in each),
-        seconds=max(sum(flush.seconds for flush in of_rank) for of_rank in flushes),
+        num=sum(flush.num_releases for _, flush in flushes),
+        released_bytes=sum(flush.released_bytes for _, flush in flushes),
+        seconds=max(seconds.values()),
     )
 
 
-def repeated(timelines: Mapping[int, Sequence[Entry]]) -> list[Repeated]:
-    """Merge the findings that are equal but for their figures, those of the first step first."""
+def repeated(timelines: Timelines) -> list[Repeated]:
+    """Merge findings that differ only in their figures, those of the first step first."""
     same: dict[tuple[str, int, str], list[tuple[int, Remark]]] = {}
-    for rank, entries in sorted(timelines.items()):
-        for entry in entries:
-            if isinstance(entry, Remark):
-                found = entry.finding
-                key = (found.code, found.severity, re.sub(r"\d+(?:[.,]\d+)*", "", found.summary))
-                same.setdefault(key, []).append((rank, entry))
+    for rank, remark in entries_of(timelines, Remark):
+        found = remark.finding
+        key = (found.code, found.severity, re.sub(r"\d+(?:[.,]\d+)*", "", found.summary))
+        same.setdefault(key, []).append((rank, remark))
     merged = [_merged(each) for each in same.values()]
     return sorted(merged, key=lambda each: each.first_step)
 
@@ -174,3 +190,38 @@ def _merged(remarks: Sequence[tuple[int, Remark]]) -> Repeated:
         first_step=min(steps),
         last_step=max(steps),
     )
+
+
+def with_last_readings(history: History, folder: Path) -> History:
+    """Add the readings at an out-of-memory error to each run of a folder."""
+    records = read_oom_records(folder)
+    runs = [with_records(run, records_of(run, records)) for run in history.runs]
+    return replace(history, runs=runs)
+
+
+def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
+    """Return the records of the ranks that ran out of memory in a run, the first one first."""
+    began, ended = run.seconds
+    return [
+        each
+        for each in records
+        if began - SLACK_SECONDS <= each.time_seconds <= ended + SLACK_SECONDS
+        and any(isinstance(entry, Failure) for entry in run.timelines.get(each.rank, ()))
+    ]
+
+
+def with_records(run: Run, records: Sequence[OomRecord]) -> Run:
+    """Give each out-of-memory error its own time, and add the reading at that time.
+
+    The timeline notes it later, after all live tensors have been counted.
+    """
+    timelines = {rank: [*entries] for rank, entries in run.timelines.items()}
+    for record in records:
+        entries = timelines[record.rank]
+        for at, entry in enumerate(entries):
+            if isinstance(entry, Failure) and entry.record:
+                entries[at] = replace(entry, time_seconds=record.time_seconds)
+                if record.last_sample is not None:
+                    entries.insert(at, record.last_sample)
+                break
+    return Run(timelines)

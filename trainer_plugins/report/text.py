@@ -1,6 +1,6 @@
 """Renders a memory report of the runs in a folder, as short tables for the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from shlex import quote
 
@@ -9,23 +9,28 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
 from trainer_plugins.record.history import History, Run
-from trainer_plugins.record.timeline import Beginning, Entry, Failure
-from trainer_plugins.report.summary import has_end, has_failed, peaks, releases, repeated
+from trainer_plugins.report.page import STYLES
+from trainer_plugins.report.summary import (
+    Timelines,
+    failures_of,
+    has_end,
+    has_failed,
+    peaks,
+    releases,
+    repeated,
+    strategies_of,
+)
 from trainer_plugins.units import percent, size
-
-_STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 
 def history_report(history: History, ending: Finding | None = None) -> RenderableType:
-    """Render one block a run, the last one first, then what could not be read.
+    """Render one block a run, the last one first, then the lines that could not be read.
 
-    Args:
-        history: the runs.
-        ending: how the last run ended, if it left no word of its own.
+    `ending` is how the last run ended, if its timeline does not say.
     """
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
@@ -35,7 +40,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         if num_runs > 1:
             parts.append(Text(f"\nRun {number} of {num_runs}: {when(run)}", style="bold"))
         if ending is not None and number == num_runs:
-            parts.append(Text(str(ending), style=_STYLES[ending.severity]))
+            parts.append(Text(str(ending), style=STYLES[ending.severity]))
         else:
             parts += _endless(run, is_last=number == num_runs)
         parts += [*_failures(run, history), memory_report(run.timelines)]
@@ -53,13 +58,11 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
     return Group(*parts)
 
 
-def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
+def memory_report(timelines: Timelines) -> RenderableType:
     """Render the timelines of one run by rank: peak of each moment, releases, findings."""
     has_several = len(timelines) > 1
-    of_which = ", on the fullest rank" * has_several
-    table = Table(
-        title=f"Memory: the peak of each moment{of_which}", title_justify="left", box=SIMPLE
-    )
+    title = f"Memory: the peak of each moment{', on the fullest rank' if has_several else ''}"
+    table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
         table.add_column(column)
     for column in ("readings", "peak", "full", "total", "reserved"):
@@ -67,8 +70,7 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
     if has_several:
         table.add_column("the least full rank", justify="right")
     for each in peaks(timelines):
-        least = f"{percent(each.least_pressure)} (rank {each.least_rank})"
-        table.add_row(
+        cells = [
             str(each.rank),
             printable(each.moment),
             printable(each.device),
@@ -77,9 +79,12 @@ def memory_report(timelines: Mapping[int, Sequence[Entry]]) -> RenderableType:
             percent(each.pressure),
             size(each.total_bytes),
             size(each.reserved_bytes),
-            *[least] * has_several,
-        )
-    return Group(*_strategies(timelines), table, _releases(timelines), *_findings(timelines))
+        ]
+        if has_several:
+            cells.append(f"{percent(each.least_pressure)} (rank {each.least_rank})")
+        table.add_row(*cells)
+    strategies = map(Text, strategies_of(timelines))
+    return Group(*strategies, table, _releases(timelines), *_findings(timelines))
 
 
 def when(run: Run) -> str:
@@ -93,16 +98,11 @@ def when(run: Run) -> str:
 
 
 def _failures(run: Run, history: History) -> list[Text]:
-    """Render what ended the run, and what explains it."""
-    failures = [
-        (rank, entry)
-        for rank, entries in run.timelines.items()
-        for entry in entries
-        if isinstance(entry, Failure)
-    ]
+    """Render the errors that ended the run, and the command that explains them."""
+    failures = failures_of(run.timelines)
     lines = [
         Text(printable(f"rank {rank}, step {failure.step}: {failure.words}"), style="red")
-        for rank, failure in sorted(failures, key=lambda pair: pair[1].time_seconds)
+        for rank, failure in failures
     ]
     if any(failure.record for _, failure in failures):
         folder = output_dir_of(next(iter(history.files.values())).parent.parent)
@@ -110,30 +110,19 @@ def _failures(run: Run, history: History) -> list[Text]:
     return lines
 
 
-def _strategies(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
-    """Render the strategies with which the run began or resumed, once if all ranks agree."""
-    began = [
-        entry for entries in timelines.values() for entry in entries if isinstance(entry, Beginning)
-    ]
-    return [
-        Text(line)
-        for line in dict.fromkeys(f"from step {entry.step}: {entry.strategy}" for entry in began)
-    ]
-
-
-def _releases(timelines: Mapping[int, Sequence[Entry]]) -> Text:
+def _releases(timelines: Timelines) -> Text:
     given, who = releases(timelines), _ranks(tuple(timelines))
     if not given.num:
         return Text(f"{who}: no cached memory was released")
-    longest = ", where it took longest" * (len(timelines) > 1)
+    longest = " on the slowest rank" if len(timelines) > 1 else ""
     return Text(
-        f"{who}: {given.num} releases gave back {size(given.released_bytes)} and took"
+        f"{who}: {given.num} releases freed {size(given.released_bytes)} and took"
         f" {given.seconds * 1000:.1f} ms{longest}"
     )
 
 
-def _findings(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
-    """Render each finding once; that there is none is good news only of a run that ended."""
+def _findings(timelines: Timelines) -> list[Text]:
+    """Render each finding once; having none is good news only if the run ended well."""
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
@@ -142,14 +131,14 @@ def _findings(timelines: Mapping[int, Sequence[Entry]]) -> list[Text]:
         Text(
             f"{_ranks(each.ranks)}, {_steps(each.first_step, each.last_step)}"
             f"{f', x {each.times}, at worst' if each.times > 1 else ''}: {each.finding}",
-            style=_STYLES[each.finding.severity],
+            style=STYLES[each.finding.severity],
         )
         for each in found
     ]
 
 
 def _endless(run: Run, is_last: bool) -> list[Text]:
-    """Say of which ranks no end and no error is known."""
+    """Name the ranks whose timeline has neither an end nor an error."""
     ranks = tuple(
         rank
         for rank, entries in run.timelines.items()
@@ -158,7 +147,7 @@ def _endless(run: Run, is_last: bool) -> list[Text]:
     if not ranks:
         return []
     why = "it still runs" if is_last else "its process was killed"
-    return [Text(f"{_ranks(ranks)}: no end of the training was noted: {why}", "yellow")]
+    return [Text(f"{_ranks(ranks)}: the timeline has no end of training: {why}", "yellow")]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Renders where each rank of a run stands, a line a rank, for a terminal that is drawn again."""
+"""Renders the state of each rank of a run, one line a rank, for a live terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.follow import RankRun
 from trainer_plugins.record.timeline import Failure, Remark
+from trainer_plugins.report.page import STYLES
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, Growth, growths
-
-_STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 _PARTS = (("█", "allocated", "green"), ("▒", "cached", "cyan"), ("░", "outside torch", "magenta"))
 _FREE = ("·", "free", "dim")
@@ -25,7 +23,7 @@ _PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")
 """For terminals whose encoding has no block elements."""
 
 _FLAT = 0.1
-"""A trend that spans less than this fraction of the device is not drawn any steeper."""
+"""A trend that spans less than this fraction of the device is drawn as if it spanned this much."""
 
 _WIDTH_WITH_SIZES = 110
 _WIDTH_WITH_TREND = 130
@@ -33,49 +31,45 @@ _WIDTH_WITH_TREND = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
-    """Holds what `top` says of one rank."""
+    """Holds the state of one rank."""
 
     rank: int
     step: int
-    state: str
-    """What the run did last, as a `Sample` names it; `failed` after an error."""
-
-    time_seconds: float
-    """When the rank last wrote, in seconds since the Unix epoch."""
-
+    state: str  # the last moment of the run, as a `Sample` names it; `failed` after an error
+    time_seconds: float  # when the rank last wrote, in seconds since the Unix epoch
     reading: MemoryReading | None
-    trend: Sequence[float]
-    """The highest pressure of equal stretches of the run, oldest first."""
-
-    growth: Growth | None
-    """What rises step by step and is out of memory soonest, if anything does."""
-
-    remark: Remark | None
-    """The last finding."""
-
+    trend: Sequence[float]  # the highest pressure of equal stretches of the run, oldest first
+    growth: Growth | None  # the memory that grows with every step and runs out first, if any does
+    remark: Remark | None  # the last finding
     failure: Failure | None
 
 
 def rank_lines(run: Mapping[int, RankRun]) -> list[RankLine]:
-    """Judge where the ranks of a run stand."""
+    """Describe the state of each rank of a run."""
     return [
         RankLine(
             rank=rank,
-            step=its.last.step,
-            state="failed" if its.failure else its.sample.moment if its.sample else "begin",
-            time_seconds=its.last.time_seconds,
-            reading=its.sample.reading if its.sample else None,
-            trend=tuple(its.peaks),
-            growth=_growth(its),
-            remark=its.remark,
-            failure=its.failure,
+            step=rank_run.last.step,
+            state=_state(rank_run),
+            time_seconds=rank_run.last.time_seconds,
+            reading=rank_run.sample.reading if rank_run.sample else None,
+            trend=tuple(rank_run.peaks),
+            growth=_growth(rank_run),
+            remark=rank_run.remark,
+            failure=rank_run.failure,
         )
-        for rank, its in run.items()
+        for rank, rank_run in run.items()
     ]
 
 
+def _state(run: RankRun) -> str:
+    if run.failure:
+        return "failed"
+    return run.sample.moment if run.sample else "begin"
+
+
 def _growth(run: RankRun) -> Growth | None:
-    """Judge the last steps as `MemoryWatch` does; a card's timeline does not tell main memory."""
+    """Judge the last steps as `MemoryWatch` does; a card's timeline lacks main memory."""
     is_over = run.failure or (run.sample and run.sample.moment == "end")
     if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
         return None
@@ -102,7 +96,7 @@ class TopPage:
     run_dir: str
     ranks: Sequence[RankLine]
     world_size: int | None
-    """The number of ranks that train, if a rank has told: some may not have written yet."""
+    """The number of ranks that train, if known; some may not have written yet."""
 
     now_seconds: float
 
@@ -135,24 +129,28 @@ class TopPage:
         table.add_column("last finding", overflow="fold")
         table.add_column("seen", justify="right", no_wrap=True)
         for line in self.ranks:
-            table.add_row(
+            bar = ((drawn(part), style) for part, style in _bar(line.reading, bar_width))
+            cells: list[str | Text] = [
                 str(line.rank),
                 printable(line.reading.device) if line.reading else "",
                 Text(printable(line.state), "red" if line.failure else ""),
                 str(line.step),
-                Text.assemble(
-                    *((drawn(part), style) for part, style in _bar(line.reading, bar_width))
-                ),
-                *[_sizes(line.reading)] * has_sizes,
-                *[drawn(_heights(line.trend))] * has_trend,
+                Text.assemble(*bar),
+            ]
+            if has_sizes:
+                cells.append(_sizes(line.reading))
+            if has_trend:
+                cells.append(drawn(_heights(line.trend)))
+            cells += [
                 Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
                 _code(line.remark),
                 _age(self.now_seconds - line.time_seconds),
-            )
+            ]
+            table.add_row(*cells)
         yield table
 
     def _news(self) -> list[Text]:
-        """Render what failed first, or else the newest finding, with what to do."""
+        """Render the first failure, or else the newest finding, with its remedy."""
         failed = [line for line in self.ranks if line.failure]
         if failed:
             first = min(failed, key=lambda line: line.time_seconds)
@@ -165,12 +163,12 @@ class TopPage:
         if not remarks:
             return []
         rank, remark = max(remarks, key=lambda pair: pair[1].time_seconds)
-        style = _STYLES[remark.finding.severity]
+        style = STYLES[remark.finding.severity]
         return [Text(f"rank {rank}, step {remark.step}: {remark.finding}", style)]
 
 
 def _bar(reading: MemoryReading | None, width: int) -> list[tuple[str, str]]:
-    """Divide the bar as the card is divided; only ends are rounded, so its length stays."""
+    """Divide the bar as the card is divided; only ends are rounded, so its length is constant."""
     if reading is None:
         return []
     sizes = (reading.allocated_bytes, reading.cached_bytes, reading.non_torch_bytes)
@@ -193,7 +191,7 @@ def _sizes(reading: MemoryReading | None) -> str:
 
 
 def _heights(trend: Sequence[float]) -> str:
-    """Draw the pressure above its lowest, so that a slow rise is seen and noise is not."""
+    """Draw the pressure above its lowest, so that a slow rise is visible and noise is not."""
     if not trend:
         return ""
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
@@ -204,11 +202,11 @@ def _heights(trend: Sequence[float]) -> str:
 def _code(remark: Remark | None) -> Text:
     if remark is None:
         return Text()
-    return Text(printable(remark.finding.code), _STYLES[remark.finding.severity])
+    return Text(printable(remark.finding.code), STYLES[remark.finding.severity])
 
 
 def _age(seconds: float) -> str:
-    """Say how long ago it was; clocks of two machines may differ, so it is never negative."""
+    """Render an age; it is never negative, since clocks of two machines may differ."""
     seconds = max(0.0, seconds)
     for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < 100 * unit:

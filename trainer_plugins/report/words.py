@@ -1,4 +1,4 @@
-"""Says in people's words what a tensor at the peak is, and how well an effect is known."""
+"""Describes tensors at the peak, and the certainty of a predicted effect, in plain words."""
 
 from trainer_plugins.planner.plan import TensorsAtPeak
 
@@ -13,7 +13,7 @@ _LOGITS = {
     "aten::addmm": "{dtype} logits",
     "aten::add": "{dtype} logits",
 }
-"""What cross entropy makes, by the operation (torch/nn/functional.py, cross_entropy)."""
+"""The tensors of cross entropy, by operation (torch/nn/functional.py, cross_entropy)."""
 
 _PARTS = {
     "mlp": "the MLPs",
@@ -36,11 +36,11 @@ GRADES = {
     "arithmetic": "by arithmetic",
     "known": "not checked",
 }
-"""How well the effect of a remedy is known, by its grade (`explain.answer.Remedy`)."""
+"""The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`)."""
 
 
 def words_of(group: TensorsAtPeak) -> str:
-    """Say what equal tensors are: "frozen weights of the MLPs".
+    """Describe equal tensors: "frozen weights of the MLPs".
 
     >>> group = dict(count=1, num_bytes=8, moment="forward", part="lm_head", dtype="float32")
     >>> words_of(TensorsAtPeak(category="logits and loss", operation="aten::_to_copy", **group))

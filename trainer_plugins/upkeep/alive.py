@@ -16,13 +16,9 @@ _MOST_TENSORS = 5
 
 
 def count_alive(device_type: str, allocated_bytes: int) -> Alive:
-    """Walk through every object that Python tracks, which takes 0.1 to 1 s.
+    """Walk through every object that Python tracks, an earlier run's too; takes 0.1 to 1 s.
 
-    It needs neither a model nor an optimizer: it finds all there are, even an earlier run's.
-
-    Args:
-        device_type: the kind of device: `cuda`.
-        allocated_bytes: what its allocator counts, of which Python's tensors are a part.
+    Of the allocator's `allocated_bytes` Python sees only a part as tensors.
     """
     ledger = _Ledger(device_type)
     models = [

@@ -100,8 +100,10 @@ def guard_generate(
     """Wrap a guard around every `model.generate` inside training; return what removes it.
 
     Outside `Trainer.train` the guard does nothing, so that one left behind by a training that
-    raised is inert, unless `outside_training` is set.
+    raised is inert, unless `outside_training` is set. A model without `generate` needs no guard.
     """
+    if not hasattr(model, "generate"):
+        return lambda: None
     if model not in _guards:
         _guards[model] = []
         # FSDP2 and PEFT set one on the instance, which `_generate` calls. A copy of a guarded model

@@ -157,13 +157,8 @@ def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[H
     """Return the tensors at the ends of live autograd graphs on a device, with their holders.
 
     A graph keeps every activation behind it alive, invisibly to Python: holding its end holds them
-    all. It takes as long as `tensors_held`.
-
-    Args:
-        device_type: the kind of device: `cuda`.
-        most: how many to return.
-        oldest: whether the oldest come first, and not the largest. During a step, which makes a
-            graph of its own, those are the ones that other code keeps.
+    all. The largest come first, or the oldest: during a step, which makes a graph of its own, those
+    are the ones that other code keeps.
     """
     ends = [
         tensor

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 
@@ -42,14 +44,9 @@ def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
 def judge_kept(
     batch_bytes: int, num_batches: int, are_joined: bool, free_bytes: int, place: str
 ) -> Finding | None:
-    """Judge whether the outputs of all batches fit where they are kept.
+    """Judge whether the outputs of all batches fit in `place`, where they are kept.
 
-    Args:
-        batch_bytes: what is kept of one batch.
-        num_batches: the number of batches, as far as it is known.
-        are_joined: whether they are joined after each batch, which holds the old and the new.
-        free_bytes: what is free there, plus what is kept already.
-        place: where that is, in words.
+    `free_bytes` includes what is kept already. Joining batches holds the old array and the new one.
     """
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
@@ -61,8 +58,9 @@ def judge_kept(
         summary=f"an evaluation keeps its outputs until its end: {size(need)}, and"
         f" {size(free_bytes)} of {place} is free",
         evidence=f"{num_batches:,} batches of {size(batch_bytes)}{joined}",
-        remedy="Pass callbacks=[EvaluationGuard(logits_to='argmax')], or 'cpu', or a"
-        " preprocess_logits_for_metrics that keeps only what your metrics need",
+        remedy=f"If metrics need no logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}; if they"
+        " do, and main memory has room for them, set"
+        f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}.",
         amount=float(need),
     )
 

@@ -19,23 +19,15 @@ RECENT_STEPS = 50
 _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
-def checked_fraction(min_reclaimable_fraction: float) -> float:
-    """Return the fraction if it is between 0 and 1; raise ValueError otherwise."""
-    if not 0 <= min_reclaimable_fraction <= 1:
-        raise ValueError(
-            "min_reclaimable_fraction is a fraction of the card, 0 to 1, got"
-            f" {min_reclaimable_fraction}"
-        )
-    return min_reclaimable_fraction
-
-
 class AgreedRelease:
     """Releases one device's cache when any rank has enough to gain and no rank objects.
 
     The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
     another process is taking what is free: then this rank objects, and all keep their caches. A
     question takes a reading and a vote of the ranks. A release waits for the card, and the memory
-    has to be allocated again.
+    has to be allocated again; the timeline records its gain and its cost.
+
+    Some rank must have `min_reclaimable_fraction` of its card cached; 0 releases whenever asked.
     """
 
     def __init__(
@@ -45,34 +37,20 @@ class AgreedRelease:
         vote: StepEndVote,
         min_reclaimable_fraction: float = 0.10,
     ) -> None:
-        """Set the conditions of a release.
-
-        Args:
-            device: the device whose cache is released.
-            timeline: where each release is recorded with its gain and its cost.
-            vote: the ranks' vote on releases.
-            min_reclaimable_fraction: the fraction of the card that some rank must have cached; 0
-                releases whenever asked.
-
-        Raises:
-            ValueError: the fraction is not between 0 and 1.
-        """
         self.device = device
         self.timeline = timeline
-        self.min_reclaimable_fraction = checked_fraction(min_reclaimable_fraction)
+        self.min_reclaimable_fraction = min_reclaimable_fraction
         self.vote = vote
         self._noticed: deque[tuple[int, int]] = deque()
         """Steps and bytes outside torch, oldest first."""
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
-        """Ask all ranks, and release if they agree.
-
-        Every rank has to call this at the end of the same step.
+        """Ask all ranks, and release if they agree; all have to call this at the end of a step.
 
         Args:
             step: the step that has ended.
             reason: what the timeline says about a release.
-            is_due: whether this rank wants one; all ranks have to answer in any case.
+            is_due: whether this rank wants one.
         """
         wish = _HOLD
         try:

@@ -8,9 +8,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from trainer_plugins.devices import open_device
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.oom_record import Held
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import size
@@ -18,7 +18,7 @@ from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, what_is_held
 
 
-def released(trainer: Trainer) -> "Released":
+def released(trainer: HfTrainer) -> "Released":
     """Free what a Trainer holds on its card: now, and again at the end of a `with` block.
 
         released(trainer)              # after a training, whether it ended or failed
@@ -47,16 +47,11 @@ def released(trainer: Trainer) -> "Released":
 class Released:
     """Says what was freed, what is left, and what holds it. It is a context manager too."""
 
-    freed_bytes = 0
-    """Allocated bytes that were freed, in total."""
+    freed_bytes = 0  # allocated bytes that were freed, in total
+    left_bytes = 0  # allocated bytes that are left
+    held: tuple[Held, ...] = ()  # the largest of what is left, if that is more than 1% of the card
 
-    left_bytes = 0
-    """Allocated bytes that are left."""
-
-    held: tuple[Held, ...] = ()
-    """The largest of what is left, if that is more than 1% of the card."""
-
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: HfTrainer) -> None:
         # A notebook keeps the result of a cell in `Out`: it must not keep the Trainer.
         self._trainer = ref(trainer)
         self._device = open_device(trainer.args.device)
@@ -110,7 +105,7 @@ class _ComesBack:
         nn.Module.to(module, self.device)
 
 
-def _let_go(trainer: Trainer) -> None:
+def _let_go(trainer: HfTrainer) -> None:
     """Drop what a Trainer can recreate, and park its modules in main memory."""
     _forget_failure(trainer)
     handler = trainer.callback_handler
@@ -140,7 +135,7 @@ def _let_go(trainer: Trainer) -> None:
             nn.Module.to(module, "cpu")
 
 
-def _forget_failure(trainer: Trainer) -> None:
+def _forget_failure(trainer: HfTrainer) -> None:
     """Clear the frames of the last tracebacks, if they came through this kind of Trainer.
 
     An interactive interpreter keeps the last error, and its frames hold the batch, the outputs and

@@ -4,7 +4,11 @@ Bytes decide; process names only help the reader.
 """
 
 from collections.abc import Collection
+from importlib.metadata import version
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.devices import GpuProcess
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
@@ -49,7 +53,7 @@ def foreign_memory(
         others = [_described(each) for each in listed if each.pid not in own_pids]
         who = ", ".join(others) or "held by a process that the driver does not list"
     else:
-        foreign_bytes = reading.non_torch_bytes - ours_outside_torch_bytes
+        foreign_bytes, others = reading.non_torch_bytes - ours_outside_torch_bytes, []
         who = "the driver does not list the processes: judged by bytes alone"
     if foreign_bytes < tolerance_bytes(reading.total_bytes):
         return None
@@ -58,10 +62,19 @@ def foreign_memory(
         severity=Severity.WARNING,
         summary=f"other processes hold {size(foreign_bytes)} of {reading.device}",
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
-        remedy="Stop that process or move this run to another card. Do not empty the cache: it"
-        " reserves memory for this run.",
+        remedy=_remedy(reading.device, is_listed=bool(others)),
         amount=float(foreign_bytes),
     )
+
+
+def _remedy(device: str, is_listed: bool) -> str:
+    find = f"Find that process: {advice.LIST_PROCESSES.flag(Door.SHELL)}. "
+    remedy = (
+        f"Move this run to another card ({advice.OTHER_CARD.flag(Door.ENVIRONMENT)}), or stop that"
+        f" process if it is yours ({advice.END_PROCESS.flag(Door.SHELL)}). Do not empty the cache:"
+        " it reserves memory for this run."
+    )
+    return vendor_of(device, version("torch")).translated(remedy if is_listed else find + remedy)
 
 
 def _described(process: GpuProcess) -> str:

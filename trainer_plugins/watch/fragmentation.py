@@ -1,5 +1,7 @@
 """Finds fragmentation: reserved memory that no request fits into, and retries caused by it."""
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
@@ -9,28 +11,19 @@ STUCK_FRACTION = 0.10
 
 
 def against_fragmentation(is_expandable: bool) -> str:
-    """Say what reduces fragmentation, depending on whether expandable segments are in use."""
+    """Say what reduces fragmentation, by whether torch was told to use expandable segments."""
+    padding = advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)
     if is_expandable:
         return (
-            "Pad to a few lengths (pad_to_multiple_of=64), so that freed blocks fit again;"
-            " expandable_segments is set already."
+            f"Pad to a few lengths ({padding}), so that freed blocks fit again; segments are"
+            " expandable already."
         )
-    # torch's own out-of-memory message names this setting. It must be set alone: together with
-    # max_split_size_mb reserved memory grows without bound (pytorch issue #123548).
-    return (
-        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, alone, before the launch, or pad to"
-        " a few lengths (pad_to_multiple_of=64)."
-    )
+    setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT)
+    return f"Set {setting}, alone, before the launch, or pad to a few lengths ({padding})."
 
 
 def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False) -> Finding | None:
-    """Judge what a release could not free: cached memory in segments that also hold live tensors.
-
-    Args:
-        flush: the release.
-        total_bytes: the device's memory.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Judge what a release could not free: cached memory in segments that hold live tensors too."""
     fraction = flush.stuck_bytes / total_bytes
     if fraction < STUCK_FRACTION:
         return None
@@ -49,13 +42,7 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
 def allocator_retries(
     before: MemoryReading, now: MemoryReading, *, is_expandable: bool = False
 ) -> Finding | None:
-    """Judge allocations since an earlier reading that succeeded only after the cache was flushed.
-
-    Args:
-        before: the earlier reading.
-        now: the reading to judge.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Judge allocations since an earlier reading that succeeded only after a flush of the cache."""
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None

@@ -18,8 +18,7 @@ class GenerationPeaks:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._depth = 0
-        self._around_bytes = 0
-        """The highest peak before a generation since the last look."""
+        self._around_bytes = 0  # the highest peak before a generation since the last look
         self._fullest: MemoryReading | None = None
         self._num = 0
         self._ended_seconds = 0.0

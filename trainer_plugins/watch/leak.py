@@ -6,6 +6,8 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
@@ -36,9 +38,7 @@ class Footprint:
 class Growth:
     """Tells how fast one kind of memory rises, and for how many steps there is room."""
 
-    kind: str
-    """The field of `Footprint` that rises."""
-
+    kind: str  # the field of `Footprint` that rises
     bytes_a_step: float
     risen_bytes: int
     steps_left: int
@@ -57,8 +57,8 @@ class _Kind(NamedTuple):
 KINDS = {
     "tensors": _Kind(
         "live tensors",
-        "Look for what is kept from step to step: losses or logits appended without .item() or"
-        " .detach().cpu(), outputs in a list, hooks that store activations.",
+        f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for what is kept from step to"
+        " step: losses or outputs appended to a list, hooks that store activations.",
     ),
     "cache": _Kind("reserved but unused memory", "Lengths that never repeat fragment the cache."),
     "non_torch": _Kind(
@@ -82,14 +82,7 @@ def leaks(
     *,
     is_expandable: bool = False,
 ) -> list[Finding]:
-    """Report what `growths` finds, with a remedy for each kind.
-
-    Args:
-        window: footprints as `growths` takes them.
-        card: the last reading of the card.
-        host: the last reading of main memory.
-        is_expandable: whether torch was told to use expandable segments.
-    """
+    """Report what `growths` finds, with a remedy for each kind of memory."""
     return [_leak(growth, window, is_expandable) for growth in growths(window, card, host)]
 
 

@@ -27,7 +27,8 @@ PROCESSES_EVERY_SECONDS = 10.0
 class MemoryWatch:
     """Looks at one device, remembers what it saw, and reports what is new or has become worse.
 
-    It owns the device's peak counter: each look reads it and starts a new interval.
+    It owns the device's peak counter: each look reads it and starts a new interval. Readings and
+    findings go into `timeline`; releases of the device's cache may be recorded in any of `flushes`.
     """
 
     def __init__(
@@ -37,14 +38,6 @@ class MemoryWatch:
         budget: Budget | None = None,
         flushes: tuple[Timeline, ...] = (),
     ) -> None:
-        """Set what to watch.
-
-        Args:
-            device: the device to watch.
-            timeline: where readings and findings go.
-            budget: how full the device may become.
-            flushes: the timelines in which releases of its cache may be recorded.
-        """
         self.device = device
         self.timeline = timeline
         self.budget = budget or Budget()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import percent, size
@@ -28,18 +30,21 @@ class Budget:
         return Severity.ERROR if fraction >= self.act_fraction else Severity.WARNING
 
 
+_SMALLER_EVAL_BATCH = advice.SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
 # What to change depends on what the run was doing at its peak.
 _REMEDIES = {
-    "eval": "Set eval_accumulation_steps=1 and a preprocess_logits_for_metrics that keeps only what"
-    " the metric needs, or halve per_device_eval_batch_size.",
-    "generate": "Halve per_device_eval_batch_size (in TRL's online trainers,"
-    " per_device_train_batch_size), or the number of generated tokens: the cache grows with both.",
-    "save": "Set save_only_model=True, or save a sharded state dict, so that no rank gathers the"
-    " full model.",
+    "eval": f"To lower this peak, {_SMALLER_EVAL_BATCH}, set"
+    f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}, or, if metrics need no"
+    f" logits, pass {advice.EVALUATION_GUARD.flag(Door.CODE)}.",
+    "generate": f"To lower this peak, {_SMALLER_EVAL_BATCH} (in TRL's online trainers, the training"
+    " batch), or the number of generated tokens: the cache of keys and values grows with both.",
+    "save": f"To lower this peak, set {advice.SAVE_ONLY_MODEL.flag(Door.ARGUMENTS)}, or save a"
+    f" sharded state dict ({advice.SHARDED_SAVE.flag(Door.ACCELERATE)}), so that no rank gathers"
+    " the full model.",
 }
 _TRAIN_REMEDY = (
-    "Halve per_device_train_batch_size and double gradient_accumulation_steps (the effective batch"
-    " stays the same), or set gradient_checkpointing=True."
+    f"To lower this peak, {advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (the effective batch"
+    f" stays the same), or set {advice.CHECKPOINTING.flag(Door.ARGUMENTS)}."
 )
 
 

@@ -97,9 +97,7 @@ class _Program:
     """Follows the instructions of a pickle."""
 
     def __init__(self) -> None:
-        self._made: list[Any] = []
-        """What is in no list or dict yet, the newest last."""
-
+        self._made: list[Any] = []  # what is in no list or dict yet, the newest last
         self._marks: list[int] = []
         """How much there was where each list or dict began that is not filled yet."""
 

@@ -1,9 +1,9 @@
-"""Rules of `accelerate launch`: what it refuses, what it ignores, what makes it run another way."""
+"""Rules of `accelerate launch`: what it refuses, what it ignores, and what it runs differently."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
 
@@ -37,6 +37,10 @@ _FSDP1_ONLY = (
     "sync_module_states",
     "forward_prefetch",
 )
+_FSDP_WORDS = {
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+}
 
 
 def accelerate_findings(document: Document) -> Iterator[Finding]:
@@ -47,119 +51,109 @@ def accelerate_findings(document: Document) -> Iterator[Finding]:
     kind = config.get("distributed_type")
     yield from _type(config, kind)
     yield from _processes(config, kind)
-    yield from _sections(config, kind)
-    section = config.get("deepspeed_config")
-    if isinstance(section, dict):
-        yield from _deepspeed(document, config, section)
+    for section, needed in _SECTIONS.items():
+        if config.get(section) and kind != needed:
+            yield Finding.warning(
+                code="config-ignored-key",
+                summary=f"{section} has no effect under distributed_type {kind}",
+                evidence=f"accelerate launch only reads it for {needed}",
+                remedy=f"Write distributed_type: {needed}, or remove {section}",
+            )
+    deepspeed = config.get("deepspeed_config")
+    if isinstance(deepspeed, dict):
+        yield from _deepspeed(document, config, deepspeed)
     fsdp = config.get("fsdp_config")
     if isinstance(fsdp, dict) and kind == "FSDP":
-        yield from _fsdp(fsdp)
+        yield from _fsdp({str(key).removeprefix("fsdp_"): value for key, value in fsdp.items()})
 
 
 def _type(config: Mapping, kind: object) -> Iterator[Finding]:
     if kind is False:
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
             summary="distributed_type is false: YAML reads a bare NO as false",
             evidence="accelerate knows the text 'NO'",
             remedy="Write distributed_type: 'NO'",
         )
     elif kind not in _TYPES:
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
-            summary=f"distributed_type is {kind!r}"
-            if kind is not None
-            else "distributed_type is missing",
+            summary=f"distributed_type is {'missing' if kind is None else repr(kind)}",
             evidence=f"accelerate knows {', '.join(_TYPES)}",
             remedy="Write one of them",
         )
     if kind == "MULTI_CPU" and not config.get("mpirun_config"):
-        yield Finding(
+        yield Finding.error(
             code="config-distributed-type",
-            severity=Severity.ERROR,
-            summary="distributed_type: MULTI_CPU starts one process, whatever num_processes says",
-            evidence="accelerate launch uses its simple launcher for it, unless mpirun_config names"
-            " a hostfile",
-            remedy="Write distributed_type: MULTI_GPU with use_cpu: true, and give --use_cpu to the"
-            " script",
+            summary="distributed_type: MULTI_CPU starts one process, at any num_processes",
+            evidence="accelerate uses its simple launcher, unless mpirun_config names a hostfile",
+            remedy="Write distributed_type: MULTI_GPU, use_cpu: true; give the script --use_cpu",
         )
     precision = config.get("mixed_precision")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
-        yield Finding(
+        yield Finding.error(
             code="config-wrong-value",
-            severity=Severity.ERROR,
             summary=f"mixed_precision is {precision!r}",
             evidence="accelerate knows 'no', fp16, bf16 and fp8",
             remedy="Write one of them, in quotes if it is no",
         )
     if config.get("use_cpu") is True and kind == "FSDP":
-        yield Finding(
+        yield Finding.warning(
             code="config-distributed-type",
-            severity=Severity.WARNING,
             summary="FSDP with use_cpu: true runs plain DistributedDataParallel",
             evidence="accelerate uses its FSDP branch on accelerators only (accelerate/state.py)",
-            remedy="Remove use_cpu, or write distributed_type: MULTI_GPU, which says what runs",
+            remedy="Remove use_cpu, or write distributed_type: MULTI_GPU, which is what runs",
         )
 
 
 def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
     processes, machines = config.get("num_processes", -1), config.get("num_machines", 1)
-    rank = config.get("machine_rank", 0)
-    problem = remedy = None
     if not isinstance(machines, int) or isinstance(machines, bool):
         return
-    if machines < 1:
-        problem, remedy = f"num_machines is {machines}", "Write num_machines: 1 or more"
-    elif isinstance(rank, int) and not 0 <= rank < machines:
-        problem = f"machine_rank {rank} is not below num_machines {machines}"
-        remedy = "Count machines from 0; give --machine_rank on each"
-    elif processes in ("gpu", "auto") and machines > 1:
-        problem = f"num_processes: {processes} does not divide among {machines} machines"
-        remedy = "Write the number of processes of all machines together"
-    elif isinstance(processes, int) and processes > 0:
-        if kind in ("NO", False) and processes > 1:
-            problem, remedy = (
-                f"distributed_type 'NO' with num_processes {processes}",
-                "Write num_processes: 1",
-            )
-        elif processes % machines:
-            problem = f"{processes} processes do not divide among {machines} machines"
-            remedy = (
-                "num_processes counts the processes of all machines together: write a multiple of"
-                " num_machines"
-            )
-    elif isinstance(processes, int) and (processes == 0 or processes < -1):
-        problem, remedy = f"num_processes is {processes}", "Write the number of cards"
-    if problem and remedy:
-        yield Finding(
+    rank = config.get("machine_rank", 0)
+    if problem := _count_problem(kind, processes, machines, rank):
+        summary, remedy = problem
+        yield Finding.error(
             code="config-process-count",
-            severity=Severity.ERROR,
-            summary=problem,
+            summary=summary,
             evidence=f"num_processes={processes}, num_machines={machines}, machine_rank={rank}",
             remedy=remedy,
         )
     if machines > 1 and not config.get("main_process_ip") and kind != "NO":
-        yield Finding(
+        yield Finding.warning(
             code="config-process-count",
-            severity=Severity.WARNING,
             summary=f"{machines} machines, but no main_process_ip at which they meet",
             evidence="accelerate would pass the address None to torchrun",
             remedy="Write main_process_ip, or give --main_process_ip on every machine",
         )
 
 
-def _sections(config: Mapping, kind: object) -> Iterator[Finding]:
-    for section, needed in _SECTIONS.items():
-        if config.get(section) and kind != needed:
-            yield Finding(
-                code="config-ignored-key",
-                severity=Severity.WARNING,
-                summary=f"{section} has no effect under distributed_type {kind}",
-                evidence=f"accelerate launch only reads it for {needed}",
-                remedy=f"Write distributed_type: {needed}, or remove {section}",
-            )
+def _count_problem(
+    kind: object, processes: object, machines: int, rank: object
+) -> tuple[str, str] | None:
+    """Return what is wrong with the numbers of processes and machines, and the remedy."""
+    if machines < 1:
+        return f"num_machines is {machines}", "Write num_machines: 1 or more"
+    if isinstance(rank, int) and not 0 <= rank < machines:
+        problem = f"machine_rank {rank} is not below num_machines {machines}"
+        return problem, "Count machines from 0; give --machine_rank on each"
+    if processes in ("gpu", "auto") and machines > 1:
+        problem = f"num_processes: {processes} does not divide among {machines} machines"
+        return problem, "Write the number of processes of all machines together"
+    if not isinstance(processes, int):
+        return None
+    if processes == 0 or processes < -1:
+        return f"num_processes is {processes}", "Write the number of cards"
+    if kind in ("NO", False) and processes > 1:
+        problem = f"distributed_type 'NO' with num_processes {processes}"
+        return problem, "Write num_processes: 1"
+    if processes > 0 and processes % machines:
+        problem = f"{processes} processes do not divide among {machines} machines"
+        return problem, (
+            "num_processes counts the processes of all machines together: write a multiple of"
+            " num_machines"
+        )
+    return None
 
 
 def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterator[Finding]:
@@ -167,9 +161,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
     launcher = section.get("deepspeed_multinode_launcher")
     hosts = section.get("deepspeed_hostfile")
     if isinstance(machines, int) and machines > 1 and launcher != "standard" and not hosts:
-        yield Finding(
+        yield Finding.error(
             code="config-multinode-launcher",
-            severity=Severity.ERROR,
             summary=f"each of the {machines} machines will train alone",
             evidence=f"deepspeed_multinode_launcher is {launcher or 'pdsh, by default'}, and no"
             " deepspeed_hostfile is named; DeepSpeed then finds one machine, and only warns",
@@ -177,91 +170,65 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         )
     if "deepspeed_config_file" not in section:
         return
-    refused = sorted(keys.REFUSED_BESIDE_JSON & {*section, *({"mixed_precision"} & set(config))})
-    if config.get("mixed_precision", "no") is None:
-        refused = [key for key in refused if key != "mixed_precision"]
-    for key in refused:
-        yield Finding(
+    refused = keys.REFUSED_BESIDE_JSON.intersection(section)
+    if config.get("mixed_precision") is not None:
+        refused |= {"mixed_precision"}
+    for key in sorted(refused):
+        yield Finding.error(
             code="config-refused-beside-json",
-            severity=Severity.ERROR,
-            summary=f"accelerate refuses {key} beside deepspeed_config_file, whatever its value",
-            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be"
-            " ignored",
+            summary=f"accelerate refuses {key} next to deepspeed_config_file, at any value",
+            evidence="accelerate stops: the following variables will be ignored",
             remedy=f"Remove {key} here; set it in the DeepSpeed JSON",
         )
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
-        yield Finding(
+        yield Finding.warning(
             code="config-relative-path",
-            severity=Severity.WARNING,
-            summary="deepspeed_config_file is relative to the folder of the launch, not to this"
-            " file",
+            summary="deepspeed_config_file is relative to the folder of the launch",
             evidence=f"{document.json_path}, from {Path.cwd()}",
-            remedy="Write an absolute path, or the JSON itself: `deepspeed_config_file: |` and the"
-            " text below it",
+            remedy="Write an absolute path, or the JSON itself after `deepspeed_config_file: |`",
         )
     if document.json_problem is not None:
-        yield Finding(
+        yield Finding.error(
             code="config-missing-json",
-            severity=Severity.ERROR,
             summary="deepspeed_config_file cannot be read",
             evidence=document.json_problem,
-            remedy="Name a file that exists in the folder of the launch, or write the JSON as text"
-            " after `|`",
+            remedy="Name a file in the folder of the launch, or write the JSON after `|`",
         )
 
 
-def _fsdp(section: Mapping) -> Iterator[Finding]:
-    config = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
-    version = config.get("version", 1)
-    if version == 2:
+def _fsdp(config: Mapping) -> Iterator[Finding]:
+    """Judge the section of FSDP, whose keys have lost their prefix."""
+    reshards = config.get("reshard_after_forward")
+    if config.get("version", 1) == 2:
         for key in _FSDP1_ONLY:
             if config.get(key) not in (None, "None"):
-                yield Finding(
+                instead = ", write fsdp_reshard_after_forward" if "strategy" in key else ""
+                yield Finding.warning(
                     code="config-ignored-key",
-                    severity=Severity.WARNING,
                     summary=f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
                     evidence="FullyShardedDataParallelPlugin.__post_init__",
-                    remedy=f"Remove fsdp_{key}"
-                    + (", write fsdp_reshard_after_forward" if "strategy" in key else ""),
+                    remedy=f"Remove fsdp_{key}{instead}",
                 )
-        if not isinstance(config.get("reshard_after_forward", True), bool):
-            yield _value(
-                "fsdp_reshard_after_forward",
-                config["reshard_after_forward"],
-                "version 2 takes true or false",
-            )
+        if "reshard_after_forward" in config and not isinstance(reshards, bool):
+            yield _value("reshard_after_forward", reshards, "version 2 takes true or false")
     else:
-        if isinstance(config.get("reshard_after_forward"), bool):
-            yield _value(
-                "fsdp_reshard_after_forward",
-                config["reshard_after_forward"],
-                "a bool is for fsdp_version: 2",
-            )
+        if isinstance(reshards, bool):
+            yield _value("reshard_after_forward", reshards, "a bool is for fsdp_version: 2")
         if config.get("activation_checkpointing_offload") is True:
-            yield _value("fsdp_activation_checkpointing_offload", True, "it needs fsdp_version: 2")
-        if (
-            config.get("cpu_ram_efficient_loading") is True
-            and config.get("sync_module_states") is False
-        ):
-            yield _value(
-                "fsdp_sync_module_states",
-                False,
-                "fsdp_cpu_ram_efficient_loading needs it to be true",
-            )
-    known = {
-        "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-        "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-    }
-    for key, values in known.items():
-        if key in config and str(config[key]).upper() not in values:
-            yield _value(f"fsdp_{key}", config[key], f"accelerate knows {', '.join(values)}")
+            yield _value("activation_checkpointing_offload", True, "it needs fsdp_version: 2")
+        loads_once = config.get("cpu_ram_efficient_loading") is True
+        if loads_once and config.get("sync_module_states") is False:
+            why = "fsdp_cpu_ram_efficient_loading needs it to be true"
+            yield _value("sync_module_states", False, why)
+    for key, words in _FSDP_WORDS.items():
+        if key in config and str(config[key]).upper() not in words:
+            yield _value(key, config[key], f"accelerate knows {', '.join(words)}")
 
 
 def _value(key: str, value: object, why: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code="config-wrong-value",
-        severity=Severity.ERROR,
-        summary=f"{key} is {value!r}",
+        summary=f"fsdp_{key} is {value!r}",
         evidence=why,
-        remedy=f"Change or remove {key}",
+        remedy=f"Change or remove fsdp_{key}",
     )

@@ -1,8 +1,8 @@
-"""Document: a launch file as written: accelerate part, DeepSpeed part, and duplicate keys."""
+"""Reads a launch file: its accelerate part, its DeepSpeed part, and its duplicate keys."""
 
 import base64
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,67 @@ class Document:
     At least one of its two parts is there.
     """
 
-    name: str
-    """The file's name without its suffix."""
-
+    name: str  # the file's name without its suffix
     accelerate: Mapping | None = None
     deepspeed: Mapping | None = None
     duplicates: tuple[str, ...] = ()
     """Keys that occur twice in one mapping; readers keep the last and do not warn."""
 
-    json_path: str | None = None
-    """`deepspeed_config_file`, if it names a file."""
+    json_path: str | None = None  # `deepspeed_config_file`, if it names a file
+    json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
-    json_problem: str | None = None
-    """Why the DeepSpeed part could not be read, if one is named."""
+    def in_accelerate(self, name: str) -> object:
+        """Return the value at a dotted name of the accelerate part; None if there is none."""
+        return part(self.accelerate or {}, name)
+
+    def in_deepspeed(self, name: str) -> object:
+        """Return the value at a dotted name of the DeepSpeed part; None if there is none."""
+        return part(self.deepspeed or {}, name)
+
+    @property
+    def zero_stage(self) -> int | None:
+        """Return the ZeRO stage that will run; None if DeepSpeed will not run."""
+        if self.deepspeed is not None:
+            stage = self.in_deepspeed("zero_optimization.stage")
+            if isinstance(stage, (int, float)) and not isinstance(stage, bool):
+                return int(stage)
+            return 2 if stage == "auto" else 0
+        runs_deepspeed = self.in_accelerate("distributed_type") == "DEEPSPEED"
+        if not runs_deepspeed or self.json_problem is not None:
+            return None
+        stage = self.in_accelerate("deepspeed_config.zero_stage")
+        return stage if isinstance(stage, int) else 2
+
+    @property
+    def offload_devices(self) -> dict[str, str]:
+        """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
+        found = {}
+        for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
+            device = self.in_deepspeed(f"zero_optimization.offload_{what}.device")
+            if self.deepspeed is None:
+                device = self.in_accelerate(f"deepspeed_config.offload_{what}_device")
+            elif self.in_deepspeed(f"zero_optimization.{old}") is True:
+                device = "cpu"
+            if device in ("cpu", "nvme"):
+                found[what] = str(device)
+        fsdp = self.in_accelerate("fsdp_config")
+        if isinstance(fsdp, dict) and (
+            fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true")
+        ):
+            found["fsdp"] = "cpu"
+        return found
+
+
+def part(config: Mapping, name: str) -> object:
+    """Return the value at a dotted name; None if there is none.
+
+    >>> part({"bf16": {"enabled": True}}, "bf16.enabled")
+    True
+    """
+    value: object = config
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def read_document(path: Path) -> Document:
@@ -41,12 +89,8 @@ def read_document(path: Path) -> Document:
         ConfigError: the file cannot be read, or does not hold a mapping.
     """
     loaded, duplicates = read_mapping(path)
-    accelerate = (
-        "distributed_type" in loaded
-        or "compute_environment" in loaded
-        or "deepspeed_config" in loaded
-    )
-    if not accelerate and path.suffix == ".json":
+    of_accelerate = {"distributed_type", "compute_environment", "deepspeed_config"}
+    if path.suffix == ".json" and of_accelerate.isdisjoint(loaded):
         return Document(name=path.stem, deepspeed=loaded, duplicates=duplicates)
     return document_of(path.stem, loaded, duplicates)
 
@@ -70,40 +114,20 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
 def document_of(
     name: str, accelerate: Mapping, duplicates: tuple[str, ...] = (), folder: Path | None = None
 ) -> Document:
-    """Join an accelerate mapping with the DeepSpeed JSON that it names.
-
-    Args:
-        name: the file's name without its suffix.
-        accelerate: the mapping.
-        duplicates: keys that occur twice in it.
-        folder: where the launch starts; None is the current folder.
-    """
-    section = accelerate.get("deepspeed_config")
-    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if named is None:
-        return Document(name=name, accelerate=accelerate, duplicates=duplicates)
-    deepspeed, more, json_path, problem = _named_json(named, folder or Path())
-    return Document(
-        name=name,
-        accelerate=accelerate,
-        deepspeed=deepspeed,
-        duplicates=duplicates + more,
-        json_path=json_path,
-        json_problem=problem,
-    )
+    """Join an accelerate mapping with the DeepSpeed JSON that it names, relative to `folder`."""
+    document = Document(name=name, accelerate=accelerate, duplicates=duplicates)
+    named = document.in_accelerate("deepspeed_config.deepspeed_config_file")
+    return document if named is None else _with_json(document, named, folder or Path())
 
 
-def _named_json(
-    named: object, folder: Path
-) -> tuple[Mapping | None, tuple[str, ...], str | None, str | None]:
+def _with_json(document: Document, named: object, folder: Path) -> Document:
     """Read `deepspeed_config_file` as accelerate does: path, else JSON text, else base64 of JSON.
-
-    A path is relative to `folder`.
 
     Source: accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15).
     """
     if not isinstance(named, str):
-        return None, (), None, f"it is a {type(named).__name__}, but accelerate reads text"
+        problem = f"it is a {type(named).__name__}, but accelerate reads text"
+        return replace(document, json_problem=problem)
     json_path, source = None, "deepspeed_config_file"
     try:
         if "{" in named:
@@ -115,10 +139,18 @@ def _named_json(
             text = base64.urlsafe_b64decode(named).decode("utf-8")
         loaded, duplicates = parse_json(text, source)
     except ConfigError as error:
-        # A path may happen to be valid base64; nobody means that.
-        return None, (), None if "{" in named else named, str(error)
+        # A path may happen to be valid base64: it is a path then.
+        path_or_none = None if "{" in named else named
+        return replace(document, json_path=path_or_none, json_problem=str(error))
     except (binascii.Error, OSError, ValueError):
-        return None, (), named, "there is no such file, and it is neither JSON nor base64"
+        problem = "there is no such file, and it is neither JSON nor base64"
+        return replace(document, json_path=named, json_problem=problem)
     if not isinstance(loaded, dict):
-        return None, (), json_path, f"it holds a {type(loaded).__name__}, not a mapping"
-    return loaded, duplicates, json_path, None
+        problem = f"it holds a {type(loaded).__name__}, not a mapping"
+        return replace(document, json_path=json_path, json_problem=problem)
+    return replace(
+        document,
+        deepspeed=loaded,
+        duplicates=document.duplicates + duplicates,
+        json_path=json_path,
+    )

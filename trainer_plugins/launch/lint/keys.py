@@ -7,157 +7,171 @@ constants.py), `DeepSpeedZeroConfig` (runtime/zero/config.py) with offload_confi
 precision_config.py, zenflow_config.py, leaf_module_config.py, and swap_tensor/constants.py for
 `aio`.
 
-The kind of a value is one letter: b a bool, i an integer (5e7 counts), f a number, s text, m a
-mapping, l a list, and * for anything. A key that DeepSpeed reads under two names is listed twice.
+A key that DeepSpeed reads under two names is listed twice.
 """
 
 Keys = dict[str, str]
+"""The kind of each key: the name of a parameter of `_keys`."""
 
 
-def _keys(kind: str, names: str) -> Keys:
-    return dict.fromkeys(names.split(), kind)
+def _keys(**names_by_kind: str) -> Keys:
+    """Make a table of lists of names: `integer` counts 5e7 too, `anything` is not checked."""
+    return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
 
-ACCELERATE: Keys = {
-    **_keys(
-        "s", "compute_environment distributed_type mixed_precision rdzv_backend main_process_ip"
-    ),
-    **_keys("s", "main_training_function dynamo_backend tpu_name tpu_zone command_file"),
-    **_keys(
-        "b", "use_cpu debug same_network enable_cpu_affinity tpu_use_cluster tpu_use_sudo fp16"
-    ),
-    **_keys("i", "num_processes machine_rank num_machines main_process_port"),
-    **_keys("m", "fp8_config deepspeed_config fsdp_config parallelism_config"),
-    **_keys("m", "megatron_lm_config mpirun_config"),
-    **_keys("m", "dynamo_config"),
-    **_keys("l", "commands tpu_vm tpu_env"),
-    **_keys("*", "gpu_ids downcast_bf16"),
-}
-ACCELERATE_DEEPSPEED: Keys = {
-    **_keys("s", "deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile"),
-    **_keys("s", "deepspeed_exclusion_filter deepspeed_inclusion_filter"),
-    **_keys("s", "deepspeed_moe_layer_cls_names offload_optimizer_device"),
-    **_keys("s", "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"),
-    **_keys("i", "zero_stage gradient_accumulation_steps"),
-    **_keys("f", "gradient_clipping"),
-    **_keys("b", "zero3_init_flag zero3_save_16bit_model"),
-}
-# DeepSpeedPlugin._deepspeed_config_checks raises for these beside a deepspeed_config_file, whatever
-# their values.
-REFUSED_BESIDE_JSON = frozenset(
-    [
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "offload_param_nvme_path",
-        "offload_optimizer_nvme_path",
-        "zero3_save_16bit_model",
-        "mixed_precision",
-    ]
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ACCELERATE = _keys(
+    text="""
+        compute_environment distributed_type mixed_precision rdzv_backend main_process_ip
+        main_training_function dynamo_backend tpu_name tpu_zone command_file
+    """,
+    boolean="use_cpu debug same_network enable_cpu_affinity tpu_use_cluster tpu_use_sudo fp16",
+    integer="num_processes machine_rank num_machines main_process_port",
+    mapping="""
+        fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config
+        dynamo_config
+    """,
+    sequence="commands tpu_vm tpu_env",
+    anything="gpu_ids downcast_bf16",
+)
+ACCELERATE_DEEPSPEED = _keys(
+    text="""
+        deepspeed_config_file deepspeed_multinode_launcher deepspeed_hostfile
+        deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_moe_layer_cls_names
+        offload_optimizer_device offload_param_device offload_optimizer_nvme_path
+        offload_param_nvme_path
+    """,
+    integer="zero_stage gradient_accumulation_steps",
+    number="gradient_clipping",
+    boolean="zero3_init_flag zero3_save_16bit_model",
+)
+# DeepSpeedPlugin._deepspeed_config_checks raises for these in addition to a deepspeed_config_file,
+# at any value.
+REFUSED_BESIDE_JSON = _names(
+    """
+    gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device
+    offload_param_device offload_param_nvme_path offload_optimizer_nvme_path zero3_save_16bit_model
+    mixed_precision
+    """
 )
 # accelerate adds `fsdp_` to a key that lacks it.
-ACCELERATE_FSDP: Keys = {
-    **_keys("i", "fsdp_version fsdp_min_num_params"),
-    **_keys("b", "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params"),
-    **_keys("b", "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states"),
-    **_keys("b", "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"),
-    **_keys("s", "fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_state_dict_type"),
-    **_keys(
-        "*", "fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_transformer_layer_cls_to_wrap"
-    ),
-    **_keys("*", "fsdp_ignored_modules"),
-}
+ACCELERATE_FSDP = _keys(
+    integer="fsdp_version fsdp_min_num_params",
+    boolean="""
+        fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params
+        fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_activation_checkpointing
+        fsdp_activation_checkpointing_offload
+    """,
+    text="fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_state_dict_type",
+    anything="""
+        fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_transformer_layer_cls_to_wrap
+        fsdp_ignored_modules
+    """,
+)
+ACCELERATE_SECTIONS = {"deepspeed_config": ACCELERATE_DEEPSPEED, "fsdp_config": ACCELERATE_FSDP}
 
-DEEPSPEED: Keys = {
-    **_keys("i", "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
-    **_keys("i", "steps_per_print"),
-    **_keys("i", "vocabulary_size sequence_parallel_size"),
-    **_keys("f", "gradient_clipping gradient_predivide_factor"),
-    **_keys("b", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients"),
-    **_keys("b", "disable_allgather dump_state disable_python_gc wall_clock_breakdown"),
-    **_keys("b", "memory_breakdown dataloader_drop_last"),
-    **_keys("b", "managed_gradient_accumulation use_data_before_expert_parallelism"),
-    **_keys("s", "communication_data_type seq_parallel_communication_data_type"),
-    **_keys("s", "gradient_allreduce_op log_level"),
-    **_keys("m", "zero_optimization bf16 bfloat16 fp16 torch_autocast optimizer scheduler aio"),
-    **_keys("m", "checkpoint data_types activation_checkpointing flops_profiler tensorboard wandb"),
-    **_keys("m", "csv_monitor comet comms_logger autotuning hybrid_engine pipeline"),
-    **_keys("m", "data_efficiency compile timers tensor_parallel expert_parallel"),
-    **_keys("m", "weight_quantization datastates_ckpt datastates_config checkpoint_engine"),
-}
-ZERO: Keys = {
-    **_keys("i", "stage reduce_bucket_size allgather_bucket_size sub_group_size"),
-    **_keys("i", "zero_hpz_partition_size"),
-    **_keys("b", "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce"),
-    **_keys("b", "allgather_partitions overlap_comm compute_grad_norm load_from_fp32_weights"),
-    **_keys("b", "elastic_checkpoint ignore_unused_parameters legacy_stage1"),
-    **_keys("b", "round_robin_gradients parameter_alignment zero_quantized_weights"),
-    **_keys("b", "zero_quantized_gradients zero_quantized_nontrainable_weights"),
-    **_keys("b", "memory_efficient_linear pipeline_loading_checkpoint override_module_apply"),
-    **_keys("b", "log_trace_cache_warnings enable_sanity_checks"),
-    **_keys("b", "save_muon_momentum_buffer_in_memory cpu_offload cpu_offload_param"),
-    **_keys("b", "cpu_offload_use_pin_memory"),
-    **_keys("b", "stage3_gather_fp16_weights_on_model_save"),
-    **_keys("m", "offload_param offload_optimizer zenflow leaf_module"),
-}
+DEEPSPEED = _keys(
+    integer="""
+        train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
+        vocabulary_size sequence_parallel_size
+    """,
+    number="gradient_clipping gradient_predivide_factor",
+    boolean="""
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients
+        disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown
+        dataloader_drop_last managed_gradient_accumulation use_data_before_expert_parallelism
+    """,
+    text="""
+        communication_data_type seq_parallel_communication_data_type gradient_allreduce_op log_level
+    """,
+    mapping="""
+        zero_optimization bf16 bfloat16 fp16 torch_autocast optimizer scheduler aio checkpoint
+        data_types activation_checkpointing flops_profiler tensorboard wandb csv_monitor comet
+        comms_logger autotuning hybrid_engine pipeline data_efficiency compile timers
+        tensor_parallel expert_parallel weight_quantization datastates_ckpt datastates_config
+        checkpoint_engine
+    """,
+)
+ZERO = _keys(
+    integer="stage reduce_bucket_size allgather_bucket_size sub_group_size zero_hpz_partition_size",
+    boolean="""
+        contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions
+        overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint
+        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
+        zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights
+        memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+        cpu_offload cpu_offload_param cpu_offload_use_pin_memory
+        stage3_gather_fp16_weights_on_model_save
+    """,
+    mapping="offload_param offload_optimizer zenflow leaf_module",
+)
 # Keys of stage 3 alone. DeepSpeed reads them with and without the prefix, transformers and
 # accelerate only with it.
-STAGE3: Keys = {
-    **_keys("i", "prefetch_bucket_size param_persistence_threshold model_persistence_threshold"),
-    **_keys("i", "max_live_parameters max_reuse_distance module_granularity_threshold"),
-    **_keys("b", "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params"),
-    **_keys("b", "allgather_sequential"),
-}
-ZERO.update(STAGE3)
-ZERO.update({f"stage3_{key}": kind for key, kind in STAGE3.items()})
+STAGE3 = _keys(
+    integer="""
+        prefetch_bucket_size param_persistence_threshold model_persistence_threshold
+        max_live_parameters max_reuse_distance module_granularity_threshold
+    """,
+    boolean="""
+        gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params allgather_sequential
+    """,
+)
+ZERO |= STAGE3
+ZERO |= {f"stage3_{key}": kind for key, kind in STAGE3.items()}
 
 BLOCKS: dict[str, Keys] = {
     "zero_optimization": ZERO,
-    "zero_optimization.offload_param": {
-        **_keys("s", "device nvme_path"),
-        **_keys("i", "buffer_count buffer_size max_in_cpu"),
-        **_keys("b", "pin_memory"),
-    },
-    "zero_optimization.offload_optimizer": {
-        **_keys("s", "device nvme_path"),
-        **_keys("i", "buffer_count"),
-        **_keys("f", "ratio cpuadam_cores_perc"),
-        **_keys("b", "pin_memory pipeline_read pipeline_write fast_init super_offload"),
-    },
-    "zero_optimization.zenflow": {
-        **_keys("f", "topk_ratio auto_ratio pt_reserved_cores_perc"),
-        **_keys("b", "overlap_step offload"),
-        **_keys("i", "full_warm_up_rounds steps_per_epoch"),
-        **_keys("*", "select_strategy select_interval update_interval"),
-    },
-    "zero_optimization.leaf_module": _keys("*", "classes names name_suffixes"),
-    "bf16": {
-        **_keys("b", "enabled immediate_grad_update check_grad_overflow"),
-        **_keys("b", "bf16_master_weights_and_grads bf16_optimizer_states"),
-    },
-    "fp16": {
-        **_keys("b", "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads"),
-        **_keys("f", "loss_scale"),
-        **_keys("i", "initial_scale_power loss_scale_window hysteresis min_loss_scale"),
-    },
-    "aio": {
-        **_keys("i", "block_size queue_depth intra_op_parallelism"),
-        **_keys("b", "single_submit overlap_events use_gds"),
-    },
-    "activation_checkpointing": {
-        **_keys("b", "partition_activations contiguous_memory_optimization"),
-        **_keys("b", "synchronize_checkpoint_boundary profile cpu_checkpointing"),
-        **_keys("i", "number_checkpoints"),
-    },
-    "torch_autocast": {
-        **_keys("b", "enabled"),
-        **_keys("s", "dtype"),
-        **_keys("l", "lower_precision_safe_modules"),
-    },
-    "optimizer": {**_keys("s", "type"), **_keys("m", "params"), **_keys("b", "legacy_fusion")},
-    "scheduler": {**_keys("s", "type"), **_keys("m", "params")},
+    "zero_optimization.offload_param": _keys(
+        text="device nvme_path",
+        integer="buffer_count buffer_size max_in_cpu",
+        boolean="pin_memory",
+    ),
+    "zero_optimization.offload_optimizer": _keys(
+        text="device nvme_path",
+        integer="buffer_count",
+        number="ratio cpuadam_cores_perc",
+        boolean="pin_memory pipeline_read pipeline_write fast_init super_offload",
+    ),
+    "zero_optimization.zenflow": _keys(
+        number="topk_ratio auto_ratio pt_reserved_cores_perc",
+        boolean="overlap_step offload",
+        integer="full_warm_up_rounds steps_per_epoch",
+        anything="select_strategy select_interval update_interval",
+    ),
+    "zero_optimization.leaf_module": _keys(anything="classes names name_suffixes"),
+    "bf16": _keys(
+        boolean="""
+            enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads
+            bf16_optimizer_states
+        """,
+    ),
+    "fp16": _keys(
+        boolean="enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+        number="loss_scale",
+        integer="initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    ),
+    "aio": _keys(
+        integer="block_size queue_depth intra_op_parallelism",
+        boolean="single_submit overlap_events use_gds",
+    ),
+    "activation_checkpointing": _keys(
+        boolean="""
+            partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary
+            profile cpu_checkpointing
+        """,
+        integer="number_checkpoints",
+    ),
+    "torch_autocast": _keys(
+        boolean="enabled",
+        text="dtype",
+        sequence="lower_precision_safe_modules",
+    ),
+    "optimizer": _keys(text="type", mapping="params", boolean="legacy_fusion"),
+    "scheduler": _keys(text="type", mapping="params"),
 }
 BLOCKS["bfloat16"] = BLOCKS["bf16"]
 # In these blocks DeepSpeed reads the keys it knows and ignores the rest; in the others it refuses
@@ -168,23 +182,13 @@ PASSED_OVER = frozenset(
 
 # _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS of deepspeed/runtime/config.py:
 # DeepSpeed raises for each.
-REMOVED = frozenset(
-    [
-        "nebula",
-        "compression_training",
-        "amp",
-        "quantize_training",
-        "sparse_gradients",
-        "eigenvalue",
-        "sparse_attention",
-        "elasticity",
-        "graph_harvesting",
-        "curriculum_learning",
-        "progressive_layer_drop",
-        "zero_optimization.mics_shard_size",
-        "zero_optimization.mics_hierarchical_params_gather",
-        "zero_optimization.zeropp_loco_param",
-    ]
+REMOVED = _names(
+    """
+    nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
+    elasticity graph_harvesting curriculum_learning progressive_layer_drop
+    zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather
+    zero_optimization.zeropp_loco_param
+    """
 )
 DEPRECATED = {
     "zero_optimization.cpu_offload": 'zero_optimization.offload_optimizer: {"device": "cpu"}',
@@ -200,28 +204,17 @@ DEPRECATED = {
 
 # Keys whose "auto" transformers (HfTrainerDeepSpeedConfig) and accelerate (DeepSpeedPlugin,
 # _prepare_deepspeed) replace.
-AUTO = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-        "scheduler.params.warmup_min_lr",
-        "scheduler.params.warmup_max_lr",
-        "scheduler.params.warmup_num_steps",
-        "scheduler.params.total_num_steps",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-    ]
+AUTO = _names(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    bf16.enabled fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps
+    optimizer.params.weight_decay scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr
+    scheduler.params.warmup_num_steps scheduler.params.total_num_steps
+    zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold
+    """
 )
-# For these accelerate fills in its own default, which is seldom what "auto" was meant to be.
+# For these accelerate fills in its own default, which is rarely the intended value.
 AUTO_IS_OFF = {
     "zero_optimization.stage": "2",
     "zero_optimization.offload_optimizer.device": '"none"',

@@ -1,4 +1,4 @@
-"""Reads YAML or JSON text in bounded time; what cannot be a launch file is refused in one line."""
+"""Reads YAML or JSON in bounded time, and refuses text that cannot be a launch file."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
         raise ConfigError(f"{source} is not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
-    _refuse_numbers_that_are_none(value, source)
+    _refuse_impossible_numbers(value, source)
     return value, tuple(duplicates)
 
 
@@ -91,7 +91,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
         raise ConfigError(f"{source} is not YAML: {said}") from None
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
-    _refuse_numbers_that_are_none(value, source)
+    _refuse_impossible_numbers(value, source)
     return value, duplicates
 
 
@@ -110,13 +110,13 @@ def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tup
     return tuple(dict.fromkeys(found))
 
 
-def _refuse_numbers_that_are_none(loaded: object, source: str) -> None:
+def _refuse_impossible_numbers(loaded: object, source: str) -> None:
     for value, name in _walk(loaded, _within_value, source):
         # Written so that NaN, which compares with nothing, is refused too.
         if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
             raise ConfigError(
-                f"{source}: {name} is {shown}, which cannot be meant: write another number"
+                f"{source}: {name} is {shown}, which is implausible: write another number"
             )
 
 
@@ -137,7 +137,7 @@ def _walk(
 ) -> Iterator[tuple[object, str]]:
     """Yield each value with its dotted name, as often as anchors refer to it.
 
-    If this comes to an end, so do other readers.
+    If this ends, other readers end too.
     """
     waiting = [(root, "", 1)]
     num_seen = 0

@@ -1,16 +1,16 @@
-"""Judges a launch file against the TrainingArguments that it will meet.
+"""Judges whether a launch file and TrainingArguments contradict each other.
 
 Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers
 5.23, which raise for each value that is neither "auto" nor equal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 
-from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.launch.lint.document import Document
-from trainer_plugins.launch.lint.schema import part
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.lint.document import Document, part
 from trainer_plugins.launch.lint.text import ConfigError
 
 # DeepSpeed's name, TrainingArguments' name, its default.
@@ -25,7 +25,14 @@ _PAIRS: tuple[tuple[str, str, object], ...] = (
     ("optimizer.params.weight_decay", "weight_decay", 0.0),
     ("scheduler.params.warmup_max_lr", "learning_rate", 5e-5),
 )
-_ON_THE_CARD = ("bf16.enabled", "fp16.enabled")
+_CLASHING = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+"""Fixed values of these stop most trainings."""
 
 
 def training_arguments(words: Sequence[str]) -> dict[str, object]:
@@ -65,88 +72,70 @@ def _value(text: str) -> object:
 def training_findings(
     document: Document, training: Mapping[str, object] | None
 ) -> Iterator[Finding]:
-    """Judge a file against TrainingArguments.
-
-    If none are given, judge only what clashes with nearly all of them.
-    """
-    config = document.deepspeed
-    if config is None and document.accelerate is not None:
-        section = part(document.accelerate, "deepspeed_config")
-        names = ("gradient_accumulation_steps", "gradient_clipping")
-        config = (
-            {key: section[key] for key in names if key in section}
-            if isinstance(section, dict)
-            else {}
-        )
-    elif config is not None and "gradient_accumulation_steps" not in config:
-        config = {**config, "gradient_accumulation_steps": 1}
+    """Judge a file by TrainingArguments; if they are unknown, by what most trainings have."""
+    config = _handed_over(document)
     for key, name, default in _PAIRS:
-        value = part(config or {}, key)
+        value = part(config, key)
         if value is None or value == "auto" or isinstance(value, dict):
             continue
-        written = part(document.deepspeed or config or {}, key) is not None
-        source = "written" if written else "filled in by accelerate because it is missing"
-        says = "the file says" if written else "accelerate fills in"
+        is_written = part(document.deepspeed or config, key) is not None
+        source = "written" if is_written else "filled in by accelerate because it is missing"
         if training is None:
-            if key.startswith("gradient_") or key in (
-                "train_micro_batch_size_per_gpu",
-                "bf16.enabled",
-                "fp16.enabled",
-            ):
-                if key in _ON_THE_CARD and value is False:
-                    continue
+            if key in _CLASHING and not (name in ("bf16", "fp16") and value is False):
                 yield _fixed(key, value, name, source)
             continue
         asked = training.get(name, default)
         if name in ("bf16", "fp16"):
             asked = bool(asked) or bool(training.get(f"{name}_full_eval", False))
         if value != asked:
-            yield Finding(
+            says = "the file says" if is_written else "accelerate fills in"
+            given = "given" if name in training else "the default"
+            yield Finding.error(
                 code="config-training-mismatch",
-                severity=Severity.ERROR,
                 summary=f"{key}: {says} {value}, the training arguments say {asked}",
-                evidence=f"{key} is {source}, {name} is"
-                f" {'given' if name in training else 'the default'}; "
-                "transformers stops the training: values that mismatch TrainingArguments",
+                evidence=f"{key} is {source}, {name} is {given}; transformers stops the training:"
+                " values that mismatch TrainingArguments",
                 remedy=f'Write "{key}": "auto", and set it in TrainingArguments only',
             )
-    if training is None and isinstance(part(config or {}, "train_batch_size"), int):
-        yield _fixed(
-            "train_batch_size",
-            part(config or {}, "train_batch_size"),
-            "the effective batch",
-            "written",
-        )
+    batch = config.get("train_batch_size")
+    if training is None and isinstance(batch, int):
+        yield _fixed("train_batch_size", batch, "the effective batch", "written")
     yield from _saves(document, training or {})
 
 
+def _handed_over(document: Document) -> dict[str, Any]:
+    """Return the DeepSpeed config with the values that accelerate fills in."""
+    if document.deepspeed is not None:
+        return {"gradient_accumulation_steps": 1, **document.deepspeed}
+    section = document.in_accelerate("deepspeed_config")
+    names = ("gradient_accumulation_steps", "gradient_clipping")
+    return (
+        {key: section[key] for key in names if key in section} if isinstance(section, dict) else {}
+    )
+
+
 def _fixed(key: str, value: object, name: str, source: str) -> Finding:
-    return Finding(
+    return Finding.warning(
         code="config-not-auto",
-        severity=Severity.WARNING,
         summary=f"{key} is fixed at {value}: training stops if {name} differs",
-        evidence=f"the value is {source}; transformers raises for each value that mismatches"
-        " TrainingArguments",
+        evidence=f"the value is {source}; transformers raises at a mismatch",
         remedy=f'Write "{key}": "auto" (in a YAML without JSON: leave it out)',
     )
 
 
 def _saves(document: Document, training: Mapping[str, object]) -> Iterator[Finding]:
-    fsdp = part(document.accelerate or {}, "fsdp_config")
+    fsdp = document.in_accelerate("fsdp_config")
     if not isinstance(fsdp, dict) or not training.get("save_only_model"):
         return
     kind = fsdp.get("fsdp_state_dict_type", fsdp.get("state_dict_type"))
-    version = fsdp.get("fsdp_version", fsdp.get("version", 1))
-    if str(kind or ("SHARDED_STATE_DICT" if version == 2 else "")).upper() == "SHARDED_STATE_DICT":
-        yield Finding(
+    default = ""
+    if not kind and fsdp.get("fsdp_version", fsdp.get("version", 1)) == 2:
+        kind = "SHARDED_STATE_DICT"
+        default = "; it is the default if fsdp_state_dict_type is missing under version 2"
+    if str(kind).upper() == "SHARDED_STATE_DICT":
+        yield Finding.error(
             code="config-training-mismatch",
-            severity=Severity.ERROR,
             summary="save_only_model cannot be combined with SHARDED_STATE_DICT",
-            evidence="the Trainer raises when it starts"
-            + (
-                ""
-                if kind
-                else "; it is the default if fsdp_state_dict_type is missing under version 2"
-            ),
+            evidence=f"the Trainer raises when it starts{default}",
             remedy="Write fsdp_state_dict_type: FULL_STATE_DICT",
         )

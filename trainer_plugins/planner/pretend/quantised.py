@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from trainer_plugins.wrapped import base_model
+
 _VERSION = "0.50.1"
 _BLOCK = 64
 """Weights that share a scale in 4 bits."""
@@ -351,8 +353,7 @@ def prepared(model: Any) -> Any:
 def place(model: Any, device: torch.device) -> None:
     """Move a quantised model of the user to the card, which transformers refuses to do."""
     move(model, device)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.hf_device_map = {"": device}
+    base_model(model).hf_device_map = {"": device}
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:

@@ -113,7 +113,7 @@ def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    for text, following in zip(arguments, (*arguments[1:], None), strict=True):
+    for text, following in zip(arguments, (*arguments[1:], None), strict=False):
         if text == flag:
             return following
         if text.startswith(f"{flag}="):

@@ -13,6 +13,7 @@ from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.rehearse.sounds import Sounds, sounds_of, takes_samples, writes
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
+from trainer_plugins.wrapped import base_model
 
 _Sizes = dict[str, tuple[int, ...]]
 """The shape of a row of each input or label, by name; a label of a whole row has none."""
@@ -43,7 +44,7 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
         PlanError: the model has no positions for so many tokens, or takes no pictures or sounds of
             which a size is given.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_model(model)
     pictures = pictures_of(inner, source)
     sounds = sounds_of(inner, source)
     floats, tokens, said = _inputs(inner, source.sequence_length, pictures is not None, sounds)

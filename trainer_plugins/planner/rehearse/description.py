@@ -6,13 +6,13 @@ from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.planner.sharded.strategies import cards_of_a_row, fsdp_version, sizes_of
 from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
+from trainer_plugins.wrapped import base_model
 
 
 def planned_of(request: PlanRequest, trainer: TrainerLike, args: Arguments) -> dict[str, str]:
     """Return the model, the batch, the optimizer and the launch of a run, by name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    get_base = getattr(model, "get_base_model", None)
-    base = get_base() if get_base is not None else model
+    base = base_model(model)
     name = getattr(getattr(base, "config", None), "_name_or_path", "")
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     shares = cards_of_a_row(request, args)

@@ -15,6 +15,7 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import MOST_CARDS
 from trainer_plugins.planner.tracing.host_tensors import key_of
+from trainer_plugins.wrapped import base_model
 
 _ELSEWHERE = ("cpu", "disk")
 
@@ -66,7 +67,7 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
     """
     from accelerate import dispatch_model
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     _refuse_tied_apart(base, device_map)
     placed = {name: torch.device(kind, card) for name, card in device_map.items()}
     first = torch.device(kind, min(device_map.values()))

@@ -11,8 +11,8 @@ from typing import Any
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.lint.deepspeed import zero_findings
-from trainer_plugins.launch.lint.document import ConfigError, Document, read_mapping
-from trainer_plugins.launch.lint.schema import part, schema_findings
+from trainer_plugins.launch.lint.document import ConfigError, Document, part, read_mapping
+from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.trainer import Arguments
 

@@ -111,12 +111,6 @@ def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> 
     )
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; any other tensor is returned unchanged."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 def key_of(storage: torch.UntypedStorage) -> int:
     """Return the address of the C++ object behind a storage, which identifies it while it lives."""
     return int(storage._cdata)

@@ -1,7 +1,4 @@
-"""Record a run on tensors without bytes: an event for each storage that is made or freed.
-
-Imports torch.
-"""
+"""Records a run on tensors without bytes: an event for each storage that is made or freed."""
 
 import threading
 import weakref
@@ -28,12 +25,13 @@ from trainer_plugins.planner.tracing.events import (
     Trace,
 )
 from trainer_plugins.planner.tracing.graph import Graph
-from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, local_of, makes_pinned
+from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.lag import Lag
 from trainer_plugins.planner.tracing.pace import Pace
 from trainer_plugins.planner.tracing.values import Values
+from trainer_plugins.wrapped import local_tensor
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -168,12 +166,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the record of a tensor's storage; None if it is not on the card."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device:
             return None
-        entry = self._known.get(key_of(local_of(tensor).untyped_storage()))
+        entry = self._known.get(key_of(local_tensor(tensor).untyped_storage()))
         return self._storages[entry[1][0]] if entry else None
 
     def see(self, tensor: torch.Tensor, operation: str) -> None:
         """Count the storage of a tensor, unless it was counted before."""
-        tensor = local_of(tensor)
+        tensor = local_tensor(tensor)
         kind = tensor.device.type
         if (
             self.fake_mode is not None
@@ -258,7 +256,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.masks_pick_all = self.masks_pick_all or kernels.picks_by_mask(func, args)
         result = self.values.run(func, args, kwargs)
         if is_away:  # FakeTensorMode makes the view by `set_`, which lets the storage grow
-            local_of(args[0]).untyped_storage().resize_(0)
+            local_tensor(args[0]).untyped_storage().resize_(0)
         name = func._schema.name
         if isinstance(result, torch.Tensor):
             if makes_pinned(func, args, kwargs):
@@ -278,7 +276,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = len(self._storages)
         self.see(tensor, name)
         if tensor.dtype == torch.bool and tensor.numel() == 1 and tensor.device.type == "cpu":
-            self.host.note_truth(local_of(tensor).untyped_storage(), name)
+            self.host.note_truth(local_tensor(tensor).untyped_storage(), name)
         if len(self._storages) == before:
             return
         storage = self._storages[-1]

@@ -1,4 +1,4 @@
-"""Chart: what is drawn, as a value; `parts.html.jinja` makes SVG of it.
+"""Charts as values; `parts.html.jinja` turns them into SVG.
 
 Places from left to right are percents of the width, so that text keeps its size where the page is
 narrow. Paths are in units that are stretched (`scales.WIDTH`). Heights are pixels.
@@ -13,10 +13,47 @@ from markupsafe import Markup
 from trainer_plugins.report.html.scales import WIDTH, Height, Tick, area, in_steps
 
 _HEADROOM = 1.16
-"""How much higher than the highest number a chart is, so that texts find room above it."""
+"""The height of a chart relative to its highest number, which leaves room for texts above it."""
 
 _FAR = 2.5
-"""A limit that is so many times what was used would press the picture flat."""
+"""A limit of this many times the memory in use would flatten the picture."""
+
+
+_COLOURS = {
+    "weights": "weights",
+    "parameter": "weights",
+    "parameters": "weights",
+    "frozen weights": "frozen",
+    "buffer": "frozen",
+    "gradient": "gradients",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "optimizer states": "optimizer",
+    "activation": "activations",
+    "activations": "activations",
+    "saved by autograd": "saved",
+    "autocast copies of weights": "saved",
+    "temporaries": "temporaries",
+    "logits": "logits",
+    "logits and loss": "logits",
+    "KV cache": "cache",
+    "sharding buffers": "buffers",
+    "waiting": "buffers",
+    "train": "train",
+    "eval": "eval",
+    "evaluation": "eval",
+    "predict": "eval",
+    "generate": "generate",
+    "generation": "generate",
+    "save": "save",
+    "forward": "first",
+    "backward": "second",
+    "optimizer step": "third",
+}
+"""The colour of each use of memory, on every page."""
+
+AxisRow = tuple[str, tuple[tuple[float, str], ...]]
+"""A row of texts under a picture: its name; places in percent, and texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +61,10 @@ class Band:
     """Holds an area or a line, and its entry in the key."""
 
     name: str
-    colour: str
-    """A class of the style sheet."""
-
+    colour: str  # a class of the style sheet
     path: Markup
     is_line: bool = False
-    note: str = ""
-    """What the key says behind the name."""
+    note: str = ""  # text behind the name in the key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +84,11 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Holds a number that is not to be passed, with its text above its line."""
+    """Holds an upper limit, with its text above its line."""
 
     y: float
     text: str
-    is_left: bool
-    """Whether the text stands at the left, because something else is marked at the right."""
+    is_left: bool  # whether the text stands at the left, because there is a mark at the right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +96,21 @@ class Sign:
     """Stands at one moment of a lane."""
 
     at_percent: float
-    width_percent: float = 0.0
-    """0 is a sign without a width, such as a finding."""
-
+    width_percent: float = 0.0  # 0 is a sign without a width, such as a finding
     colour: str
     title: str
     text: str = ""
-    word: str = ""
-    """What stands instead of the text where the page is wide."""
-
+    word: str = ""  # the text on a wide page
     href: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Holds what happened under a chart, on its axis."""
+    """Holds the events on a line under a chart."""
 
     name: str
     signs: tuple[Sign, ...]
-    label: str = ""
-    """Text beside the first sign."""
-
+    label: str = ""  # text next to the first sign
     label_percent: float = 0.0
     side: Literal["left", "right", "above", "below"] = "right"
     """Where the label stands; above, it has a line of its own. Below, signs have texts there."""
@@ -108,29 +135,22 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Holds a picture with a vertical axis and a horizontal one, and what is on the latter."""
+    """Holds a picture with two axes, and the lanes under it."""
 
-    name: str
-    """Without blanks: it names the parts of the picture to each other."""
-
+    name: str  # without blanks: it is part of ids in the page
     title: str
     description: str
     pixels: int
     unit: str
     ticks: tuple[Tick, ...]
     bands: tuple[Band, ...]
-    times: tuple[tuple[str, tuple[tuple[float, str], ...]], ...] = ()
-    """Rows of texts under the picture: the row's name; places in percent, and texts."""
+    times: tuple[AxisRow, ...] = ()
 
-    lines_percent: tuple[float, ...] = ()
-    """Where an upright line crosses the picture: an OOM."""
-
+    lines_percent: tuple[float, ...] = ()  # the places of upright lines through the picture: an OOM
     limit: Limit | None = None
     dot: Dot | None = None
     lanes: tuple[Lane, ...] = ()
-    lane_key: tuple[tuple[str, str], ...] = ()
-    """Name and colour of what the lanes have without text."""
-
+    lane_key: tuple[tuple[str, str], ...] = ()  # name and colour of the signs without text
     columns: tuple[Column, ...] = ()
     table: Table | None = None
 
@@ -148,7 +168,7 @@ def stacked(
         levels: the upper edge of each area as a number, for each stretch; each is at least the one
             before.
         names: name, colour and note of each area; areas that are empty everywhere are left out.
-        height: what a number's height is.
+        height: the scale.
     """
     found, below = [], [height.y(0)] * (len(edges) - 1)
     for (name, colour, note), numbers in zip(names, levels, strict=True):
@@ -161,7 +181,7 @@ def stacked(
 
 
 def columns_of(edges: Sequence[float], titles: Sequence[str]) -> tuple[Column, ...]:
-    """Give each stretch of a chart its figures as words, which a pointer finds there."""
+    """Give each stretch of a chart its figures as a tooltip."""
     return tuple(
         Column(begin=begin, width=round(end - begin, 1), title=title)
         for begin, end, title in zip(edges, edges[1:], titles, strict=False)
@@ -169,7 +189,7 @@ def columns_of(edges: Sequence[float], titles: Sequence[str]) -> tuple[Column, .
 
 
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:
-    """Return a scale with room for texts above it all; a limit that is far away is left out."""
+    """Return a scale with room for texts above the highest number, and above a limit nearby."""
     is_near = limit is not None and limit < _FAR * highest
     return Height(_HEADROOM * max(highest, limit if is_near and limit else 0, 1), pixels)
 
@@ -177,7 +197,7 @@ def height_of(highest: float, limit: int | None, pixels: int) -> Height:
 def limited(
     height: Height, limit: int | None, text: str, highest: float, *, is_left: bool
 ) -> tuple[Limit | None, tuple[Band, ...]]:
-    """Draw a limit with its text on it; where there is no room for it, the key names it."""
+    """Draw a limit with its text; if there is no room for that, the key names it."""
     if limit is None:
         return None, ()
     if highest <= limit <= height.top:
@@ -212,3 +232,12 @@ def stairs(edges: Sequence[float], levels: Sequence[float | None], height: Heigh
 def percent_of(place: float) -> float:
     """Turn units of the chart into percents of its width."""
     return round(100 * place / WIDTH, 2)
+
+
+def colour_of(name: str) -> str:
+    """Return the class in the style sheet for a category or a moment; the rest is grey.
+
+    >>> colour_of("parameters"), colour_of("workspaces")
+    ('c-weights', 'c-other')
+    """
+    return f"c-{_COLOURS.get(name, 'other')}"

@@ -1,4 +1,4 @@
-"""draw: a plan, or the last run of a folder, as a page that a notebook shows."""
+"""Draws a plan, or the last run of a folder, as a page that a notebook shows."""
 
 from pathlib import Path
 
@@ -11,16 +11,17 @@ from trainer_plugins.report.html.run_page import run_page
 
 
 def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
-    """Draw a plan, or what happened to memory in the last run of a folder.
+    """Draw a plan, or the memory of the last run of a folder.
 
-    As the last value of a notebook's cell it is shown; it is also a text, to be written to a file.
+    A notebook shows the page if it is the last value of a cell. It is also a str that can be
+    written to a file.
 
     Args:
         what: a plan, or the output_dir of a run that had MemoryWatchdog.
         plan: what was predicted for the run.
 
     Raises:
-        ValueError: the folder has no timeline, or nothing stands in it.
+        ValueError: the folder has no timeline, or the timeline is empty.
         OSError: a file cannot be read.
     """
     if isinstance(what, MemoryPlan):

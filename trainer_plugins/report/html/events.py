@@ -1,14 +1,14 @@
-"""Events: what happened when in a run, as lanes under a chart of its memory."""
+"""Draws the events of a run as lanes under a chart of its memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
-from trainer_plugins.report.html.chart import Lane, Sign, percent_of
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import Lane, Sign, colour_of, percent_of
 from trainer_plugins.report.html.scales import WIDTH
+from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size
 
 _AT_ONCE = 200  # signs of one kind in a lane
@@ -18,9 +18,7 @@ _AT_ONCE = 200  # signs of one kind in a lane
 class Span:
     """Holds the time that all charts of a run share."""
 
-    began_seconds: float
-    """Since the Unix epoch."""
-
+    began_seconds: float  # since the Unix epoch
     seconds: float
 
     def place(self, seconds: float) -> float:
@@ -34,36 +32,35 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Holds a finding with all moments at which the ranks noted it; the worst one speaks."""
+    """Holds the worst finding of a code, with all moments at which the ranks noted one."""
 
     number: int
     finding: Finding
-    moments: tuple[tuple[int, Remark], ...]
-    """Rank and remark, in the order of time."""
+    moments: tuple[tuple[int, Remark], ...]  # rank and remark, in the order of time
 
     @property
     def where(self) -> str:
         """Say in which steps and on which ranks."""
         steps = sorted({remark.step for _, remark in self.moments})
         ranks = sorted({rank for rank, _ in self.moments})
-        shown = ", ".join(map(str, steps[:8])) + " ..." * (len(steps) > 8)
-        one = "step" if len(steps) == 1 else "steps"
-        return f"{one} {shown}; {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
+        return f"{_listed('step', steps)}; {_listed('rank', ranks)}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    """List up to eight numbers.
+
+    >>> _listed("step", [3]), _listed("rank", [*range(10)])
+    ('step 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
+    shown = ", ".join(map(str, numbers[:8]))
+    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"{what}{'' if len(numbers) == 1 else 's'} {shown}{more}"
 
 
-def noted_in(timelines: Mapping[int, Sequence[Entry]]) -> tuple[Noted, ...]:
+def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
     """Collect the findings of all ranks by code, in the order in which they first came."""
     found: dict[str, list[tuple[int, Remark]]] = {}
-    remarks = [
-        (rank, entry)
-        for rank, entries in timelines.items()
-        for entry in entries
-        if isinstance(entry, Remark)
-    ]
+    remarks = entries_of(timelines, Remark)
     for rank, remark in sorted(remarks, key=lambda pair: pair[1].time_seconds):
         found.setdefault(remark.finding.code, []).append((rank, remark))
     return tuple(
@@ -80,7 +77,7 @@ def noted_in(timelines: Mapping[int, Sequence[Entry]]) -> tuple[Noted, ...]:
 
 
 def lanes_of(entries: Sequence[Entry], span: Span, noted: Iterable[Noted]) -> tuple[Lane, ...]:
-    """Show what one rank did, when its cache was given back, how it failed, and all findings."""
+    """Show the moments of one rank, the releases of its cache, its errors, and all findings."""
     return (
         *_moments(entries, span),
         *_releases(entries, span),
@@ -90,19 +87,19 @@ def lanes_of(entries: Sequence[Entry], span: Span, noted: Iterable[Noted]) -> tu
 
 
 def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
-    """Name the colours of what a rank did, with how often it was read."""
-    counts: dict[str, int] = {}
+    """Name the colours of the moments, with the number of readings of each."""
+    counts = Counter[str]()
     for entry in entries:
         if isinstance(entry, Sample) and entry.moment not in ("begin", "end"):
-            counts[entry.moment] = counts.get(entry.moment, 0) + entry.num_readings
+            counts[entry.moment] += entry.num_readings
     keys = [(f"{name} ({num:,})", colour_of(name)) for name, num in counts.items()]
     if any(isinstance(entry, Flush) for entry in entries):
-        keys.append(("cache given back", "c-flush"))
+        keys.append(("cache released", "c-flush"))
     return tuple(keys)
 
 
 def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show what the run did when; what is too short to be seen is drawn a little wider."""
+    """Show each moment of the run; very short ones are drawn a little wider, to be visible."""
     signs: dict[tuple[str, int], Sign] = {}
     before = 0.0
     for entry in entries:
@@ -124,7 +121,7 @@ def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
 
 
 def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show when the cache was given back; neighbours are one sign."""
+    """Show when the cache was released; neighbours are one sign."""
     together: dict[int, list[Flush]] = {}
     for entry in entries:
         if isinstance(entry, Flush):
@@ -135,7 +132,7 @@ def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
             at_percent=span.percent(some[-1].time_seconds),
             width_percent=0.4,
             colour="c-flush",
-            title=f"cache given back {sum(each.num_releases for each in some)} times until step"
+            title=f"cache released {sum(each.num_releases for each in some)} times until step"
             f" {some[-1].step}: {size(sum(each.released_bytes for each in some))}",
         )
         for some in together.values()
@@ -187,10 +184,11 @@ def _findings(noted: Iterable[Noted], span: Span) -> list[Lane]:
 
 
 def _labelled(signs: Sequence[Sign], label: str) -> Lane:
-    """Put a label where no sign of the lane is, even if the page is narrow."""
+    """Put a label where the lane has no sign, even if the page is narrow."""
     first, last = signs[0].at_percent, signs[-1].at_percent
-    side: Literal["left", "right", "above"] = (
-        "left" if first > 42 else "right" if last < 58 else "above"
-    )
-    at = {"left": first, "right": last, "above": 0.0}[side]
-    return Lane(name="", signs=tuple(signs), label=label, label_percent=at, side=side)
+    lane = Lane(name="", signs=tuple(signs), label=label, side="above")
+    if first > 42:
+        return replace(lane, label_percent=first, side="left")
+    if last < 58:
+        return replace(lane, label_percent=last, side="right")
+    return lane

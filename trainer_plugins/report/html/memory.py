@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
 from trainer_plugins.report.html.chart import (
+    AxisRow,
     Band,
     Chart,
     Dot,
@@ -18,12 +19,7 @@ from trainer_plugins.report.html.chart import (
     stairs,
 )
 from trainer_plugins.report.html.events import Noted, Span, lane_key, lanes_of
-from trainer_plugins.report.html.scales import (
-    Height,
-    byte_ticks,
-    seconds_text,
-    time_ticks,
-)
+from trainer_plugins.report.html.scales import Height, byte_ticks, seconds_text, time_ticks
 from trainer_plugins.report.html.stretches import MOST, Stretch, stretches_of
 from trainer_plugins.units import percent, size
 
@@ -51,12 +47,7 @@ def memory_chart(
 ) -> Chart | None:
     """Draw one rank in full; None if it has no readings.
 
-    Args:
-        rank: the rank.
-        entries: its timeline.
-        span: the time that is drawn.
-        noted: the findings of the run.
-        planned: for each moment, what a plan predicts of the card at the peak.
+    `planned` is the planned memory of the card at the peak of each moment.
     """
     found, top = stretches_of(entries, span.began_seconds), fullest(entries)
     if not found or top is None:
@@ -102,7 +93,7 @@ def memory_chart(
 
 
 def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int) -> Chart | None:
-    """Draw one rank of many: what was in use, on the card."""
+    """Draw one rank of many: the memory in use, below the limit of its card."""
     found = stretches_of(entries, span.began_seconds, max(40, MOST // num_ranks))
     top = fullest(entries)
     if not found or top is None:
@@ -196,21 +187,12 @@ def _planned(
     return (Band(name="planned peak", colour="c-planned", path=path, is_line=True),)
 
 
-def times_under(
-    span: Span, found: Sequence[Stretch]
-) -> tuple[tuple[str, tuple[tuple[float, str], ...]], ...]:
+def times_under(span: Span, found: Sequence[Stretch]) -> tuple[AxisRow, AxisRow]:
     """Write times under the picture, and how many steps were complete by then."""
-    ticks = [(percent_of(span.place(at)), at, text) for at, text in time_ticks(span.seconds)]
-    steps = [
-        (
-            place,
-            str(
-                max(
-                    (each.last_step for each in found if each.ended_seconds <= at),
-                    default=found[0].first_step,
-                )
-            ),
-        )
-        for place, at, _ in ticks
-    ]
-    return ("time", tuple((place, text) for place, _, text in ticks)), ("step", tuple(steps))
+    times, steps = [], []
+    for seconds, text in time_ticks(span.seconds):
+        complete = [each.last_step for each in found if each.ended_seconds <= seconds]
+        place = percent_of(span.place(seconds))
+        times.append((place, text))
+        steps.append((place, str(max(complete, default=found[0].first_step))))
+    return ("time", tuple(times)), ("step", tuple(steps))

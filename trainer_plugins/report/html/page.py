@@ -1,4 +1,4 @@
-"""Page: one file of HTML, made of templates in which all text of others is harmless."""
+"""Page: one file of HTML, made from templates that make foreign text harmless."""
 
 import re
 from html import escape
@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from trainer_plugins.printable import printable
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import colour_of
 from trainer_plugins.report.html.scales import seconds_text
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import percent, size
@@ -18,7 +18,7 @@ _PLACES_TO_BREAK = re.compile(r"(?<=[/_=])(?=\w)|(?<=[a-z]\.)(?=[A-Za-z_*])|(?<=
 
 
 class Page(str):
-    """Holds the text of a page; as the last value of a notebook's cell it is drawn."""
+    """Holds the text of a page; a notebook draws it if it is the last value of a cell."""
 
     def _repr_html_(self) -> str:
         # In a frame of its own, so that its style does not reach the notebook.
@@ -26,7 +26,7 @@ class Page(str):
 
 
 def page(template: str, **values: object) -> Page:
-    """Render a template of this folder with values; only `Markup` reaches it as it is."""
+    """Render a template of this folder with values; all but `Markup` is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -47,7 +47,7 @@ def page(template: str, **values: object) -> Page:
 
 
 def soft(text: object, longest: int = 36) -> Markup:
-    """Let names of more characters be broken behind their separators, and nowhere else.
+    """Allow longer words to break behind their separators only.
 
     >>> print(soft("per_device_train_batch_size & 1.5 GiB", 20))
     per_<wbr>device_<wbr>train_<wbr>batch_<wbr>size &amp; 1.5 GiB

@@ -1,4 +1,4 @@
-"""Renders a plan as a page: whether it fits, what would, and the memory of each moment."""
+"""Renders a plan as a page: whether it fits, what would fit, and the memory of each moment."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,16 +10,16 @@ from trainer_plugins.report.html.chart import (
     Lane,
     Sign,
     Table,
+    colour_of,
     columns_of,
     height_of,
     limited,
     percent_of,
     stacked,
 )
-from trainer_plugins.report.html.colours import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.scales import WIDTH, byte_ticks
-from trainer_plugins.report.plan_text import details, host_verdict, moment_of, verdict
+from trainer_plugins.report.plan_text import details, host_verdict, moment_of, planned, verdict
 from trainer_plugins.units import size
 
 _PIXELS = 260
@@ -41,9 +41,7 @@ def plan_page(plan: MemoryPlan) -> Page:
         verdict=verdict(plan),
         details=details(plan),
         host=host_verdict(plan),
-        planned="; ".join(
-            f"{name} {text}" for name, text in plan.planned.items() if name != "command"
-        ),
+        planned=planned(plan),
         chart=plan_chart(plan),
         breakdown=[(name, num_bytes, "") for name, num_bytes in breakdown],
         numbers={moment: number for number, moment in enumerate(plan.moments, start=1)},
@@ -68,9 +66,8 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     unit, ticks = byte_ticks(height)
     peak = max(range(len(points)), key=lambda at: points[at][0])
     at_percent = percent_of((edges[peak] + edges[peak + 1]) / 2)
-    limit, line = limited(
-        height, capacity, f"the card: {size(capacity or 0)}", highest, is_left=at_percent > 50
-    )
+    words = f"the card: {size(capacity or 0)}"
+    limit, line = limited(height, capacity, words, highest, is_left=at_percent > 50)
     y = height.y(outside + points[peak][0])
     kept = _kept(stretches)
     levels = [
@@ -128,23 +125,19 @@ def _edges(stretches: Sequence[Stretch]) -> list[float]:
 
 
 def _kept(stretches: Sequence[Stretch]) -> list[int]:
-    """Return for each point the least that was allocated in its step, or in its other moment."""
-    found: list[int] = []
-    steps: list[list[Stretch]] = []
-    for stretch in stretches:
-        is_next = stretch[0] in _OF_A_STEP[1:] and steps and steps[-1][-1][0] in _OF_A_STEP
-        if is_next:
-            steps[-1].append(stretch)
-        else:
-            steps.append([stretch])
-    for step in steps:
-        points = [now for _, some in step for now, _ in some]
-        found += [min(points)] * len(points)
-    return found
+    """Return for each point the least that is allocated during its step, or its other moment."""
+    steps: list[list[int]] = []
+    before = ""
+    for moment, points in stretches:
+        if not (moment in _OF_A_STEP[1:] and before in _OF_A_STEP):
+            steps.append([])
+        steps[-1] += [allocated for allocated, _ in points]
+        before = moment
+    return [min(step) for step in steps for _ in step]
 
 
 def _lane(stretches: Sequence[Stretch], plan: MemoryPlan) -> Lane:
-    """Name each moment: by its word where all words find room, else by its number in the table."""
+    """Name each moment: by its word if all words have room, else by its number in the table."""
     width = 100 / len(stretches)
     room = _WIDE_PIXELS / len(stretches)
     words = [_SHORT.get(moment, moment) for moment, _ in stretches]

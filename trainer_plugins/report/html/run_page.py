@@ -1,7 +1,7 @@
 """Renders the runs of a folder as one page: the last one in full, the others in a table."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Explanation
@@ -10,8 +10,9 @@ from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
+    Difference,
+    differences_of,
     peaks_as_seen,
-    readings_in,
     refuse_another_run,
     tells_generation,
 )
@@ -20,46 +21,28 @@ from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
-from trainer_plugins.record.timeline import Beginning, Entry, Failure, Sample
-from trainer_plugins.report.at_oom import records_of, with_records
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
+from trainer_plugins.report.summary import (
+    SLACK_SECONDS,
+    MomentPeak,
+    Timelines,
+    failures_of,
+    peaks,
+    records_of,
+    strategies_of,
+    with_records,
+)
 from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
-_SLACK_SECONDS = 1.0
-"""How far the clocks of ranks may be apart."""
-
 _SHOWN_FRACTION = 0.005
-"""What is less of all that was alive is not listed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """Holds one planned figure and the measured one. Sizes in bytes."""
-
-    moment: str
-    counter: str
-    planned_bytes: int
-    measured_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """Holds the highest figures of one moment on one rank. Sizes in bytes."""
-
-    rank: int
-    moment: str
-    device: str
-    num_readings: int
-    peak_bytes: int
-    pressure: float
-    reserved_bytes: int
+"""Smaller parts of the live memory are not listed."""
 
 
 def run_page(
@@ -71,12 +54,8 @@ def run_page(
 ) -> Page:
     """Render what happened to memory in the last run of a folder.
 
-    Args:
-        history: the runs.
-        folder: the output_dir that they wrote into.
-        ending: how the last run ended, if it left no word of its own.
-        plan: what was predicted for it.
-        predicts: whether the planner says what each remedy brings, as in `explain_run`.
+    `ending` is how that run ended, if its timeline does not say. With `predicts`, the planner
+    predicts the effect of each remedy.
 
     Raises:
         ValueError: no run has left an entry, or the plan is of another run.
@@ -88,23 +67,26 @@ def run_page(
         refuse_another_run(plan, run.timelines, "the plan")
     records = records_of(run, read_oom_records(folder))
     record = records[0] if records else None
-    died = ending is not None or any(failure.record for _, failure in failures_of(run))
-    answer = explain_run(folder, predicts) if died else None
     run = with_records(run, records)
+    failures = failures_of(run.timelines)
+    died = ending is not None or any(failure.record for _, failure in failures)
+    answer = explain_run(folder, predicts) if died else None
     began, ended = run.seconds
     span = Span(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    planned = {} if plan is None else _planned(plan, run.timelines)
+    planned, beside = {}, []
+    if plan is not None:
+        planned, beside = _planned(plan, run.timelines), _differences(plan, run.timelines)
     return page(
         "run.html.jinja",
         folder=folder,
         verdict=verdict(run, answer, ending),
-        is_bad=ending is not None or bool(failures_of(run)),
+        is_bad=ending is not None or bool(failures),
         lede=_lede(record),
         when=when(run),
-        strategies=_strategies(run),
+        strategies=strategies_of(run.timelines),
         answer=answer,
         grades=GRADES,
         rank=rank,
@@ -112,13 +94,13 @@ def run_page(
         pace=pace_chart(rank, entries, span),
         rate=rate_chart(rank, entries, span, _num_rows_a_step(run, folder)),
         ranks=_small(run, span),
-        beside=[] if plan is None else [*_beside(plan, run.timelines)],
+        beside=beside,
         record=record,
-        alive=[] if record is None else _alive(record),
-        held=[] if record is None else _held(record),
-        segments=None if record is None else _segments(record, folder),
+        alive=_alive(record),
+        held=_held(record),
+        segments=_segments(record, folder),
         noted=noted,
-        peaks=[*_peaks(run)],
+        peaks=_peaks(run),
         earlier=[*_earlier(history)],
         passed_over={rank: num for rank, num in history.num_passed_over.items() if num},
         files=[*history.files.values()],
@@ -127,7 +109,7 @@ def run_page(
 
 def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str:
     """Say in one line how a run went."""
-    failures = failures_of(run)
+    failures = failures_of(run.timelines)
     cause = answer.causes[0].summary if answer is not None and answer.causes else ""
     if failures:
         _, first = failures[0]
@@ -145,24 +127,13 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
     return f"{top.reading.device} was {full} full at most, in step {top.step} ({top.moment}){but}"
 
 
-def failures_of(run: Run) -> list[tuple[int, Failure]]:
-    """Return what ended a run, by rank, the first one first."""
-    found = [
-        (rank, entry)
-        for rank, entries in run.timelines.items()
-        for entry in entries
-        if isinstance(entry, Failure)
-    ]
-    return sorted(found, key=lambda pair: pair[1].time_seconds)
-
-
 def _num_rows_a_step(run: Run, folder: Path) -> int:
-    """Return the rows of a step as the run wrote it down when it began; 0 if it did not."""
+    """Return the rows of a step by the facts of the run; 0 if it has none."""
     began, ended = run.seconds
     of_run = [
         each.num_rows_a_step
         for each in read_run_facts(folder)
-        if began - _SLACK_SECONDS <= each.time_seconds <= ended
+        if began - SLACK_SECONDS <= each.time_seconds <= ended
     ]
     return of_run[-1] if of_run else 0
 
@@ -180,24 +151,13 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
 
 
 def _lede(record: OomRecord | None) -> str:
-    """Say in numbers what did not fit; empty if nothing is known of that."""
+    """Say in numbers what did not fit; empty if that is unknown."""
     error = record.error if record is not None else None
     if record is None or error is None or error.requested_bytes is None:
         return ""
     free = f" with {size(error.free_bytes)} free" if error.free_bytes is not None else ""
     total = f" of {size(error.total_bytes)}" if error.total_bytes else ""
     return f"{size(error.requested_bytes)} were asked for{free}{total}, in {record.where}."
-
-
-def _strategies(run: Run) -> list[str]:
-    return [
-        *dict.fromkeys(
-            f"From step {entry.step}: {entry.strategy}"
-            for entries in run.timelines.values()
-            for entry in entries
-            if isinstance(entry, Beginning)
-        )
-    ]
 
 
 def _small(run: Run, span: Span) -> list[Chart]:
@@ -210,63 +170,46 @@ def _small(run: Run, span: Span) -> list[Chart]:
     return [each for each in drawn if each is not None]
 
 
-def _planned(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> dict[str, int]:
-    """Return what a plan predicts of the card at the peak of each moment."""
+def _planned(plan: MemoryPlan, timelines: Timelines) -> dict[str, int]:
+    """Return the planned memory of the card at the peak of each moment."""
     return {
         moment: peak.allocated_bytes + plan.context_bytes
         for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items()
     }
 
 
-def _beside(plan: MemoryPlan, timelines: Mapping[int, Sequence[Entry]]) -> Iterator[Compared]:
-    for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items():
-        seen = readings_in(timelines, moment)
-        if not seen:
-            continue
-        for counter, planned, measured in (
-            (
-                "allocated",
-                peak.allocated_bytes,
-                max(each.peak_allocated_bytes for each in seen),
-            ),
-            ("reserved", peak.reserved_bytes, max(each.reserved_bytes for each in seen)),
-        ):
-            yield Compared(
-                moment=moment, counter=counter, planned_bytes=planned, measured_bytes=measured
-            )
+def _differences(plan: MemoryPlan, timelines: Timelines) -> list[Difference]:
+    return [each for each in differences_of(plan, timelines) if each.counter != "card"]
 
 
-def _alive(record: OomRecord) -> list[tuple[str, int, str]]:
-    """Return what was alive at an OOM by category, the largest first, without what is nothing."""
-    alive = record.alive
-    if alive is None:
+def _alive(record: OomRecord | None) -> list[tuple[str, int, str]]:
+    """Return the live tensors at an OOM by category, the largest first."""
+    if record is None or record.alive is None:
         return []
-    found = {**alive.category_bytes, "saved by autograd": alive.hidden_bytes}
-    return _worth_showing(found)
+    sizes = {**record.alive.category_bytes, "saved by autograd": record.alive.hidden_bytes}
+    return _worth_showing(sizes, sum(sizes.values()))
 
 
-def _held(record: OomRecord) -> list[tuple[str, int, str]]:
-    """Return what holds memory by module; what no module holds comes by its holder."""
-    alive = record.alive
-    if alive is None:
+def _held(record: OomRecord | None) -> list[tuple[str, int, str]]:
+    """Return the live tensors by the module, or else the other object, that holds them."""
+    if record is None or record.alive is None:
         return []
-    found = dict(alive.module_bytes)
+    alive = record.alive
+    sizes = Counter(alive.module_bytes)
     for each in alive.largest:
-        found[each.holder] = found.get(each.holder, 0) + each.num_bytes
-    return _worth_showing(found, sum(alive.category_bytes.values()) + alive.hidden_bytes)
+        sizes[each.holder] += each.num_bytes
+    return _worth_showing(sizes, sum(alive.category_bytes.values()) + alive.hidden_bytes)
 
 
-def _worth_showing(
-    found: Mapping[str, int], total_bytes: int | None = None
-) -> list[tuple[str, int, str]]:
-    total = sum(found.values()) if total_bytes is None else total_bytes
-    rows = sorted(found.items(), key=lambda pair: -pair[1])
-    return [(name, size_, "") for name, size_ in rows if size_ >= _SHOWN_FRACTION * total][:12]
+def _worth_showing(sizes: Mapping[str, int], total_bytes: int) -> list[tuple[str, int, str]]:
+    rows = sorted(sizes.items(), key=lambda pair: -pair[1])
+    least = _SHOWN_FRACTION * total_bytes
+    return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
 
 
-def _segments(record: OomRecord, folder: Path) -> SegmentMap | None:
-    """Draw the snapshot that torch took inside the throw; None if there is none to be read."""
-    if not record.snapshot:
+def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
+    """Draw the snapshot that torch took at the error; None if none can be read."""
+    if record is None or not record.snapshot:
         return None
     try:
         return segment_map(case_of(folder / Path(record.snapshot).name))
@@ -274,27 +217,13 @@ def _segments(record: OomRecord, folder: Path) -> SegmentMap | None:
         return None
 
 
-def _peaks(run: Run) -> Iterator[Peak]:
-    for rank, entries in run.timelines.items():
-        moments: dict[str, list[Sample]] = {}
-        for entry in entries:
-            if isinstance(entry, Sample):
-                moments.setdefault(entry.moment, []).append(entry)
-        for moment, samples in moments.items():
-            readings = [sample.reading for sample in samples]
-            yield Peak(
-                rank=rank,
-                moment=moment,
-                device=readings[0].device,
-                num_readings=sum(sample.num_readings for sample in samples),
-                peak_bytes=max(each.peak_allocated_bytes for each in readings),
-                pressure=max(each.pressure for each in readings),
-                reserved_bytes=max(each.reserved_bytes for each in readings),
-            )
+def _peaks(run: Run) -> list[MomentPeak]:
+    """Return the peak of each moment on each rank."""
+    return [peak for rank, entries in run.timelines.items() for peak in peaks({rank: entries})]
 
 
 def _earlier(history: History) -> Iterator[tuple[str, str, int]]:
-    """Return when each earlier run was, how it went, and its highest peak; the newest first."""
+    """Yield when each earlier run was, how it went, and its highest peak; the newest first."""
     for run in reversed(history.runs[:-1]):
         peak = max((each.peak_bytes for each in _peaks(run)), default=0)
         yield when(run), verdict(run, None, None), peak

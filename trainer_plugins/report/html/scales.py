@@ -1,4 +1,4 @@
-"""Scales: where a number lies in a chart, and which round numbers stand on its axes."""
+"""Places numbers in a chart, and chooses the round numbers on its axes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trainer_plugins.units import GIB, MIB
 
 WIDTH = 1000.0
-"""A chart is so many units wide, and is stretched to its place on the page."""
+"""The width of a chart in units, before it is stretched to its place on the page."""
 
 _ROUND_SECONDS = (
     *(factor * 10**exponent for exponent in (-3, -2, -1) for factor in (1, 2, 5)),
@@ -20,9 +20,7 @@ _UNIT_SECONDS = ((_DAY_SECONDS, "d"), (3600, "h"), (60, "min"))
 class Height:
     """Turns a number into a height in the picture, where y grows downwards."""
 
-    top: float
-    """The number at the upper edge."""
-
+    top: float  # the number at the upper edge
     pixels: int
 
     def y(self, number: float) -> float:
@@ -31,7 +29,7 @@ class Height:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Holds a round number on an axis: its place, and what is written there."""
+    """Holds a round number on an axis: its place and its text."""
 
     at: float
     text: str
@@ -51,7 +49,7 @@ def byte_ticks(height: Height, most: int = 6) -> tuple[str, tuple[Tick, ...]]:
 
 
 def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
-    """Return ticks of a plain number, of a large one in thousands or millions."""
+    """Return ticks of plain numbers; large ones in thousands or millions."""
     every = _round(height.top, most)
     numbers = [every * number for number in range(int(height.top / every) + 1)]
     unit, name = (1e6, "M") if every >= 1e6 else (1e3, "k") if every >= 1e3 else (1.0, "")
@@ -61,7 +59,7 @@ def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
 
 
 def _round(top: float, most: int) -> float:
-    """Return the smallest of 1, 2, 5, 10 and so on of which no more than `most` reach the top."""
+    """Return the smallest step of 1, 2, 5, 10 and so on that needs at most `most` ticks."""
     every, factors, number = 1e-3, (2.0, 2.5, 2.0), 0
     while top / every > most:
         every *= factors[number % len(factors)]

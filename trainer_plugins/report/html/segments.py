@@ -1,4 +1,4 @@
-"""Draws where blocks lay in a card's memory at one moment, and which gaps were between them."""
+"""Draws the blocks in a card's memory at one moment, and the gaps between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from markupsafe import Markup
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.explain.snapshot.trace import ranges_after
-from trainer_plugins.report.html.chart import Band
-from trainer_plugins.report.html.colours import colour_of
+from trainer_plugins.report.html.chart import Band, colour_of
 from trainer_plugins.units import MIB, size
 
 _CELLS, _MOST_ROWS, _ROW_PIXELS = 250, 24, 14
@@ -25,25 +24,19 @@ class SegmentMap:
     num_segments: int
     pixels: int
     bands: tuple[Band, ...]
-    cuts: Markup
-    """Where a segment ends: memory on both sides of it can never be one block."""
-
+    cuts: Markup  # the ends of segments: no block can cross one
     largest_free_bytes: int
     free_bytes: int
     num_gaps: int
-    asked_bytes: int | None
-    """What was refused; None if nothing was."""
+    asked_bytes: int | None  # the size of the failed request; None if there was none
 
     @property
     def title(self) -> str:
-        """Say what the picture shows."""
+        """Describe the picture."""
         gaps = f"{self.num_gaps:,} {'gap' if self.num_gaps == 1 else 'gaps'}"
-        free = (
-            f"{size(self.free_bytes)} free in {gaps}, the largest {size(self.largest_free_bytes)}"
-        )
-        return (
-            free if self.asked_bytes is None else f"{free}; {size(self.asked_bytes)} were asked for"
-        )
+        largest = f"the largest {size(self.largest_free_bytes)}"
+        asked = "" if self.asked_bytes is None else f"; {size(self.asked_bytes)} were requested"
+        return f"{size(self.free_bytes)} free in {gaps}, {largest}{asked}"
 
 
 def segment_map(case: SnapshotCase) -> SegmentMap | None:
@@ -72,7 +65,7 @@ def segment_map(case: SnapshotCase) -> SegmentMap | None:
 
 
 def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Cut what is reserved into blocks and gaps: what each is, and its size."""
+    """Cut the reserved memory into blocks and gaps: the category and the size of each."""
     alive = sorted(case.sorter.alive_at(case.held.position), key=lambda life: life.address)
     at = 0
     for low, high in segments:
@@ -81,7 +74,7 @@ def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator
             life = alive[at]
             at += 1
             if life.address < position:
-                continue  # what an edited file holds twice
+                continue  # an edited file may hold a block twice
             if life.address > position:
                 yield _FREE, life.address - position
             end = min(life.address + life.num_bytes, high)
@@ -92,7 +85,7 @@ def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator
 
 
 def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str]:
-    """Name for each cell of the picture what fills most of it."""
+    """Name the category that fills most of each cell of the picture."""
     inside: dict[str, float] = {}
     left = cell_bytes
     for name, num_bytes in pieces:

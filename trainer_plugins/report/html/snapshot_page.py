@@ -1,4 +1,4 @@
-"""Renders a memory snapshot of torch as a page: what held the memory, when, and what would help."""
+"""Renders a memory snapshot of torch as a page: what held the memory, when, and remedies."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +13,7 @@ from trainer_plugins.report.html.chart import (
     Lane,
     Sign,
     Table,
+    colour_of,
     columns_of,
     height_of,
     limited,
@@ -20,7 +21,6 @@ from trainer_plugins.report.html.chart import (
     stacked,
     stairs,
 )
-from trainer_plugins.report.html.colours import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.scales import WIDTH, Height, byte_ticks
 from trainer_plugins.report.html.segments import segment_map
@@ -39,13 +39,13 @@ _ORDER: tuple[Category, ...] = (
     "unknown",
     "waiting",
 )
-"""From the bottom of the picture to its top: what stays is below what comes and goes."""
+"""From the bottom of the picture to its top: permanent memory first."""
 
 _PASSES = (("forward", "c-first"), ("backward", "c-second"), ("optimizer", "c-third"))
 
 
 def snapshot_page(case: SnapshotCase, answer: Explanation) -> Page:
-    """Render what a snapshot shows, and what explains it."""
+    """Render the memory in a snapshot, and its explanation."""
     total = case.in_use_bytes
     return page(
         "snapshot.html.jinja",
@@ -77,7 +77,7 @@ def _verdict(case: SnapshotCase, cause: str) -> str:
 
 
 def history_chart(case: SnapshotCase) -> Chart | None:
-    """Draw what was in use after each event, by category; None if no event was recorded."""
+    """Draw the memory in use after each event, by category; None if no event was recorded."""
     num = len(case.card.events)
     if not num:
         return None
@@ -148,12 +148,12 @@ def _dot(case: SnapshotCase, at_percent: float, height: Height) -> Dot:
         at_percent=at_percent,
         y=y,
         text=size(case.in_use_bytes),
-        text_y=above - 8 if y - above < 24 else y - 10,  # not on the line of what is reserved
+        text_y=above - 8 if y - above < 24 else y - 10,  # not on the line of reserved memory
     )
 
 
 def _states(case: SnapshotCase, columns: int) -> tuple[list[int], list[list[int]]]:
-    """Return the last event of each column, and the categories when most was in use in it."""
+    """Return the last event of each column, and the categories at the column's peak."""
     num = len(case.card.events)
     ends = [num * (at + 1) // columns for at in range(columns)]
     changes: dict[int, list[tuple[int, int]]] = {}
@@ -189,9 +189,8 @@ def _numbers(num: int) -> tuple[tuple[float, str], ...]:
 
 
 def _passes(case: SnapshotCase, num: int) -> Iterator[Lane]:
-    """Show which pass it was; what is narrower than a column is left out."""
-    signs = []
-    shown = 0.0
+    """Show the passes of the run; those narrower than a column are left out."""
+    signs, shown = [], 0.0
     for first, last, which in case.sorter.passes:
         begin, end = percent_of(WIDTH * first / num), percent_of(WIDTH * (last + 1) / num)
         if end - shown < 100 / _COLUMNS:

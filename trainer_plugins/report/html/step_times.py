@@ -1,7 +1,8 @@
-"""Draws how long the steps of a rank took, and how much they came to in a second."""
+"""Draws how long the steps of a rank took, and how many tokens or rows they trained in a second."""
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from trainer_plugins.record.timeline import Entry
 from trainer_plugins.report.html.chart import Band, Chart, Table, stairs
@@ -13,8 +14,13 @@ from trainer_plugins.report.html.stretches import Pace, paces_of, stretches_of
 _PIXELS = 80
 _FEWEST = 3
 
-Line = tuple[str, str, Sequence[float]]
-"""The name and the colour of a line, and its value in each stretch of time."""
+
+class _Line(NamedTuple):
+    """Holds a line, and its value in each stretch of time."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
 
 
 def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
@@ -25,46 +31,40 @@ def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
     means = [each.busy_seconds / each.num_steps for each in found]
     usual = median(means)
     slowest = max(found, key=lambda each: each.slowest_seconds)
-    lines: list[Line] = [("mean", "c-pace", means)]
+    lines = [_Line("mean", "c-pace", means)]
     if any(each.num_steps > 1 for each in found):
-        lines.insert(0, ("slowest", "c-slow", [each.slowest_seconds for each in found]))
-    return _chart(
+        lines.insert(0, _Line("slowest", "c-slow", [each.slowest_seconds for each in found]))
+    height = Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS)
+    rows = [
+        (
+            seconds_text(each.ended_seconds),
+            str(each.num_steps),
+            seconds_text(mean),
+            seconds_text(each.slowest_seconds),
+        )
+        for each, mean in zip(found, means, strict=True)
+    ]
+    return Chart(
         name=f"pace-{rank}",
-        title=f"A step took {seconds_text(usual)}, and {seconds_text(slowest.slowest_seconds)} at"
-        f" most, in step {slowest.slowest_step}",
+        title=f"A step took {seconds_text(usual)}, and at most"
+        f" {seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}",
         description="Seconds of a step over the time of the run. The table below has all figures.",
+        pixels=_PIXELS,
         unit="s",
-        height=Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS),
-        drawn=(found, lines),
-        table=Table(
-            head=("until", "steps", "mean", "slowest"),
-            rows=tuple(
-                (
-                    seconds_text(each.ended_seconds),
-                    str(each.num_steps),
-                    seconds_text(each.busy_seconds / each.num_steps),
-                    seconds_text(each.slowest_seconds),
-                )
-                for each in found
-            ),
-        ),
-        over=(entries, span),
+        ticks=number_ticks(height),
+        bands=_bands(found, lines, height, span),
+        times=times_under(span, stretches_of(entries, span.began_seconds)),
+        table=Table(head=("until", "steps", "mean", "slowest"), rows=tuple(rows)),
     )
 
 
 def rate_chart(
     rank: int, entries: Sequence[Entry], span: Span, num_rows_a_step: int
 ) -> Chart | None:
-    """Draw the tokens of all ranks in a second of training, or the rows if nobody counted tokens.
+    """Draw the tokens that all ranks train in a second, or the rows if tokens were not counted.
 
-    It is None if neither is known, or fewer than three steps were read. What evaluations and saves
-    took is left out.
-
-    Args:
-        rank: the rank whose time is taken.
-        entries: its timeline.
-        span: the time that is drawn.
-        num_rows_a_step: rows of a step on all ranks, by the arguments; 0 if unknown.
+    None if neither is known, or fewer than three steps were read. The time of evaluations and saves
+    does not count. `num_rows_a_step` are the rows of a step on all ranks; 0 if unknown.
     """
     found = paces_of(entries, span.began_seconds)
     has_tokens = any(each.num_tokens for each in found)
@@ -75,67 +75,43 @@ def rate_chart(
     rates = [num / each.busy_seconds for num, each in zip(counts, found, strict=True)]
     mean = sum(counts) / sum(each.busy_seconds for each in found)
     by = "as the Trainer counts them" if has_tokens else f"{num_rows_a_step:,} of each step"
-    return _chart(
+    height = Height(1.3 * min(max(rates), 4 * median(rates)), _PIXELS)
+    rows = [
+        (seconds_text(each.ended_seconds), str(each.num_steps), f"{num:,}", _number(rate))
+        for each, num, rate in zip(found, counts, rates, strict=True)
+    ]
+    return Chart(
         name=f"rate-{rank}",
         title=f"{_number(mean)} {what} a second on all ranks, {by}",
         description=f"{what.capitalize()} in a second of training over the time of the run. The"
         " table below has all figures.",
+        pixels=_PIXELS,
         unit="/s",
-        height=Height(1.3 * min(max(rates), 4 * median(rates)), _PIXELS),
-        drawn=(found, [(f"{what} a second", "c-pace", rates)]),
-        table=Table(
-            head=("until", "steps", what, "a second"),
-            rows=tuple(
-                (
-                    seconds_text(each.ended_seconds),
-                    str(each.num_steps),
-                    f"{num:,}",
-                    _number(rate),
-                )
-                for each, num, rate in zip(found, counts, rates, strict=True)
-            ),
-        ),
-        over=(entries, span),
+        ticks=number_ticks(height),
+        bands=_bands(found, [_Line(f"{what} a second", "c-pace", rates)], height, span),
+        times=times_under(span, stretches_of(entries, span.began_seconds)),
+        table=Table(head=("until", "steps", what, "a second"), rows=tuple(rows)),
     )
 
 
-def _chart(
-    *,
-    name: str,
-    title: str,
-    description: str,
-    unit: str,
-    height: Height,
-    drawn: tuple[Sequence[Pace], Sequence[Line]],
-    table: Table,
-    over: tuple[Sequence[Entry], Span],
-) -> Chart:
+def _bands(
+    found: Sequence[Pace], lines: Sequence[_Line], height: Height, span: Span
+) -> tuple[Band, ...]:
     """Draw lines over time, with gaps where the run did something else: an evaluation, a save."""
-    (found, lines), (entries, span) = drawn, over
     edges = [0.0]
     values: list[list[float | None]] = [[] for _ in lines]
     for number, each in enumerate(found):
         begin, end = span.place(each.began_seconds), span.place(each.ended_seconds)
         if begin > edges[-1]:
             edges.append(begin)
-            for line in values:
-                line.append(None)
+            for drawn in values:
+                drawn.append(None)
         edges.append(end)
-        for line, (_, _, levels) in zip(values, lines, strict=True):
-            line.append(levels[number])
-    return Chart(
-        name=name,
-        title=title,
-        description=description,
-        pixels=_PIXELS,
-        unit=unit,
-        ticks=number_ticks(height),
-        bands=tuple(
-            Band(name=each, colour=colour, path=stairs(edges, line, height), is_line=True)
-            for (each, colour, _), line in zip(lines, values, strict=True)
-        ),
-        times=times_under(span, stretches_of(entries, span.began_seconds)),
-        table=table,
+        for drawn, line in zip(values, lines, strict=True):
+            drawn.append(line.values[number])
+    return tuple(
+        Band(name=line.name, colour=line.colour, path=stairs(edges, drawn, height), is_line=True)
+        for line, drawn in zip(lines, values, strict=True)
     )
 
 

@@ -1,7 +1,7 @@
-"""Stretches: the readings of a rank, as few as a picture can show, and no peak is lost."""
+"""Joins the readings of a rank to as few stretches as a picture can show, and loses no peak."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from trainer_plugins.record.timeline import Entry, Sample
 
@@ -13,34 +13,24 @@ MOST = 240
 class Stretch:
     """Holds the highest figures of one reading, or of neighbours; sizes in bytes.
 
-    A reading is of all that happened since the one before, so it stands for that time.
+    A reading covers everything since the one before.
     """
 
     began_seconds: float
-    ended_seconds: float
-    """Since the beginning of the picture."""
-
+    ended_seconds: float  # since the beginning of the picture
     first_step: int
     last_step: int
     moments: tuple[str, ...]
-    outside_bytes: int
-    """Memory outside torch; what follows is counted on top of it, as the card is filled."""
-
-    kept_bytes: int
-    """With the tensors that were alive when it was read."""
-
-    peak_bytes: int
-    """With the most that tensors took at once."""
-
-    used_bytes: int
-    """With the cache."""
-
+    outside_bytes: int  # memory outside torch; the next three include it
+    kept_bytes: int  # with the tensors that were alive when it was read
+    peak_bytes: int  # with the most that tensors took at once
+    used_bytes: int  # with the cache
     peak_allocated_bytes: int
     reserved_bytes: int
 
     @property
     def steps(self) -> str:
-        """Say of which optimizer steps it is."""
+        """Name its optimizer steps."""
         one, other = self.first_step, self.last_step
         return f"step {one}" if one == other else f"steps {one} to {other}"
 
@@ -48,7 +38,7 @@ class Stretch:
 def stretches_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Stretch]:
     """Join the readings of one rank to no more than `most` stretches.
 
-    Each is at least so long that it can be seen, and has the highest of each figure.
+    Each is long enough to be seen, and has the highest of each figure.
     """
     alone = [*_alone(entries, began_seconds)]
     if not alone:
@@ -91,20 +81,13 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Stretch]:
 
 
 def _joined(some: Sequence[Stretch]) -> Stretch:
-    if len(some) == 1:
-        return some[0]
-    return Stretch(
-        began_seconds=some[0].began_seconds,
+    sizes = [each.name for each in fields(Stretch) if each.name.endswith("_bytes")]
+    return replace(
+        some[0],
         ended_seconds=some[-1].ended_seconds,
-        first_step=some[0].first_step,
         last_step=some[-1].last_step,
         moments=tuple(dict.fromkeys(moment for each in some for moment in each.moments)),
-        outside_bytes=max(each.outside_bytes for each in some),
-        kept_bytes=max(each.kept_bytes for each in some),
-        peak_bytes=max(each.peak_bytes for each in some),
-        used_bytes=max(each.used_bytes for each in some),
-        peak_allocated_bytes=max(each.peak_allocated_bytes for each in some),
-        reserved_bytes=max(each.reserved_bytes for each in some),
+        **{name: max(getattr(each, name) for each in some) for name in sizes},
     )
 
 
@@ -115,20 +98,17 @@ class Pace:
     began_seconds: float
     ended_seconds: float
     num_steps: int
-    busy_seconds: float
-    """The time of these steps, without evaluations and saves between them."""
-
+    busy_seconds: float  # the time of these steps, without evaluations and saves between them
     slowest_seconds: float
     slowest_step: int
-    num_tokens: int
-    """Tokens of these steps on all ranks; 0 if they were not counted."""
+    num_tokens: int  # tokens of these steps on all ranks; 0 if they were not counted
 
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
     """Measure the steps of one rank between its readings, joined as stretches are.
 
-    A step lasts from the reading before it until its own: what an evaluation or a save took lies
-    before that. The first step of a run has no such beginning if nothing was read when it began.
+    A step lasts from the reading before it to its own, so the time of an evaluation or a save does
+    not count. The first step of a run is unknown if nothing was read when the run began.
     """
     alone = [*_paces(entries, began_seconds)]
     shortest = alone[-1].ended_seconds / most if alone else 0.0
@@ -139,8 +119,8 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
             joined.append(each)
             continue
         slower = max(last, each, key=lambda pace: pace.slowest_seconds)
-        joined[-1] = Pace(
-            began_seconds=last.began_seconds,
+        joined[-1] = replace(
+            last,
             ended_seconds=each.ended_seconds,
             num_steps=last.num_steps + each.num_steps,
             busy_seconds=last.busy_seconds + each.busy_seconds,

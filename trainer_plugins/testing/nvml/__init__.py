@@ -63,9 +63,7 @@ class ScriptedNvml:
     `skip`, `times` and growth separately, from the moment it reads the script.
     """
 
-    folder: Path
-    """The folder of the script file, one for each driver, such as a pytest `tmp_path`."""
-
+    folder: Path  # the folder of the script file, one for each driver, such as a pytest `tmp_path`
     records: tuple[str, ...] = ()
 
     def driver(

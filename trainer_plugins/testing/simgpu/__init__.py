@@ -29,7 +29,8 @@ It differs from a CUDA card:
 Importing this module does nothing. Enabling affects the process and cannot be undone; it sets
 `ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
 changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; the result
-is kept in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`).
+is kept in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`). Before that, everything else
+here raises RuntimeError.
 """
 
 import atexit
@@ -121,22 +122,13 @@ def is_enabled() -> bool:
 
 
 def set_capacity(capacity_bytes: int) -> None:
-    """Change the capacity of the card, in bytes. What is reserved stays reserved, even above it.
-
-    Raises:
-        ValueError: it is below 2 MiB.
-        RuntimeError: simgpu is not enabled.
-    """
+    """Change the capacity of the card, at least 2 MiB. What is reserved stays, even above it."""
     _check_capacity(capacity_bytes)
     card().capacity_bytes = capacity_bytes
 
 
 def card() -> SimCard:
-    """Return the card of this process, to see who holds what and to script other processes.
-
-    Raises:
-        RuntimeError: simgpu is not enabled.
-    """
+    """Return the card of this process, to see who holds what and to script other processes."""
     return _require_enabled().card
 
 
@@ -145,10 +137,6 @@ def fail_at(n: int) -> None:
 
     As in a real failure, the cache is released and a retry counted first; the message says that
     nothing is free.
-
-    Raises:
-        ValueError: n is below 1.
-        RuntimeError: simgpu is not enabled.
     """
     if n < 1:
         raise ValueError(f"allocations are counted from 1, got {n}")
@@ -160,19 +148,12 @@ def place_next_segment(address: int) -> None:
 
     The addresses decide which of two free blocks of one size is taken, so a trace of a real card
     can only be repeated at its addresses. If the address is in use, that allocation fails.
-
-    Raises:
-        RuntimeError: simgpu is not enabled.
     """
     _require_enabled().library.simgpu_place_next(address)
 
 
 def allocations() -> int:
-    """Return the number of allocations since simgpu was enabled, the range of a `fail_at` sweep.
-
-    Raises:
-        RuntimeError: simgpu is not enabled.
-    """
+    """Return the number of allocations since simgpu was enabled, the range of a `fail_at` sweep."""
     return int(_require_enabled().library.simgpu_num_allocations())
 
 

@@ -30,10 +30,7 @@ class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_a
 
 
 def unavailable_reason() -> str | None:
-    """Say why simgpu cannot run here; None if it can.
-
-    It imports torch, and builds simgpu if necessary, which takes about ten seconds.
-    """
+    """Say why simgpu cannot run here; None if it can. This builds it if necessary."""
     try:
         built_library()
     except SimgpuUnavailable as error:
@@ -43,11 +40,7 @@ def unavailable_reason() -> str | None:
 
 @functools.cache
 def built_library() -> Path:
-    """Return the shared library for this torch, built unless it is in the cache.
-
-    Raises:
-        SimgpuUnavailable: no torch, no C++ compiler, or the build failed.
-    """
+    """Return the library for this torch, built unless cached, or raise SimgpuUnavailable."""
     try:
         import torch
     except ImportError as error:
@@ -74,11 +67,7 @@ def built_library() -> Path:
 
 
 def load() -> ctypes.CDLL:
-    """Load the library into this process, which registers its kernels with torch.
-
-    Raises:
-        SimgpuUnavailable: it cannot be built or loaded.
-    """
+    """Load the library, which registers its kernels with torch, or raise SimgpuUnavailable."""
     path = built_library()
     try:
         library = ctypes.CDLL(str(path))

@@ -42,13 +42,7 @@ _NO_LIMIT = 2**64 - 1
 def make_module(
     current_card: Callable[[], SimCard], num_indices: int, limit: Callable[[int], None]
 ) -> types.ModuleType:
-    """Build the module.
-
-    Args:
-        current_card: returns the card.
-        num_indices: the number of devices.
-        limit: sets how many bytes the allocator may reserve.
-    """
+    """Build the module; `limit` sets how many bytes the allocator may reserve."""
     module = types.ModuleType(
         "torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu."
     )

@@ -26,8 +26,7 @@ class _Program(NamedTuple):
 
     words: str
     door: Door
-    usual_share: float
-    """What it takes by default."""
+    usual_share: float  # what it takes by default
 
 
 _PROGRAMS = (

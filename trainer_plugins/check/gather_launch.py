@@ -1,0 +1,130 @@
+"""Gathers the facts of a run that a command line describes. Without a model it imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainer_plugins.check.facts import DataFacts, Facts, ModelFacts, RunSettings, folder_of
+from trainer_plugins.check.gather_here import folder_trouble, gather_here
+from trainer_plugins.check.machine import cards_in_use
+from trainer_plugins.check.shape import predicts_tokens, shape_of
+from trainer_plugins.launch.argument_names import unknown_argument
+from trainer_plugins.launch.lint import read_document, training_arguments
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare.switches import with_base_streamed
+from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
+from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.predict import predict_one
+from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, PlanRequest
+from trainer_plugins.units import MIB
+
+
+def gather_launch(
+    environ: Mapping[str, str],
+    model: str | None,
+    details: ConfigInputs,
+    inputs: RunInputs,
+    timeout_seconds: float,
+) -> Facts:
+    """Look at this machine, and gather what a command line names.
+
+    `model` is a config.json, its folder, or a name on the hub; None checks only the machine. The
+    `training_args` of `details` are flags.
+
+    Raises:
+        ConfigError: the launch file or the flags cannot be read.
+        PlanError: an input of the plan is wrong.
+    """
+    assert isinstance(details.training_args, Sequence)
+    values = training_arguments(details.training_args)
+    # With a model, the plan reads them, and knows TRL's too.
+    if model is None and details.trainer is None and (why := unknown_argument(values)):
+        raise PlanError(why)
+    file = details.accelerate_config or values.get("deepspeed")
+    document = read_document(Path(file)) if isinstance(file, (str, Path)) else None
+    facts = _with_card(gather_here(environ, document), inputs.gpu)
+    if not values and model is None:
+        return facts
+    folder = folder_of(values)
+    run = RunSettings(
+        values=values,
+        has_metrics=details.has_metrics,
+        local_ranks=inputs.num_gpus or 1,
+        folder_trouble=folder_trouble(folder) if "output_dir" in values else "",
+    )
+    if model is None:
+        return replace(facts, run=run)
+    length = details.seq_length or DEFAULT_SEQUENCE_LENGTH
+    target = details.target_length or length
+    data = DataFacts(
+        lengths=(length,),
+        longest_target=target,
+        longest_evaluation=target,
+        num_evaluation_rows=details.num_evaluation_batches
+        * run.number("per_device_eval_batch_size", 8),
+    )
+    seen = _model(read_config(model, details.from_hub), run)
+    facts = replace(facts, run=run, model=seen, data=data)
+    return _with_plan(facts, model, details, inputs, timeout_seconds)
+
+
+def _with_card(facts: Facts, gpu: str | None) -> Facts:
+    """Add the size of the named card, or else of the fullest card that the run will see."""
+    if gpu is not None:
+        card = card_of(gpu)
+        return replace(
+            facts,
+            device_bytes=card.capacity_bytes,
+            device_free_bytes=card.capacity_bytes,
+            # A size alone tells no kind.
+            capability=None if gpu.strip()[:1].isdigit() else card.capability,
+        )
+    seen = [
+        (card.reading.free_bytes, card.reading.total_bytes, card.capability)
+        for card in cards_in_use(facts)
+        if card.reading is not None
+    ]
+    if not seen:
+        return facts
+    free_bytes, total_bytes, capability = min(seen, key=lambda each: each[0])
+    return replace(
+        facts, device_bytes=total_bytes, device_free_bytes=free_bytes, capability=capability
+    )
+
+
+def _with_plan(
+    facts: Facts,
+    model: str,
+    details: ConfigInputs,
+    inputs: RunInputs,
+    timeout_seconds: float,
+) -> Facts:
+    """Add a plan, and if it does not fit, one with its frozen base streamed."""
+    if inputs.gpu is None and facts.device_bytes is not None:
+        inputs = replace(inputs, gpu=f"{facts.device_bytes // MIB}MiB")
+    try:
+        request = request_of(model, details, inputs)
+        plan = predict_one(request, timeout_seconds)
+    except NotPredicted as error:
+        return replace(facts, no_plan=str(error))
+    streamed = _streamed(request, timeout_seconds) if plan.fits_card is False else None
+    return replace(facts, plan=plan, streamed_plan=streamed)
+
+
+def _streamed(request: PlanRequest, timeout_seconds: float) -> MemoryPlan | None:
+    try:
+        return predict_one(with_base_streamed(request), timeout_seconds)
+    except PlanError:
+        return None
+
+
+def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    return ModelFacts(
+        name=name,
+        shape=shape_of(config),
+        predicts_tokens=predicts_tokens(name) or not name,
+        makes_no_logits=run.flag("use_liger_kernel"),
+        attention=str(config.get("_attn_implementation") or "sdpa"),  # transformers' default
+    )

@@ -1,0 +1,91 @@
+"""Turn the options of `trainer-plugins plan` into what the planner takes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
+from trainer_plugins.cli.plan_options import AdapterOptions, RunOptions
+from trainer_plugins.planner.inputs import ConfigInputs, RunInputs
+from trainer_plugins.planner.plan import PlanError
+
+_LARGEST_LORA_RANK = 1 << 20
+
+
+def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, RunInputs]:
+    """Return the planner's inputs; `flags` are those of TrainingArguments.
+
+    Raises:
+        PlanError: two options contradict each other, or one is out of range.
+    """
+    model, data, adapter, machine = options.model, options.data, options.adapter, options.machine
+    quantisation = {name: value for name, value in asdict(options.quantisation).items() if value}
+    details = ConfigInputs(
+        training_args=(*flags, *_vllm_flags(model.trainer, machine.vllm_utilization)),
+        num_labels=model.num_labels,
+        images_per_row=data.images_per_row,
+        image_size=data.image_size,
+        sound_seconds=data.sound_seconds,
+        trainer=model.trainer,
+        seq_length=data.seq_length,
+        target_length=data.target_length,
+        dtype=model.dtype,
+        peft_config=_adapter(adapter),
+        accelerate_config=machine.accelerate_config,
+        num_evaluation_batches=data.eval_batches,
+        has_metrics=data.metrics,
+        quantization_config=quantisation or None,
+        prepare_kbit=adapter.prepare_kbit,
+        resident_layers=adapter.stream_base,
+        streams_embeddings=adapter.stream_embeddings,
+        from_hub=model.from_hub,
+    )
+    run = RunInputs(
+        gpu=machine.gpu,
+        calibration=machine.calibration,
+        num_gpus=machine.num_gpus,
+        has_padding=data.padding,
+        host_memory=machine.host_memory,
+        pinned_memory=machine.pinned_memory,
+    )
+    return details, run
+
+
+def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
+    """Return the flags of TRL's config for a vLLM on the training card."""
+    if share is None:
+        return ()
+    if trainer not in ("grpo", "rloo", "gmpo"):
+        raise PlanError("--vllm-utilization is for --trainer grpo, rloo or gmpo")
+    if not 0 < share < 1:
+        raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
+    utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
+    return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
+
+
+def _adapter(options: AdapterOptions) -> dict[str, object] | None:
+    """Return the fields of the adapter's config; None if no adapter is trained."""
+    rank, target = options.lora_r, options.lora_target
+    if options.peft_config is not None:
+        if rank is not None:
+            raise PlanError("--lora-r and --peft-config both say which adapter to train: give one")
+        return _read_adapter(options.peft_config)
+    if rank is None:
+        return None
+    if not 1 <= rank <= _LARGEST_LORA_RANK:
+        raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_LORA_RANK:,}, got {rank:,}")
+    modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
+    return {"peft_type": "LORA", "r": rank, "target_modules": modules}
+
+
+def _read_adapter(file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"--peft-config: {file} holds no mapping")
+    return content

@@ -1,0 +1,166 @@
+"""Counts the main memory that a launch file needs, and judges it by what the machine has.
+
+All parameters are trained with AdamW, and weights are loaded with 16 bits.
+tests/launch/host_memory.toml compares it with the planner, which runs the code that is named here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer_plugins.allocator.pinned import block_bytes
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.launch.lint.document import Document
+from trainer_plugins.launch.main_memory import HostLimits, HostNeed
+from trainer_plugins.units import GIB, size
+
+_NEARLY = 0.8
+_HALF, _FULL = 2.0, 4.0  # bytes of a number with 16 bits, and with 32
+_SUB_GROUP = 1_000_000_000  # deepspeed/runtime/zero/config.py, sub_group_size
+_ROUNDED = 1.3
+"""The size of pinned blocks relative to their tensors, for the weights of a model one by one. It is
+1.1 to 1.33 in the models of host_memory.toml: it depends on the width of their layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Holds tensors of one rank."""
+
+    num_bytes: float
+    pinned_bytes: float = 0.0  # their size if they are pinned, else 0
+
+
+def memory_findings(
+    document: Document, num_params: float | None, num_ranks: int | None, host: HostLimits
+) -> Iterator[Finding]:
+    """Judge the main memory of a machine by the parameters and the ranks of a launch."""
+    if num_params is None or (document.accelerate is None and document.deepspeed is None):
+        return
+    need = host_need(document, num_params, num_ranks or _ranks_of(document))
+    shortage = host.shortage(need)
+    is_near = host.total_bytes is not None and need.total_bytes > _NEARLY * host.total_bytes
+    if shortage is None and not is_near:
+        return
+    parts = [f"{need.tensor_bytes / num_params:.1f} B for each of {num_params:.3g} parameters"]
+    if need.pinned_bytes:
+        parts.append(f"{size(need.pinned_bytes)} of it pinned")
+    if need.save_bytes:
+        parts.append(f"{size(need.save_bytes)} that a save gathers")
+    parts.append(f"and {size(need.process_bytes)} for Python and its libraries")
+    ranks = f"{need.num_ranks} rank{'s' if need.num_ranks > 1 else ''} on a machine"
+    nearly = f"it needs {size(need.total_bytes)} of the {size(host.total_bytes or 0)} of a machine"
+    yield Finding(
+        code="config-host-memory",
+        severity=Severity.WARNING if shortage is None else Severity.ERROR,
+        summary=shortage or nearly,
+        evidence=f"{', '.join(parts)}, with {ranks}",
+        remedy="Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); "
+        "set pin_memory to false, since pinned tensors take powers of two; put the optimizer on "
+        "NVMe (zero3_offload_nvme); or train adapters",
+        amount=need.total_bytes / GIB,
+    )
+
+
+def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed:
+    """Count what the ranks of one machine need; `num_ranks` are those on all machines."""
+    machines = document.in_accelerate("num_machines")
+    num_local = max(1, num_ranks // machines) if isinstance(machines, int) else num_ranks
+    share = num_params / num_ranks
+    if document.in_accelerate("distributed_type") == "FSDP":
+        start, parts = _fsdp(document, num_params, share)
+    elif document.zero_stage == 3:
+        start, parts = _defragmented(document, share), [*_zero_3(document, share)]
+    else:
+        # each rank loads the whole model, and moves it to its card
+        start, parts = num_params * _HALF, [*_zero_2(document, share)]
+    pinned = sum(each.pinned_bytes for each in parts)
+    steady = pinned + sum(each.num_bytes for each in parts if not each.pinned_bytes)
+    return HostNeed(
+        tensor_bytes=int(num_local * max(start, steady)),
+        pinned_bytes=int(num_local * pinned),
+        num_ranks=num_local,
+        save_bytes=int(_gathered_on_save(document, num_params)),
+    )
+
+
+def _ranks_of(document: Document) -> int:
+    """Return the ranks in a file; 1 if it leaves that to the launch."""
+    ranks = document.in_accelerate("num_processes")
+    return ranks if isinstance(ranks, int) and ranks > 0 else 1
+
+
+def _gathered_on_save(document: Document, num_params: float) -> float:
+    """Return what the first rank gathers when ZeRO-3 saves one file with 16-bit weights.
+
+    deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`.
+    """
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    gathers = document.zero_stage == 3 and document.in_deepspeed(key) is True
+    return num_params * _HALF if gathers else 0.0
+
+
+def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, list[_Part]]:
+    """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays.
+
+    accelerate/utils/fsdp_utils.py, fsdp2_prepare_model: it upcasts, then takes a state dict, which
+    lives until the parts of all ranks are made. FSDP1 upcasts parts.
+    """
+    is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
+    start = num_params * (_FULL if is_second else _HALF)
+    if "fsdp" not in document.offload_devices:
+        return start, []
+    weights = gradients = _Part(share * _FULL, share * _FULL * _ROUNDED)
+    states = _Part(2 * share * _FULL)
+    return start + share * _FULL + weights.pinned_bytes, [weights, gradients, states]
+
+
+def _defragmented(document: Document, share: float) -> float:
+    """Return what passes through main memory while weights on the card are joined to one buffer.
+
+    deepspeed/runtime/zero/utils.py, defragment.
+    """
+    return 0.0 if "param" in document.offload_devices else share * _HALF
+
+
+def _zero_3(document: Document, share: float) -> Iterator[_Part]:
+    """Count what stage 3 keeps of a rank's share.
+
+    deepspeed/runtime/zero/stage3.py: `_create_param_groups_fp16_flat_cpu_memory`,
+    `_create_fp32_partitions`, `initialize_optimizer_states`, `_setup_for_real_optimizer`.
+    """
+    zero, offloads = "zero_optimization", document.offload_devices
+    has_bf16_master = document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True
+    has_bf16_states = document.in_deepspeed("bf16.bf16_optimizer_states") is True
+    master = _HALF if has_bf16_master else _FULL
+    state = _HALF if has_bf16_states else _FULL
+    is_pinned = document.in_deepspeed(f"{zero}.offload_optimizer.pin_memory") is not False
+    if "optimizer" in offloads:
+        yield _part(share * _HALF, is_pinned)  # gradients
+    if offloads.get("optimizer") == "cpu":
+        yield _Part(share * (master + 2 * state))
+        group = document.in_deepspeed(f"{zero}.sub_group_size")
+        group = group if isinstance(group, (int, float)) and group > 0 else _SUB_GROUP
+        for _ in range(int(share // group)):  # gradients for the optimizer, group by group
+            yield _part(group * master, is_pinned)
+        yield _part(share % group * master, is_pinned)
+    if offloads.get("param") == "cpu":
+        yield _part(share * _HALF, is_pinned=True)
+        if document.in_deepspeed(f"{zero}.offload_param.pin_memory") is not False:
+            # partition_parameters.py, _partition_param, before they are moved to the flat buffer
+            yield _Part(share * _HALF, share * _HALF * _ROUNDED)
+
+
+def _zero_2(document: Document, share: float) -> Iterator[_Part]:
+    """Count what an offload of stage 1 or 2 keeps of a rank's share.
+
+    deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`.
+    """
+    if document.offload_devices.get("optimizer") != "cpu":
+        return
+    pins = document.in_deepspeed("zero_optimization.offload_optimizer.pin_memory") is not False
+    for width in (_FULL, _HALF, _FULL):  # weights, their copy with 16 bits, gradients
+        yield _part(share * width, pins)
+    yield _Part(2 * share * _FULL)
+
+
+def _part(num_bytes: float, is_pinned: bool) -> _Part:
+    return _Part(num_bytes, float(block_bytes(int(num_bytes))) if is_pinned else 0.0)
