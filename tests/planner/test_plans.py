@@ -253,7 +253,10 @@ def test_padding_makes_masks(outcomes):
             "flag",
             "neither plan nor TrainingArguments has an option --gradient_checkpoint: is it --gradient_checkpointing?",
         ),
-        ("flag of another program", "has an option --batch_size: is it --per-device-train-batch-size?"),
+        (
+            "flag of another program",
+            "has an option --batch_size: is it --per-device-train-batch-size?",
+        ),
         ("contradiction", "At most one of fp16 and bf16 can be True"),
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
         (
