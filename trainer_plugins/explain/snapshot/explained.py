@@ -18,8 +18,8 @@ from trainer_plugins.printable import printable
 from trainer_plugins.units import percent, size
 
 _MOST_LINES = 8
+# Causes whose remedies change what is computed, which no replay of a trace can show.
 _NOT_REPLAYED = ("eval-logits", "generate-cache")
-"""Causes whose remedies change what is computed, which no replay of a trace can show."""
 
 
 def explain_snapshot(path: Path) -> Explanation:
@@ -34,26 +34,18 @@ def explain_snapshot(path: Path) -> Explanation:
 
 
 def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
-    """Return what `explain_snapshot` says, with the case that it is about.
-
-    Raises:
-        NotReadableError: the file is not a snapshot, is damaged, or would run code.
-    """
+    """Return what `explain_snapshot` says, with the case that it is about."""
     with no_collection():
         case = case_of(path)
-        return case, _explanation(case, path)
-
-
-def _explanation(case: SnapshotCase, path: Path) -> Explanation:
-    tries = tried(case)
-    causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
-    return Explanation(
-        subject=printable(path),
-        causes=causes,
-        remedies=tuple(_ordered(tries.remedies, causes)),
-        facts=tuple(_facts(case)),
-        unknown=tuple(_unknown(case, tries)),
-    )
+        tries = tried(case)
+        causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
+        return case, Explanation(
+            subject=printable(path),
+            causes=causes,
+            remedies=tuple(_ordered(tries.remedies, causes)),
+            facts=tuple(_facts(case)),
+            unknown=tuple(_unknown(case, tries)),
+        )
 
 
 def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
@@ -68,21 +60,8 @@ def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Re
 
 def _facts(case: SnapshotCase) -> Iterator[str]:
     unused = size(case.unused_bytes)
-    yield _ending(case)
-    if case.oom is not None:
-        if case.oom_stack:
-            lines = lines_of(case.snapshot.stacks[case.oom_stack])
-            yield "The request that failed came from " + ", called from ".join(lines)
-        yield (
-            f"At the OOM {in_bytes(case.held.allocated_bytes)} were allocated of"
-            f" {size(case.reserved_bytes)} reserved"
-        )
-    else:
-        yield (
-            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
-            f" {len(case.card.events):,} events"
-        )
-    total = max(sum(case.held.categories.values()), 1)
+    yield from _ending(case)
+    total = max(case.in_use_bytes, 1)
     for category, num_bytes in case.held.categories.items():
         yield f"{percent(num_bytes / total)} {WORDS[category]}: {in_bytes(num_bytes)}"
     for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
@@ -104,19 +83,29 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
         yield f"The file has other cards, which are not counted here; at its end they held: {held}"
 
 
-def _ending(case: SnapshotCase) -> str:
+def _ending(case: SnapshotCase) -> Iterator[str]:
+    allocated = in_bytes(case.held.allocated_bytes)
     if case.oom is None:
-        category, most = next(iter(case.held.categories.items()), ("unknown", 0))
-        return (
-            f"{in_bytes(case.held.allocated_bytes)} were allocated at the peak of card"
+        category, most = case.largest_category
+        yield (
+            f"{allocated} were allocated at the peak of card"
             f" {case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
         )
+        yield (
+            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
+            f" {len(case.card.events):,} events"
+        )
+        return
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
     how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
-    return (
+    yield (
         f"{how}{more}. Card {case.card.index}: {size(case.oom.num_bytes)} were asked for,"
         f" {size(case.oom.left_bytes)} were left, and the process held {size(case.reserved_bytes)}"
     )
+    if case.oom_stack:
+        lines = lines_of(case.snapshot.stacks[case.oom_stack])
+        yield "The request that failed came from " + ", called from ".join(lines)
+    yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
 
 
 def _checks(case: SnapshotCase) -> Iterator[str]:

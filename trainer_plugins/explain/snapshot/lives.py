@@ -3,16 +3,17 @@
 Sizes are those of blocks: what the allocator gave, which is at least what was asked for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace, known_from, trace_of
 
-BEFORE = -1
-"""The birth of a block that was there before the first event."""
+BEFORE = -1  # the birth of a block that was there before the first event
 
 
 @dataclass(slots=True)
@@ -40,23 +41,6 @@ class Repeated:
     block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
-class _MeasuredCard(ModelCard):
-    """Notes the size of each block that is allocated once the trace runs."""
-
-    def __init__(self, trace: Trace, rules: AllocatorRules) -> None:
-        super().__init__(trace, rules=rules)
-        self.block_bytes: list[int] = []
-
-    def start(self, capacity_bytes: int | None) -> None:
-        super().start(capacity_bytes)
-        self.block_bytes.clear()
-
-    def malloc(self, num_bytes: int, stream: int) -> int:
-        address = super().malloc(num_bytes, stream)
-        self.block_bytes.append(self.block_bytes_at(address))
-        return address
-
-
 def repeat(card: Card, snapshot: Snapshot) -> Repeated:
     """Repeat the events of a card.
 
@@ -64,25 +48,21 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
         NotModelledError: it holds what the allocator's model does not have.
     """
     trace = trace_of(card, snapshot.name)
-    rules = _rules_of(snapshot.settings, trace)
-    measured = _MeasuredCard(trace, rules)
-    try:
-        outcome = replay(trace, measured)
-    # Addresses that no allocator gave, which only an edited file holds.
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, NotModelledError):
-            raise
-        raise NotModelledError("its events contradict each other") from None
-    if len(measured.block_bytes) != sum(event.action == "alloc" for event in trace.events):
-        raise NotModelledError(outcome.first_difference or "its events contradict each other")
-    return Repeated(trace, rules, outcome, tuple(measured.block_bytes))
-
-
-def _rules_of(settings: Mapping[str, object], trace: Trace) -> AllocatorRules:
-    """Read the settings that a snapshot names, as `_dump_snapshot` of torch 2.13 writes them."""
     rules = AllocatorRules(expandable_segments=trace.expandable)
-    split = settings.get("max_split_size")  # -1 is no limit
-    return replace(rules, max_split_bytes=split) if isinstance(split, int) and split > 0 else rules
+    split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
+    if isinstance(split, int) and split > 0:
+        rules = replace(rules, max_split_bytes=split)
+    model = ModelCard(trace, rules=rules)
+    try:
+        outcome = replay(trace, model)
+    except NotModelledError:
+        raise
+    # Addresses that no allocator gave, which only an edited file holds.
+    except (KeyError, ValueError, IndexError, AttributeError):
+        raise NotModelledError("its events contradict each other") from None
+    if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
+        raise NotModelledError(outcome.first_difference or "its events contradict each other")
+    return Repeated(trace, rules, outcome, tuple(model.block_bytes))
 
 
 def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
@@ -94,7 +74,7 @@ def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
         if block.is_active
     }
     round_size = AllocatorModel().round_size
-    sizes: Iterator[int] | None = iter(repeated.block_bytes) if repeated is not None else None
+    sizes = iter(repeated.block_bytes) if repeated is not None else None
     at_start = _at_start(repeated.trace) if repeated is not None else {}
     first = known_from(card)
     lives: list[Life] = []
@@ -125,17 +105,14 @@ def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
 
 def peak_of(card: Card, lives: Sequence[Life]) -> int:
     """Return the event after which most bytes are in use; the last one if nothing is recorded."""
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for life in lives:
-        changes[life.birth] = changes.get(life.birth, 0) + life.num_bytes
+        changes[life.birth] += life.num_bytes
         if life.death is not None:
-            changes[life.death] = changes.get(life.death, 0) - life.num_bytes
-    highest, peak, held = -1, len(card.events) - 1, 0
-    for position in sorted(changes):
-        held += changes[position]
-        if held >= highest:
-            highest, peak = held, position
-    return peak
+            changes[life.death] -= life.num_bytes
+    positions = sorted(changes)
+    held = accumulate(changes[position] for position in positions)
+    return max(zip(held, positions, strict=True), default=(0, len(card.events) - 1))[1]
 
 
 def _at_start(trace: Trace) -> Mapping[int, int]:

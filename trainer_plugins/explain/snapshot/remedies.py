@@ -7,7 +7,7 @@ replay cannot tell a remedy from luck, and none is named.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer_plugins import advice
@@ -59,9 +59,7 @@ def tried(case: SnapshotCase) -> Tries:
         return Tries()
     if case.repeated is None:
         return Tries(why_none_helps=case.why_not_repeated)
-    trial = _Trial(case, case.repeated, oom)
-    trial.run()
-    return trial.found
+    return _Trial(case, case.repeated, oom).run()
 
 
 @dataclass
@@ -74,11 +72,10 @@ class _Trial:
     found: Tries = field(default_factory=Tries)
     num_events: int = 0  # repeated until now
 
-    def run(self) -> None:
-        """Try settings of the allocator, smaller tensors, and a larger card."""
+    def run(self) -> Tries:
         if leaked := leaked_lives(self.case):
             self._try_without(leaked)  # other remedies would only delay the same end
-            return
+            return self.found
         if self.case.missing_bytes > 0:
             self.found.why_none_helps = "what was in use left too little room, even without gaps"
         else:
@@ -86,6 +83,7 @@ class _Trial:
         self._try_half()
         self._try_small_states()
         self._try_capacity()
+        return self.found
 
     def _try_settings(self) -> str:
         """Try other settings; return why none helps, empty if one does."""
@@ -122,9 +120,7 @@ class _Trial:
         return f"{variable}={','.join([*others, option])}"
 
     def _try_without(self, leaked: Sequence[Life]) -> None:
-        """Take away what is left of earlier steps."""
-        births = {life.birth for life in leaked}
-        spare = self._spare(divided_by=lambda at: _NOTHING if at in births else 1)
+        spare = self._spare(smaller=leaked, divisor=_NOTHING)
         if spare is not None:
             place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
             self._add(
@@ -136,16 +132,16 @@ class _Trial:
 
     def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
-        case = self.case
-        if case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
+        sorter = self.case.sorter
+        if self.case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
             return
-        births = {
-            life.birth
-            for life in case.sorter.lives
-            if case.sorter.category(life) in ("activations", "logits", "temporaries")
-            and case.sorter.meaning(life.stack).work != "optimizer"
-        }
-        spare = self._spare(divided_by=lambda at: 2 if at in births else 1, request_by=2)
+        of_batch = [
+            life
+            for life in sorter.lives
+            if sorter.category(life) in ("activations", "logits", "temporaries")
+            and sorter.meaning(life.stack).work != "optimizer"
+        ]
+        spare = self._spare(smaller=of_batch, divisor=2, request_divisor=2)
         if spare is not None:
             self._add(
                 advice.SMALLER_MICRO_BATCH,
@@ -161,12 +157,9 @@ class _Trial:
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
         ):
             return
-        births = {
-            life.birth
-            for life in case.sorter.lives
-            if case.sorter.category(life) == "optimizer states"
-        }
-        spare = self._spare(divided_by=lambda at: 4 if at in births else 1, request_by=4)
+        sorter = case.sorter
+        states = [each for each in sorter.lives if sorter.category(each) == "optimizer states"]
+        spare = self._spare(smaller=states, divisor=4, request_divisor=4)
         if spare is not None:
             self._add(
                 advice.EIGHT_BIT_ADAMW,
@@ -192,18 +185,13 @@ class _Trial:
         self,
         rules: AllocatorRules | None = None,
         *,
-        divided_by: Callable[[int], int] = lambda at: 1,
-        request_by: int = 1,
+        smaller: Collection[Life] = (),
+        divisor: int = 1,
+        request_divisor: int = 1,
         more_bytes: int = 0,
     ) -> int | None:
-        """Return what the card has left after the request that failed; None is an OOM.
-
-        Args:
-            rules: the settings; None is those of the run.
-            divided_by: by what the size of an allocation is divided, by the number of its event.
-            request_by: by what the request that failed is divided.
-            more_bytes: how much larger the card is.
-        """
+        """Return what the card has left after the request that failed; None is an OOM."""
+        births = {life.birth for life in smaller}
         events = self.case.card.events
         first = len(events) - len(self.repeated.trace.events)
         model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules or self.repeated.rules)
@@ -212,12 +200,12 @@ class _Trial:
             for position in range(first, self.case.held.position):
                 event = events[position]
                 self.num_events += 1
-                num_bytes = event.num_bytes // divided_by(position)
+                num_bytes = event.num_bytes // (divisor if position in births else 1)
                 if event.action == "alloc":
                     blocks[event.address] = model.malloc(num_bytes, event.stream)
                 elif event.action == "free" and event.address in blocks:
                     model.free(blocks.pop(event.address))
-            model.malloc(self.oom.num_bytes // request_by, self.oom.stream)
+            model.malloc(self.oom.num_bytes // request_divisor, self.oom.stream)
         except AllocatorFull:
             return None
         return model.capacity_bytes - model.reserved_bytes

@@ -45,7 +45,7 @@ class Card(Protocol):
     def empty_cache(self) -> None: ...
 
 
-class GivenAddresses:
+class _GivenAddresses:
     """Gives new segments the addresses that a real card gave them, or from `start` on by a rule."""
 
     def __init__(self, rule: ChunkedAddresses | None) -> None:
@@ -86,9 +86,8 @@ class GivenAddresses:
 class ModelCard:
     """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule for them.
 
-    Args:
-        rules: the settings of the run; None is CUDA's defaults. They hold from the first event on,
-            since no setting may keep the blocks before it from where they were.
+    `rules`, else CUDA's defaults, hold from the first event on, since no setting may keep the
+    blocks before it from where they were.
     """
 
     def __init__(
@@ -99,8 +98,9 @@ class ModelCard:
     ) -> None:
         at_first = AllocatorRules(expandable_segments=trace.expandable)
         self._rules = rules
-        self._given = GivenAddresses(rule)
+        self._given = _GivenAddresses(rule)
         self._blocks: dict[int, Block] = {}
+        self.block_bytes: list[int] = []  # the size of the block that each allocation got
         self._model = AllocatorModel(None, at_first, self._given)
 
     @property
@@ -113,6 +113,7 @@ class ModelCard:
 
     def start(self, capacity_bytes: int | None) -> None:
         self._given.start()
+        self.block_bytes.clear()
         if self._rules is not None:
             self._model.rules = self._rules
         self._model.reset_peaks()
@@ -125,11 +126,8 @@ class ModelCard:
     def malloc(self, num_bytes: int, stream: int) -> int:
         block = self._model.malloc(num_bytes, stream)
         self._blocks[block.address] = block
+        self.block_bytes.append(block.size_bytes)
         return block.address
-
-    def block_bytes_at(self, address: int) -> int:
-        """Return the size of the block in use at an address."""
-        return self._blocks[address].size_bytes
 
     def free(self, address: int) -> None:
         self._model.free(self._blocks.pop(address))
@@ -189,7 +187,6 @@ class _Replay:
         self._capacity = capacity_of(trace)
 
     def run(self) -> Outcome:
-        """Repeat the events."""
         self._begin()
         self._card.start(self._capacity)
         self._reserved = self._outcome.peak_bytes = self._card.reserved_bytes
