@@ -4,7 +4,7 @@ Sizes are those of blocks: what the allocator gave, which is at least what was a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -67,39 +67,32 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
 
 def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
     """Follow each block; without a replay, sizes are what was asked for, rounded up."""
-    at_end = {
-        block.address: block
-        for segment in card.segments
-        for block in segment.blocks
-        if block.is_active
-    }
+    blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
     round_size = AllocatorModel().round_size
     sizes = iter(repeated.block_bytes) if repeated is not None else None
-    at_start = _at_start(repeated.trace) if repeated is not None else {}
+    segments = repeated.trace.segments if repeated is not None else ()
+    at_start = dict(used for segment in segments for used in segment.used())
     first = known_from(card)
     lives: list[Life] = []
     alive: dict[int, Life] = {}
     for position, event in enumerate(card.events[first:], first):
         if event.action == "alloc":
             num_bytes = next(sizes) if sizes is not None else round_size(event.num_bytes)
-            life = Life(
-                event.address, position, None, num_bytes, event.num_bytes, card.stacks[position]
-            )
+            stack = card.stacks[position]
+            life = Life(event.address, position, None, num_bytes, event.num_bytes, stack)
             alive[event.address] = life
             lives.append(life)
         elif event.action == "free":
-            ended = alive.pop(event.address, None)
-            if ended is not None:
+            if ended := alive.pop(event.address, None):
                 ended.death = position
             else:
                 num_bytes = at_start.get(event.address, round_size(event.num_bytes))
                 lives.append(Life(event.address, BEFORE, position, num_bytes, event.num_bytes, 0))
-    for address, block in at_end.items():
+    for address, size, _, stack in {block.address: block for block in blocks}.values():
         if address in alive:
-            alive[address].num_bytes = block.num_bytes  # as the file states it
+            alive[address].num_bytes = size  # as the file states it
         else:
-            size = block.num_bytes
-            lives.append(Life(address, BEFORE, None, size, size, block.stack))
+            lives.append(Life(address, BEFORE, None, size, size, stack))
     return lives
 
 
@@ -113,14 +106,3 @@ def peak_of(card: Card, lives: Sequence[Life]) -> int:
     positions = sorted(changes)
     held = accumulate(changes[position] for position in positions)
     return max(zip(held, positions, strict=True), default=(0, len(card.events) - 1))[1]
-
-
-def _at_start(trace: Trace) -> Mapping[int, int]:
-    found = {}
-    for segment in trace.segments:
-        position = segment.address
-        for state, num_bytes in segment.pieces:
-            if state == "used":
-                found[position] = num_bytes
-            position += num_bytes
-    return found

@@ -7,6 +7,7 @@ replay cannot tell a remedy from luck, and none is named.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,6 @@ from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
-_SPLIT_MB = (512, 256, 128, 64)
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
 _LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to be
@@ -28,17 +28,15 @@ _LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to b
 def leaked_lives(case: SnapshotCase) -> list[Life]:
     """Find what is alive from several earlier steps: activations should live for one."""
     now = case.sorter.step_at(case.held.position)
-    old: dict[str, list[Life]] = {}
+    old: defaultdict[str, list[Life]] = defaultdict(list)
     for life in case.sorter.alive_at(case.held.position):
         is_kept = case.sorter.category(life) in ("activations", "logits", "other")
         if is_kept and life.birth != BEFORE and case.sorter.step_at(life.birth) < now:
-            old.setdefault(case.sorter.place(life), []).append(life)
-    leaked = [
-        life
-        for lives in old.values()
-        if len({case.sorter.step_at(life.birth) for life in lives}) >= _LEAK_STEPS
-        for life in lives
-    ]
+            old[case.sorter.place(life)].append(life)
+    leaked: list[Life] = []
+    for lives in old.values():
+        if len({case.sorter.step_at(life.birth) for life in lives}) >= _LEAK_STEPS:
+            leaked += lives
     total = sum(life.num_bytes for life in leaked)
     return leaked if total > max(256 * MIB, 0.05 * case.in_use_bytes) else []
 
@@ -192,11 +190,14 @@ class _Trial:
     ) -> int | None:
         """Return what the card has left after the request that failed; None is an OOM."""
         births = {life.birth for life in smaller}
-        events = self.case.card.events
-        first = len(events) - len(self.repeated.trace.events)
+        events, trace = self.case.card.events, self.repeated.trace
+        first = len(events) - len(trace.events)
         model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules or self.repeated.rules)
+        blocks: dict[int, Block] = {}
         try:
-            blocks = self._placed(model)
+            for segment in trace.segments:
+                for address, num_bytes in segment.used():
+                    blocks[address] = model.malloc(num_bytes, segment.stream)
             for position in range(first, self.case.held.position):
                 event = events[position]
                 self.num_events += 1
@@ -210,25 +211,14 @@ class _Trial:
             return None
         return model.capacity_bytes - model.reserved_bytes
 
-    def _placed(self, model: AllocatorModel) -> dict[int, Block]:
-        """Allocate what lay there before the recording."""
-        blocks: dict[int, Block] = {}
-        for segment in self.repeated.trace.segments:
-            position = segment.address
-            for state, num_bytes in segment.pieces:
-                if state == "used":
-                    blocks[position] = model.malloc(num_bytes, segment.stream)
-                position += num_bytes
-        return blocks
-
 
 def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
     if not recorded.expandable_segments:
         one = advice.EXPANDABLE_SEGMENTS
         yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
-    for megabytes in _SPLIT_MB:
-        one, limit = advice.MAX_SPLIT_SIZE, megabytes * MIB
-        rules = replace(recorded, expandable_segments=False, max_split_bytes=limit)
+    one = advice.MAX_SPLIT_SIZE
+    for megabytes in (512, 256, 128, 64):
+        rules = replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB)
         yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
     one = advice.COLLECT_EARLIER
     rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)

@@ -30,6 +30,14 @@ class StartSegment(NamedTuple):
     is_small: bool
     pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
+    def used(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each block in use."""
+        address = self.address
+        for state, num_bytes in self.pieces:
+            if state == "used":
+                yield address, num_bytes
+            address += num_bytes
+
 
 @dataclass(frozen=True)
 class Trace:
