@@ -207,9 +207,9 @@ def test_each_room_begins_with_the_same_remedy_or_the_table_says_why_not(said: l
 
 
 def test_every_reason_is_of_a_remedy_of_its_cause() -> None:
-    for each in OTHERWISE:
-        assert each.first in FOR_CAUSE[each.cause]
-        assert each.first is not FOR_CAUSE[each.cause][0]
+    for (_, cause), each in OTHERWISE.items():
+        assert each.first in FOR_CAUSE[cause]
+        assert each.first is not FOR_CAUSE[cause][0]
         assert each.why
 
 

@@ -153,7 +153,7 @@ class _NotingCard(ModelCard):
 
     def malloc(self, num_bytes: int, stream: int) -> int:
         address = super().malloc(num_bytes, stream)
-        self.sizes[address] = self.block_bytes_at(address)
+        self.sizes[address] = self.block_bytes[-1]
         return address
 
 

@@ -12,7 +12,7 @@ from tests.distributed.launched import command, ended, start
 from trainer_plugins import OOMReporter
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.request import request_of
+from trainer_plugins.explain.run.predicted import request_of
 from trainer_plugins.launch.configs import path
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.plan import MemoryPlan
