@@ -19,7 +19,7 @@ from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.contexts import context_file, remember, with_measured_context
 from trainer_plugins.record.timeline import Sample, read_timeline
-from trainer_plugins.report.beside import calibration_report
+from trainer_plugins.report.plan_text import calibration_report
 from trainer_plugins.units import GIB, MIB
 
 CONTEXT = 300 * MIB

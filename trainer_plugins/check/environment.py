@@ -12,12 +12,11 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings
 from trainer_plugins.launch.lint import judge
 
+# Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
 _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
-"""Variables for debugging, and what each costs: "CUDA Environment Variables" of torch's docs."""
-
 SWITCHES = tuple(_DEBUG)
 
 
@@ -135,6 +134,7 @@ def _is_reentrant(facts: Facts) -> bool:
     )
 
 
+# Add a row for a problem that was read in the code or reported, with its source.
 _KNOWN = (
     # accelerate/utils/fsdp_utils.py, fsdp2_apply_ac: read in 1.14.0 and 1.15.0
     _KnownVersions(
@@ -164,4 +164,3 @@ _KNOWN = (
         remedy="pip install -U 'torch>=2.10'",
     ),
 )
-"""Add a row for a problem that was read in the code or reported, with its source."""

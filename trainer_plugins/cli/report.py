@@ -1,5 +1,7 @@
 """`trainer-plugins report`: print what happened to memory in a run."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,9 +68,6 @@ def report(
 
 
 def _print_json(history: "History", ending: "Finding | None") -> None:
-    import json
-    from dataclasses import asdict
-
     from trainer_plugins.report.summary import summary
 
     runs = [asdict(summary(run)) for run in history.runs]
@@ -87,7 +86,6 @@ def _write(
     plan: Path | None,
     predicts: bool,
 ) -> None:
-    """Write the page."""
     from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.report.html.run_page import run_page
 

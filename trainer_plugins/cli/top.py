@@ -1,7 +1,12 @@
 """`trainer-plugins top`: show the memory of a run while it runs, one line a rank."""
 
+import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from time import sleep, time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,8 +38,6 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    import sys
-
     from trainer_plugins.record.follow import Follower
 
     if is_json and not once:
@@ -57,9 +60,6 @@ def top(
 
 
 def _show_once(follower: "Follower", *, is_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
     from trainer_plugins.report.page import show
 
     run = follower.look()
@@ -76,9 +76,6 @@ def _show_once(follower: "Follower", *, is_json: bool) -> None:
 
 
 def _show_live(follower: "Follower", every_seconds: float) -> None:
-    from contextlib import suppress
-    from time import sleep
-
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -97,8 +94,6 @@ def _nothing_yet(follower: "Follower") -> str:
 
 
 def _page(follower: "Follower", run: Mapping[int, "RankRun"]) -> "TopPage":
-    from time import time
-
     from trainer_plugins.report.top import TopPage, rank_lines
 
     return TopPage(

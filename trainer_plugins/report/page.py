@@ -11,11 +11,11 @@ from rich.text import Text
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
+from trainer_plugins.units import size
 
 STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
-_WIDE = 10_000
-"""Line width in characters for a file or another program, where nothing is wrapped."""
+_WIDE = 10_000  # width in characters for a file or another program, where nothing is wrapped
 
 
 def show(page: RenderableType) -> None:
@@ -62,6 +62,11 @@ class Indented:
 def to_paste(line: str) -> Text:
     """Make a line that is never wrapped, so that it can be copied as it is."""
     return Text(line, no_wrap=True, overflow="ignore")
+
+
+def size_or_blank(num_bytes: int | None) -> str:
+    """Render a size; an unknown one is blank."""
+    return "" if num_bytes is None else size(num_bytes)
 
 
 def _parts(page: RenderableType) -> Iterator[RenderableType]:

@@ -4,6 +4,7 @@ from trainer_plugins.planner.plan import TensorsAtPeak
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
+# The tensors of cross entropy, by operation (torch/nn/functional.py, cross_entropy).
 _LOGITS = {
     "aten::_to_copy": "{dtype} copy of the logits",
     "aten::_log_softmax": "{dtype} log-probabilities of the loss",
@@ -13,8 +14,6 @@ _LOGITS = {
     "aten::addmm": "{dtype} logits",
     "aten::add": "{dtype} logits",
 }
-"""The tensors of cross entropy, by operation (torch/nn/functional.py, cross_entropy)."""
-
 _PARTS = {
     "mlp": "the MLPs",
     "feed_forward": "the MLPs",
@@ -30,13 +29,13 @@ _PARTS = {
 }
 
 
+# The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`).
 GRADES = {
     "predicted": "predicted",
     "replayed": "replayed",
     "arithmetic": "by arithmetic",
     "known": "not checked",
 }
-"""The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`)."""
 
 
 def words_of(group: TensorsAtPeak) -> str:

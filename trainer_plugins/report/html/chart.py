@@ -12,13 +12,11 @@ from markupsafe import Markup
 
 from trainer_plugins.report.html.scales import WIDTH, Height, Tick, area, in_steps
 
-_HEADROOM = 1.16
-"""The height of a chart relative to its highest number, which leaves room for texts above it."""
-
-_FAR = 2.5
-"""A limit of this many times the memory in use would flatten the picture."""
+_HEADROOM = 1.16  # leaves room for texts above the highest number
+_FAR = 2.5  # a limit of this many times the memory in use would flatten the picture
 
 
+# The colour of each use of memory, on every page.
 _COLOURS = {
     "weights": "weights",
     "parameter": "weights",
@@ -50,10 +48,8 @@ _COLOURS = {
     "backward": "second",
     "optimizer step": "third",
 }
-"""The colour of each use of memory, on every page."""
-
+# A row of texts under a picture: its name; places in percent, and texts.
 AxisRow = tuple[str, tuple[tuple[float, str], ...]]
-"""A row of texts under a picture: its name; places in percent, and texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +108,8 @@ class Lane:
     signs: tuple[Sign, ...]
     label: str = ""  # text next to the first sign
     label_percent: float = 0.0
+    # Where the label stands. Above, it has a line of its own; below, signs have texts there.
     side: Literal["left", "right", "above", "below"] = "right"
-    """Where the label stands; above, it has a line of its own. Below, signs have texts there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """Holds one stretch of a chart: its place, and its figures as words."""
-
-    begin: float
-    width: float
-    title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +132,13 @@ class Chart:
     ticks: tuple[Tick, ...]
     bands: tuple[Band, ...]
     times: tuple[AxisRow, ...] = ()
-
     lines_percent: tuple[float, ...] = ()  # the places of upright lines through the picture: an OOM
     limit: Limit | None = None
     dot: Dot | None = None
     lanes: tuple[Lane, ...] = ()
     lane_key: tuple[tuple[str, str], ...] = ()  # name and colour of the signs without text
-    columns: tuple[Column, ...] = ()
+    edges: Sequence[float] = ()  # where each stretch begins, and the last one ends
+    titles: Sequence[str] = ()  # the figures of each stretch, as a tooltip
     table: Table | None = None
 
 
@@ -161,14 +148,9 @@ def stacked(
     names: Sequence[tuple[str, str, str]],
     height: Height,
 ) -> tuple[Band, ...]:
-    """Draw areas on top of each other.
+    """Draw areas on top of each other, by the upper edge of each; empty ones are left out.
 
-    Args:
-        edges: where each stretch begins, and the last one ends, in units of the chart.
-        levels: the upper edge of each area as a number, for each stretch; each is at least the one
-            before.
-        names: name, colour and note of each area; areas that are empty everywhere are left out.
-        height: the scale.
+    `edges` are where each stretch begins, and the last one ends; `names` are name, colour and note.
     """
     found, below = [], [height.y(0)] * (len(edges) - 1)
     for (name, colour, note), numbers in zip(names, levels, strict=True):
@@ -178,14 +160,6 @@ def stacked(
             found.append(Band(name=name, colour=colour, path=path, note=note))
         below = above
     return tuple(found)
-
-
-def columns_of(edges: Sequence[float], titles: Sequence[str]) -> tuple[Column, ...]:
-    """Give each stretch of a chart its figures as a tooltip."""
-    return tuple(
-        Column(begin=begin, width=round(end - begin, 1), title=title)
-        for begin, end, title in zip(edges, edges[1:], titles, strict=False)
-    )
 
 
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:

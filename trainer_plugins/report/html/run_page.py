@@ -10,7 +10,6 @@ from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
-    Difference,
     differences_of,
     peaks_as_seen,
     refuse_another_run,
@@ -30,7 +29,6 @@ from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
     MomentPeak,
-    Timelines,
     failures_of,
     peaks,
     records_of,
@@ -41,8 +39,7 @@ from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
-_SHOWN_FRACTION = 0.005
-"""Smaller parts of the live memory are not listed."""
+_SHOWN_FRACTION = 0.005  # smaller parts of the live memory are not listed
 
 
 def run_page(
@@ -52,10 +49,7 @@ def run_page(
     plan: MemoryPlan | None = None,
     predicts: bool = False,
 ) -> Page:
-    """Render what happened to memory in the last run of a folder.
-
-    `ending` is how that run ended, if its timeline does not say. With `predicts`, the planner
-    predicts the effect of each remedy.
+    """Render the last run of a folder; `ending` tells its end, if its timeline does not.
 
     Raises:
         ValueError: no run has left an entry, or the plan is of another run.
@@ -74,11 +68,15 @@ def run_page(
     began, ended = run.seconds
     span = Span(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
+    alive, held = _alive_and_held(record)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
     planned, beside = {}, []
     if plan is not None:
-        planned, beside = _planned(plan, run.timelines), _differences(plan, run.timelines)
+        seen = peaks_as_seen(plan, tells_generation(run.timelines)).items()
+        planned = {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
+        differences = differences_of(plan, run.timelines)
+        beside = [each for each in differences if each.counter != "card"]
     return page(
         "run.html.jinja",
         folder=folder,
@@ -96,8 +94,8 @@ def run_page(
         ranks=_small(run, span),
         beside=beside,
         record=record,
-        alive=_alive(record),
-        held=_held(record),
+        alive=alive,
+        held=held,
         segments=_segments(record, folder),
         noted=noted,
         peaks=_peaks(run),
@@ -142,12 +140,8 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
     """Choose the rank that failed, else the one whose card was fullest."""
     if record is not None and record.rank in run.timelines:
         return record.rank
-
-    def pressure(rank: int) -> float:
-        top = fullest(run.timelines[rank])
-        return top.reading.pressure if top is not None else -1.0
-
-    return max(run.timelines, key=pressure)
+    tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
+    return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)
 
 
 def _lede(record: OomRecord | None) -> str:
@@ -161,50 +155,30 @@ def _lede(record: OomRecord | None) -> str:
 
 
 def _small(run: Run, span: Span) -> list[Chart]:
-    if len(run.timelines) == 1:
-        return []
-    drawn = (
-        small_chart(rank, entries, span, len(run.timelines))
-        for rank, entries in run.timelines.items()
-    )
+    num, ranks = len(run.timelines), run.timelines.items()
+    drawn = (small_chart(rank, entries, span, num) for rank, entries in ranks if num > 1)
     return [each for each in drawn if each is not None]
 
 
-def _planned(plan: MemoryPlan, timelines: Timelines) -> dict[str, int]:
-    """Return the planned memory of the card at the peak of each moment."""
-    return {
-        moment: peak.allocated_bytes + plan.context_bytes
-        for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items()
-    }
+_Rows = list[tuple[str, int, str]]
 
 
-def _differences(plan: MemoryPlan, timelines: Timelines) -> list[Difference]:
-    return [each for each in differences_of(plan, timelines) if each.counter != "card"]
-
-
-def _alive(record: OomRecord | None) -> list[tuple[str, int, str]]:
-    """Return the live tensors at an OOM by category, the largest first."""
+def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
+    """Return the live tensors at an OOM by category, and by the module or object that has them."""
     if record is None or record.alive is None:
-        return []
-    sizes = {**record.alive.category_bytes, "saved by autograd": record.alive.hidden_bytes}
-    return _worth_showing(sizes, sum(sizes.values()))
-
-
-def _held(record: OomRecord | None) -> list[tuple[str, int, str]]:
-    """Return the live tensors by the module, or else the other object, that holds them."""
-    if record is None or record.alive is None:
-        return []
+        return [], []
     alive = record.alive
-    sizes = Counter(alive.module_bytes)
+    by_category = {**alive.category_bytes, "saved by autograd": alive.hidden_bytes}
+    by_holder = Counter(alive.module_bytes)
     for each in alive.largest:
-        sizes[each.holder] += each.num_bytes
-    return _worth_showing(sizes, sum(alive.category_bytes.values()) + alive.hidden_bytes)
+        by_holder[each.holder] += each.num_bytes
+    least = _SHOWN_FRACTION * sum(by_category.values())
 
+    def largest(sizes: Mapping[str, int]) -> _Rows:
+        rows = sorted(sizes.items(), key=lambda pair: -pair[1])
+        return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
 
-def _worth_showing(sizes: Mapping[str, int], total_bytes: int) -> list[tuple[str, int, str]]:
-    rows = sorted(sizes.items(), key=lambda pair: -pair[1])
-    least = _SHOWN_FRACTION * total_bytes
-    return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
+    return largest(by_category), largest(by_holder)
 
 
 def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from trainer_plugins.units import GIB, MIB
 
-WIDTH = 1000.0
-"""The width of a chart in units, before it is stretched to its place on the page."""
-
+WIDTH = 1000.0  # of a chart in units, before it is stretched to its place on the page
 _ROUND_SECONDS = (
     *(factor * 10**exponent for exponent in (-3, -2, -1) for factor in (1, 2, 5)),
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200),

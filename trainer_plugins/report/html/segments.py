@@ -1,5 +1,6 @@
 """Draws the blocks in a card's memory at one moment, and the gaps between them."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -103,9 +104,9 @@ def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str
 
 
 def _bands(cells: Sequence[str], pieces: Sequence[tuple[str, int]]) -> Iterator[Band]:
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for name, num_bytes in pieces:
-        sizes[name] = sizes.get(name, 0) + num_bytes
+        sizes[name] += num_bytes
     drawn: dict[str, str] = dict.fromkeys(sizes, "")
     width = 1000 // _CELLS
     begin = 0
