@@ -136,7 +136,8 @@ class MemoryArguments:
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words and value is not None:
-                raise ValueError(f"{name} is {', '.join(words)}, got {value!r}")
+                listed = f"{', '.join(words[:-1])} or {words[-1]}"
+                raise ValueError(f"{name} is {listed}, got {value!r}")
         if (layers := self.memory_resident_layers) < 1:
             raise ValueError(f"memory_resident_layers counts layers, 1 or more, got {layers}")
         if not 0 <= (got := self.memory_min_reclaimable_fraction) <= 1:
