@@ -87,8 +87,6 @@ def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownVersions:
-    """Names versions of a package that take more memory than they need."""
-
     package: str
     fixed: tuple[int, ...] | None  # the first version without the problem; None: there is none yet
     applies: Callable[[Facts], bool]
@@ -97,7 +95,6 @@ class _KnownVersions:
     remedy: str
 
     def judge(self, there: Environment) -> Finding | None:
-        """Judge the installed version."""
         text = there.versions.get(self.package, "")
         number = tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
         if not number or (self.fixed is not None and number >= self.fixed):
@@ -128,10 +125,8 @@ def _has_fsdp_checkpointing(facts: Facts) -> bool:
 
 def _is_reentrant(facts: Facts) -> bool:
     names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-    options = [facts.values.get(name) for name in names]
-    return _is_fsdp2(facts) and any(
-        isinstance(each, dict) and each.get("use_reentrant") is True for each in options
-    )
+    options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
+    return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
 
 
 # Add a row for a problem that was read in the code or reported, with its source.

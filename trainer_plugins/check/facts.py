@@ -174,12 +174,10 @@ class RunSettings:
     disk_free_bytes: int | None = None  # free space on the disk of the output directory
 
     def flag(self, name: str) -> bool:
-        """Return whether an argument is switched on."""
         value = self.values.get(name)
         return bool(value) and str(getattr(value, "value", value)).lower() not in ("no", "false")
 
     def number(self, name: str, default: int) -> int:
-        """Return an argument that is a whole number, or the default."""
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
 
@@ -193,12 +191,10 @@ class RunSettings:
 
     @property
     def evaluates(self) -> bool:
-        """Return whether the run evaluates."""
         return self.flag("eval_strategy") or self.flag("do_eval")
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves checkpoints, which is the default."""
         return self.values.get("save_strategy") is None or self.flag("save_strategy")
 
 
@@ -225,31 +221,25 @@ class Facts:
 
     @property
     def values(self) -> Mapping[str, object]:
-        """Return TrainingArguments by name; empty if they are unknown."""
         return {} if self.run is None else self.run.values
 
     @property
     def strategy(self) -> Strategy | None:
-        """Return the strategy in force; None before the launch."""
         return None if self.run is None else self.run.strategy
 
     @property
     def shape(self) -> Shape | None:
-        """Return the sizes of the model; None if they are unknown."""
         return None if self.model is None else self.model.shape
 
     @property
     def document(self) -> Document | None:
-        """Return the launch file, if one was named."""
         return None if self.environment is None else self.environment.document
 
     @property
     def free_main_bytes(self) -> int | None:
-        """Return the free main memory; None if it is unknown."""
         return None if self.main is None else self.main.reading.free_bytes
 
     def flag(self, name: str) -> bool:
-        """Return whether one of TrainingArguments is switched on; False if they are unknown."""
         return self.run is not None and self.run.flag(name)
 
 

@@ -123,7 +123,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _cards() -> Facts:
-    """Look at the cards alone."""
     try:
         return Facts(cards=tuple(map(_card, _nvml_calls.call(installed_cards))))
     except TimeoutError as error:

@@ -66,7 +66,6 @@ def gather_trainer(
 
 
 def _around(notes: Notes, device: Device) -> Facts:
-    """Look at the card, at main memory and at the environment."""
     reading = device.read()
     is_card = device.name != "cpu"
     card = notes.tried("the card", partial(_card, device, reading), None) if is_card else None
@@ -278,7 +277,6 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
 
 
 def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
-    """Look at the rows of the evaluation, if there will be one."""
     dataset = trainer.eval_dataset
     if isinstance(dataset, Mapping):
         sized = [each for each in dataset.values() if isinstance(each, Sized)]

@@ -113,7 +113,6 @@ def _drawn(paths: list[str], html: Path) -> "Explanation":
 
 
 def _grown(paths: list[str]) -> "Explanation":
-    """Compare two snapshots."""
     from trainer_plugins.explain.snapshot import compare_snapshots
 
     if len(paths) > 2:

@@ -70,11 +70,12 @@ def report(
 def _print_json(history: "History", ending: "Finding | None") -> None:
     from trainer_plugins.report.summary import summary
 
-    runs = [asdict(summary(run)) for run in history.runs]
-    files = {rank: str(path) for rank, path in history.files.items()}
-    last = None if ending is None else asdict(ending)
-    skipped = dict(history.num_passed_over)
-    facts = {"runs": runs, "ending": last, "files": files, "skipped_lines": skipped}
+    facts = {
+        "runs": [summary(run) for run in history.runs],
+        "ending": None if ending is None else asdict(ending),
+        "files": {rank: str(path) for rank, path in history.files.items()},
+        "skipped_lines": dict(history.num_passed_over),
+    }
     print(json.dumps(facts, indent=2))
 
 
@@ -94,9 +95,8 @@ def _write(
     except OSError as error:
         raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(
-            f"--plan: {plan} is not a plan printed with --json: {error}"
-        ) from error
+        what = "not a plan printed with --json"
+        raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
     try:
         page = run_page(history, run_dir, ending, planned, predicts)
         html.write_text(page, encoding="utf-8")

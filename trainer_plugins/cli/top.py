@@ -43,9 +43,8 @@ def top(
     if is_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
-        raise typer.BadParameter(
-            f"--every is {_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds, got {every}"
-        )
+        span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
+        raise typer.BadParameter(f"--every is {span}, got {every}")
     if not once and not sys.stdout.isatty():
         raise typer.BadParameter("standard output is no terminal to draw in: give --once")
     if run_dir.exists() and not run_dir.is_dir():
@@ -64,10 +63,8 @@ def _show_once(follower: "Follower", *, is_json: bool) -> None:
 
     run = follower.look()
     if not run:
-        raise typer.BadParameter(
-            f"{_nothing_yet(follower)}: give the output_dir of a run that has"
-            " MemoryWatchdog, once it has begun"
-        )
+        wanted = "give the output_dir of a run that has MemoryWatchdog, once it has begun"
+        raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if is_json:
         print(json.dumps(asdict(page), indent=2))

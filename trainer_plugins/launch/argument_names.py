@@ -48,7 +48,6 @@ def unknown_argument(names: Iterable[str]) -> str:
         if name not in known:
             meant = CALLED_ELSEWHERE.get(name.replace("_", "-"))
             near = [meant] if meant else [f"--{n}" for n in get_close_matches(name, known, n=1)]
-            return f"neither plan nor TrainingArguments knows --{name}" + (
-                f": is it {near[0]}?" if near else ""
-            )
+            hint = f": is it {near[0]}?" if near else ""
+            return f"neither plan nor TrainingArguments knows --{name}{hint}"
     return ""

@@ -70,19 +70,16 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
                 raise ConfigError(f"the resulting file would not run: {findings[0]}")
             os.replace(draft, target)
     except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror or error}. Name another folder"
-        ) from None
+        why = error.strerror or error
+        raise ConfigError(f"{target} cannot be written: {why}. Name another folder") from None
     return target
 
 
 def _overridden(text: str, override: str, name: str) -> str:
     key, _, written = override.partition("=")
     if not (key and written):
-        raise ConfigError(
-            "--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got"
-            f" {override!r}"
-        )
+        takes = "key=value, as in zero_optimization.reduce_bucket_size=2e8"
+        raise ConfigError(f"--set takes {takes}, got {override!r}")
     value, config = _value(written), yaml.safe_load(text)
     section, _, rest = key.partition(".")
     if rest in keys.ACCELERATE_SECTIONS.get(section, ()) and rest != "deepspeed_config_file":

@@ -78,7 +78,6 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 
 def _others(facts: LaunchFacts) -> Iterator[Export]:
-    """Yield the exports that are not the allocator's."""
     # TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
     # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
     # slower than too few.

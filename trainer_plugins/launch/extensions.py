@@ -134,9 +134,8 @@ def _read_lock(file: Path) -> ExtensionLock | None:
         file.stat()  # a build that ended meanwhile has closed the file, then removed it
     except OSError:
         return None
-    return ExtensionLock(
-        path=file, age_seconds=max(0.0, time.time() - found.st_mtime), holder=holder, unseen=unseen
-    )
+    age_seconds = max(0.0, time.time() - found.st_mtime)
+    return ExtensionLock(path=file, age_seconds=age_seconds, holder=holder, unseen=unseen)
 
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:

@@ -70,9 +70,8 @@ def _names(obj: object) -> set[str]:
 
 
 def _family(wrapper: nn.Module) -> str:
-    return next(
-        (family for name, family in _FAMILIES.items() if name in _names(wrapper)), "nothing"
-    )
+    names = _names(wrapper)
+    return next((family for name, family in _FAMILIES.items() if name in names), "nothing")
 
 
 def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:

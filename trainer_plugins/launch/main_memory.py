@@ -27,7 +27,6 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Return the total."""
         return self.tensor_bytes + self.save_bytes + self.process_bytes
 
 
@@ -62,10 +61,8 @@ class HostLimits:
             never = need.total_bytes - need.tensor_bytes + (need.until_resume_bytes or 0)
             return f"{what}; a run that is never resumed needs {size(never)}"
         if self.pinned_bytes is not None and need.pinned_bytes > self.pinned_bytes:
-            return (
-                f"it pins {size(need.pinned_bytes)} of main memory on a machine, "
-                f"where {size(self.pinned_bytes)} can be pinned"
-            )
+            what = f"it pins {size(need.pinned_bytes)} of main memory on a machine, where"
+            return f"{what} {size(self.pinned_bytes)} can be pinned"
         return None
 
 

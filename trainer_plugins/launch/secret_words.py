@@ -57,7 +57,6 @@ class Kind(Enum):
 
     @property
     def is_secret(self) -> bool:
-        """Return whether texts below it are hidden."""
         return self in (Kind.LIKELY, Kind.SURE)
 
     def hides(self, text: str) -> bool:

@@ -67,10 +67,8 @@ def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
     summary += ": each process trains alone, all on the same rows"
     if runs.device != "cpu":
         return summary, _OWN_ACCELERATOR
-    return summary, (
-        "accelerate found no accelerator, so it did not connect the processes: give --use_cpu to"
-        " the script"
-    )
+    why = "accelerate found no accelerator, so it did not connect the processes"
+    return summary, f"{why}: give --use_cpu to the script"
 
 
 def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:

@@ -31,8 +31,6 @@ _TRAINER_MODULE = "transformers.trainer"
 
 
 class _State:
-    """Holds what is attached in this process."""
-
     make: "Callable[[], list[TrainerCallback]] | None" = None
     waits_for_import = False
     says_at_exit = False

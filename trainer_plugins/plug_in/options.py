@@ -153,15 +153,13 @@ class MemoryArguments:
                 continue
             # A whole number is a float too, and a bool is no number.
             if type(value) is not kind and not (kind is float and type(value) is int):
-                raise ValueError(
-                    f"{option.name} takes a value of type {kind.__name__}, got {value!r}"
-                )
+                wanted = f"a value of type {kind.__name__}"
+                raise ValueError(f"{option.name} takes {wanted}, got {value!r}")
             target = _TARGETS.get(option.name)
             if target and target.callback not in callbacks:
                 name = target.callback.rpartition(".")[2]
-                raise ValueError(
-                    f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
-                )
+                missing = f"{name}, which is not in the preset {self.memory_preset}"
+                raise ValueError(f"{option.name} is for {missing}")
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
@@ -194,9 +192,8 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
         try:
             cls = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"the preset {args.memory_preset} names {dotted}, which cannot be imported: {error}"
-            ) from error
+            names = f"the preset {args.memory_preset} names {dotted}"
+            raise ValueError(f"{names}, which cannot be imported: {error}") from error
         taken = {
             target.parameter: getattr(args, option)
             for option, target in _TARGETS.items()

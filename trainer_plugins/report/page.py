@@ -83,10 +83,8 @@ def _needed(table: Table, console: Console) -> int:
     for column in table.columns:
         if column.justify == "right":
             column.no_wrap = True
-            column.min_width = max(
-                (Measurement.get(console, options, cell).maximum for cell in column.cells),
-                default=0,
-            )
+            widths = (Measurement.get(console, options, cell).maximum for cell in column.cells)
+            column.min_width = max(widths, default=0)
         else:
             column.overflow = "fold"
     return Measurement.get(console, options, table).minimum

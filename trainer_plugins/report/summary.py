@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -54,33 +54,19 @@ class Repeated:
     last_step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """Sums up one run."""
-
-    steps: tuple[int, int]
-    seconds: tuple[float, float]
-    ranks: tuple[int, ...]
-    has_end: bool  # whether each rank noted its end, or never began to train
-    failures: tuple[Failure, ...]
-    peaks: tuple[MomentPeak, ...]
-    releases: Releases
-    findings: tuple[Repeated, ...]
-
-
-def summary(run: Run) -> RunSummary:
-    """Sum up a run."""
+def summary(run: Run) -> dict[str, object]:
+    """Sum up a run for JSON."""
     timelines = run.timelines
-    return RunSummary(
-        steps=run.steps,
-        seconds=run.seconds,
-        ranks=tuple(timelines),
-        has_end=all(map(has_end, timelines.values())),
-        failures=tuple(failure for _, failure in entries_of(timelines, Failure)),
-        peaks=tuple(peaks(timelines)),
-        releases=releases(timelines),
-        findings=tuple(repeated(timelines)),
-    )
+    return {
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "ranks": [*timelines],
+        "has_end": all(map(has_end, timelines.values())),
+        "failures": [asdict(failure) for _, failure in entries_of(timelines, Failure)],
+        "peaks": [asdict(peak) for peak in peaks(timelines)],
+        "releases": asdict(releases(timelines)),
+        "findings": [asdict(found) for found in repeated(timelines)],
+    }
 
 
 def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:

@@ -88,7 +88,6 @@ def when(run: Run) -> str:
 
 
 def _failures(run: Run, history: History) -> list[Text]:
-    """Render the errors that ended the run, and the command that explains them."""
     failures = failures_of(run.timelines)
     lines = [
         Text(printable(f"rank {rank}, step {failure.step}: {failure.words}"), style="red")
@@ -105,10 +104,8 @@ def _releases(timelines: Timelines) -> Text:
     if not given.num:
         return Text(f"{who}: no cached memory was released")
     longest = " on the slowest rank" if len(timelines) > 1 else ""
-    return Text(
-        f"{who}: {given.num} releases freed {size(given.released_bytes)} and took"
-        f" {given.seconds * 1000:.1f} ms{longest}"
-    )
+    took = f"took {given.seconds * 1000:.1f} ms{longest}"
+    return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
 
 
 def _findings(timelines: Timelines) -> list[Text]:

@@ -14,20 +14,15 @@ _LOGITS = {
     "aten::addmm": "{dtype} logits",
     "aten::add": "{dtype} logits",
 }
-_PARTS = {
-    "mlp": "the MLPs",
-    "feed_forward": "the MLPs",
-    "self_attn": "the attention",
-    "attn": "the attention",
-    "attention": "the attention",
-    "self_attention": "the attention",
-    "lm_head": "the output layer",
-    "embed_tokens": "the embeddings",
-    "wte": "the embeddings",
-    "input_layernorm": "the norms before attention",
-    "post_attention_layernorm": "the norms before the MLPs",
+_MODULES = {
+    "the MLPs": ("mlp", "feed_forward"),
+    "the attention": ("self_attn", "attn", "attention", "self_attention"),
+    "the output layer": ("lm_head",),
+    "the embeddings": ("embed_tokens", "wte"),
+    "the norms before attention": ("input_layernorm",),
+    "the norms before the MLPs": ("post_attention_layernorm",),
 }
-
+_PARTS = {module: part for part, modules in _MODULES.items() for module in modules}
 
 # The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`).
 GRADES = {

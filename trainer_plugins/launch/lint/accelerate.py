@@ -114,7 +114,6 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
 def _count_problem(
     kind: object, processes: object, machines: int, rank: object
 ) -> tuple[str, str] | None:
-    """Return what is wrong with the numbers of processes and machines, and the remedy."""
     if machines < 1:
         return f"num_machines is {machines}", "Write num_machines: 1 or more"
     if isinstance(rank, int) and not 0 <= rank < machines:

@@ -38,7 +38,6 @@ def zero_findings(document: Document) -> Iterator[Finding]:
 
 
 def _offload_target(document: Document, what: str) -> Iterator[Finding]:
-    """Judge where `what` (optimizer, param) is offloaded to."""
     block = document.in_deepspeed(f"zero_optimization.offload_{what}")
     device = document.in_deepspeed(f"zero_optimization.offload_{what}.device")
     device = device or document.in_accelerate(f"deepspeed_config.offload_{what}_device")
@@ -71,7 +70,6 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
 
 
 def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
-    """Judge whether this stage supports the offload in the file."""
     offloads = document.offload_devices
     if "param" in offloads and stage < 3:
         yield Finding.error(

@@ -70,9 +70,8 @@ class Document:
             if device in ("cpu", "nvme"):
                 found[what] = str(device)
         fsdp = self.in_accelerate("fsdp_config")
-        if isinstance(fsdp, dict) and (
-            fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true")
-        ):
+        fsdp = fsdp if isinstance(fsdp, dict) else {}
+        if fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true"):
             found["fsdp"] = "cpu"
         return found
 
@@ -108,9 +107,8 @@ def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     loaded, duplicates = parse(read_text(path, str(path)), str(path))
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
-        raise ConfigError(
-            f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object"
-        )
+        wanted = "a mapping: write `key: value` lines, or a JSON object"
+        raise ConfigError(f"{path} holds {kind}, not {wanted}")
     return loaded, duplicates
 
 

@@ -23,8 +23,6 @@ _ROUNDED = 1.3
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Holds tensors of one rank."""
-
     num_bytes: float
     pinned_bytes: float = 0.0  # their size if they are pinned, else 0
 
@@ -108,7 +106,6 @@ def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, l
 
 
 def _zero_3(document: Document, share: float) -> Iterator[_Part]:
-    """Count what stage 3 keeps of a rank's share."""
     # deepspeed/runtime/zero/stage3.py: `_create_param_groups_fp16_flat_cpu_memory`,
     # `_create_fp32_partitions`, `initialize_optimizer_states`, `_setup_for_real_optimizer`
     zero, offloads = "zero_optimization", document.offload_devices
@@ -134,7 +131,6 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
 
 
 def _zero_2(document: Document, share: float) -> Iterator[_Part]:
-    """Count what an offload of stage 1 or 2 keeps of a rank's share."""
     # deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`
     if document.offload_devices.get("optimizer") != "cpu":
         return

@@ -7,8 +7,7 @@ from operator import attrgetter
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
-from trainer_plugins.report.html.chart import Lane, Sign, colour_of, percent_of
-from trainer_plugins.report.html.scales import WIDTH
+from trainer_plugins.report.html.chart import WIDTH, Lane, Sign, colour_of, percent_of
 from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size
 
@@ -41,7 +40,6 @@ class Noted:
 
     @property
     def where(self) -> str:
-        """Say in which steps and on which ranks."""
         steps = sorted({remark.step for _, remark in self.moments})
         ranks = sorted({rank for rank, _ in self.moments})
         return f"{_listed('step', steps)}; {_listed('rank', ranks)}"
@@ -88,9 +86,8 @@ def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
         if isinstance(entry, Sample) and entry.moment not in ("begin", "end"):
             counts[entry.moment] += entry.num_readings
     keys = [(f"{name} ({num:,})", colour_of(name)) for name, num in counts.items()]
-    if any(isinstance(entry, Flush) for entry in entries):
-        keys.append(("cache released", "c-flush"))
-    return tuple(keys)
+    has_flush = any(isinstance(entry, Flush) for entry in entries)
+    return (*keys, ("cache released", "c-flush")) if has_flush else tuple(keys)
 
 
 def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:

@@ -11,16 +11,19 @@ from trainer_plugins.report.html.chart import (
     Band,
     Chart,
     Dot,
+    Height,
     Limit,
     Table,
+    byte_ticks,
     height_of,
     limited,
     percent_of,
+    seconds_text,
     stacked,
     stairs,
+    time_ticks,
 )
 from trainer_plugins.report.html.events import Noted, Span, lane_key, lanes_of
-from trainer_plugins.report.html.scales import Height, byte_ticks, seconds_text, time_ticks
 from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
@@ -189,9 +192,8 @@ _HEAD = ("until", "steps", "moment", "tensors at the peak", "with others", "rese
 
 
 def _edges(found: Sequence[Stretch], span: Span) -> list[float]:
-    return [span.place(each.began_seconds) for each in found] + [
-        span.place(found[-1].ended_seconds)
-    ]
+    times = [*(each.began_seconds for each in found), found[-1].ended_seconds]
+    return [*map(span.place, times)]
 
 
 def _row(each: Stretch) -> tuple[str, ...]:

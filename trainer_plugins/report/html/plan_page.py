@@ -5,11 +5,13 @@ from itertools import groupby
 
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.report.html.chart import (
+    WIDTH,
     Chart,
     Dot,
     Lane,
     Sign,
     Table,
+    byte_ticks,
     colour_of,
     height_of,
     limited,
@@ -17,7 +19,6 @@ from trainer_plugins.report.html.chart import (
     stacked,
 )
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.html.scales import WIDTH, byte_ticks
 from trainer_plugins.report.plan_text import details, host_verdict, moment_of, planned, verdict
 from trainer_plugins.units import size
 

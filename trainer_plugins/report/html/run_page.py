@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
+from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
@@ -17,13 +18,14 @@ from trainer_plugins.planner.calibrate import (
 )
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
 from trainer_plugins.report.html.page import Page, page
+from trainer_plugins.report.html.plan_page import plan_page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
@@ -105,6 +107,27 @@ def run_page(
     )
 
 
+def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
+    """Draw a plan, or the memory of the last run of a folder.
+
+    A notebook shows the page if it is the last value of a cell. It is also a str that can be
+    written to a file.
+
+    Args:
+        what: a plan, or the output_dir of a run that had MemoryWatchdog.
+        plan: what was predicted for the run.
+
+    Raises:
+        ValueError: the folder has no timeline, or the timeline is empty.
+        OSError: a file cannot be read.
+    """
+    if isinstance(what, MemoryPlan):
+        return plan_page(what)
+    folder = Path(what)
+    history = read_history(folder)
+    return run_page(history, folder, how_it_ended(history, folder), plan)
+
+
 def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str:
     """Say in one line how a run went."""
     failures = failures_of(run.timelines)
@@ -126,7 +149,6 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
 
 
 def _num_rows_a_step(run: Run, folder: Path) -> int:
-    """Return the rows of a step by the facts of the run; 0 if it has none."""
     began, ended = run.seconds
     of_run = [
         each.num_rows_a_step
@@ -192,7 +214,6 @@ def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
 
 
 def _peaks(run: Run) -> list[MomentPeak]:
-    """Return the peak of each moment on each rank."""
     return [peak for rank, entries in run.timelines.items() for peak in peaks({rank: entries})]
 
 

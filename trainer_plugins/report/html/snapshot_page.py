@@ -8,12 +8,15 @@ from trainer_plugins.explain.snapshot.held import WORDS, Category
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, reserved_after
 from trainer_plugins.report.html.chart import (
+    WIDTH,
     Band,
     Chart,
     Dot,
+    Height,
     Lane,
     Sign,
     Table,
+    byte_ticks,
     colour_of,
     height_of,
     limited,
@@ -22,7 +25,6 @@ from trainer_plugins.report.html.chart import (
     stairs,
 )
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.html.scales import WIDTH, Height, byte_ticks
 from trainer_plugins.report.html.segments import segment_map
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size

@@ -6,10 +6,17 @@ from statistics import median
 from typing import NamedTuple
 
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.report.html.chart import Band, Chart, Table, stairs
+from trainer_plugins.report.html.chart import (
+    Band,
+    Chart,
+    Height,
+    Table,
+    number_ticks,
+    seconds_text,
+    stairs,
+)
 from trainer_plugins.report.html.events import Span
 from trainer_plugins.report.html.memory import MOST, stretches_of, times_under
-from trainer_plugins.report.html.scales import Height, number_ticks, seconds_text
 
 _PIXELS = 80
 _FEWEST = 3
@@ -90,19 +97,14 @@ def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
     if any(each.num_steps > 1 for each in found):
         lines.insert(0, _Line("slowest", "c-slow", [each.slowest_seconds for each in found]))
     height = Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS)
-    rows = [
-        (
-            seconds_text(each.ended_seconds),
-            str(each.num_steps),
-            seconds_text(mean),
-            seconds_text(each.slowest_seconds),
-        )
-        for each, mean in zip(found, means, strict=True)
-    ]
+    rows = []
+    for each, mean in zip(found, means, strict=True):
+        seconds = map(seconds_text, (mean, each.slowest_seconds))
+        rows.append((seconds_text(each.ended_seconds), str(each.num_steps), *seconds))
+    longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
     return Chart(
         name=f"pace-{rank}",
-        title=f"A step took {seconds_text(usual)}, and at most"
-        f" {seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}",
+        title=f"A step took {seconds_text(usual)}, and at most {longest}",
         description="Seconds of a step over the time of the run. The table below has all figures.",
         pixels=_PIXELS,
         unit="s",
