@@ -10,11 +10,8 @@ from trainer_plugins.units import GIB, MIB, size
 from trainer_plugins.watch.host import host_pressure, shared_memory
 from trainer_plugins.watch.pressure import Budget
 
-_PREFETCH = 2
-"""Batches that each worker holds ready: `prefetch_factor` of torch's DataLoader."""
-
-_SMALL_LOCK_BYTES = 64 * MIB
-"""The usual default of `ulimit -l`: 64 KiB to 8 MiB, by distribution."""
+_PREFETCH = 2  # batches that each worker holds ready: `prefetch_factor` of torch's DataLoader
+_SMALL_LOCK_BYTES = 64 * MIB  # `ulimit -l` is usually 64 KiB to 8 MiB, by distribution
 
 
 def main_memory(facts: Facts) -> Line | None:
