@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.devices.nvml import NvmlError
 from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
-from trainer_plugins.devices.nvml_errors import NvmlError
 from trainer_plugins.launch.masked import masked_text
 
 _PACKAGES = (

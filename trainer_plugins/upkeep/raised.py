@@ -41,11 +41,9 @@ _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
 
 def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
-    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon.
-
-    The outermost, which handles the error, is left out: it is still running, and reading a running
-    frame's variables would keep the error alive, with all its tensors.
-    """
+    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon."""
+    # The outermost, which handles the error, still runs: reading its variables would keep the error
+    # alive, with all its tensors.
     return [frame for frame, _ in walk_tb(traceback)][1:]
 
 
