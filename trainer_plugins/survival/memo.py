@@ -3,15 +3,14 @@
 import logging
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakMethod
 
-import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import RunCallback, move_before_trackers
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.attempt.baseline import Card, card_of
@@ -70,21 +69,15 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         }
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: Any
     ) -> None:
         self.begin_run()
         self.roll_call.sign()
         move_before_trackers(self)
         self.card, self.is_in_step = card_of(args.device), False
         with self.harmless():
-            self._recall(args, state, model)
-            if said := create_states(optimizer):
+            self._recall(args, state, event["model"])
+            if said := create_states(event["optimizer"]):
                 logger.warning("%s", said)
 
     def on_step_begin(

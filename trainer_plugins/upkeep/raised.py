@@ -17,7 +17,7 @@ from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20
-_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_around.py")
+_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_run.py")
 
 # Functions of transformers' Trainer and its subclasses, by what they do. The first row that fits
 # decides: a save during training counts as a save.
