@@ -4,7 +4,8 @@ The rows are those of `tests/planner/published.toml`.
 
 Each row is replayed with the versions of transformers and peft that it was measured with, on this
 environment's torch. They and the other estimators are installed beside this environment, into a
-cache. Prints Markdown; all rows take a quarter of an hour, those whose names contain a word less:
+cache. Prints what `benchmarks/results` keeps row by row and docs/plan_measured.md sums up; all rows
+take a quarter of an hour, those whose names contain a word less:
 
     python -m benchmarks.prediction [WORD] ...
 """
@@ -212,16 +213,8 @@ def error(predicted: int, measured: int) -> float:
     return 100 * (predicted / measured - 1)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Print it as Markdown."""
-    print(f"\n| {' | '.join(head)} |")
-    print(f"|{'---|' * len(head)}")
-    for line in lines:
-        print(f"| {' | '.join(line)} |")
-
-
 def columns(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Print a table of many rows as a block of text, as the pages have it."""
+    """Print a table as a block of text, as docs/plan_measured.md and benchmarks/results have it."""
     rows = [head, *lines]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     print("\n```text")
@@ -304,7 +297,7 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
                             *summary(sizes),
                         ]
                     )
-    table(["source", "counter", "rows", "mean", "median", "worst"], lines)
+    columns(["source", "counter", "rows", "mean", "median", "worst"], lines)
     for key, reason in found.refused.items():
         print(f"\nNot predicted, {key}: {reason}")
 
@@ -341,8 +334,10 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
     lines = [["this planner", *(word for one in own_errors for word in summary(one))]]
     for name, peer in asked.items():
         words = [word for of in of_cards for word in summary(errors(name, of))]
-        lines.append([PEERS[name][0] or name, *([peer.refused] if peer.refused else words)])
-    table(
+        if peer.refused:
+            words = [peer.refused] + [""] * (len(words) - 1)
+        lines.append([PEERS[name][0] or name, *words])
+    columns(
         [
             "estimator",
             *(word for of in of_cards for word in (of[0].gpu, "mean", "median", "worst")),

@@ -3,8 +3,8 @@
 Each run is repeated in a process of its own: torchtitan's by `several_torchtitan`, that of
 DeepSpeed#3734 by `several_deepspeed`. The planner's world, ranks, kernels and allocator take part;
 its Trainer does not, because these figures are of other loops. That of trl#6846, which is TRL's
-Trainer, is planned as it is (`several_trl`). Prints Markdown; all runs take some
-minutes of CPU time:
+Trainer, is planned as it is (`several_trl`). Prints the table of
+`benchmarks/results/several_gpus.txt`; all runs take some minutes of CPU time:
 
     python -m benchmarks.several [WORD] ...
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.prediction import columns
 from benchmarks.published import Row, published
 
 OF_TORCHTITAN = ("torchtitan#165", "torchtitan 2024-12")
@@ -90,23 +91,21 @@ def asked(row: Row, way: str) -> dict[str, int] | str:
     return found
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield "| source | run | counter | published | plan | error |"
-    yield "|---|---|---|---|---|---|"
+def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
     for row in rows:
         for way in ways(row):
             print(f"repeating {row.key} {way} ...", file=sys.stderr)
             found, name = asked(row, way), f"{row.name}, {way}" if way else row.name
             if isinstance(found, str):
-                yield f"| {row.source} | {name} | | | {found} | |"
+                yield (row.source, name, "", "", found, "")
                 continue
             for counter in COUNTERS:
                 if counter in compared(row):
                     measured, planned = compared(row)[counter], found[counter]
-                    sizes = f"{measured / 2**30:.3f} | {planned / 2**30:.3f}"
+                    sizes = (f"{measured / 2**30:.3f}", f"{planned / 2**30:.3f}")
                     error = f"{100 * (planned / measured - 1):+.2f}"
-                    yield f"| {row.source} | {name} | {counter} | {sizes} | {error} |"
+                    yield (row.source, name, counter, *sizes, error)
 
 
 def main(words: Sequence[str]) -> None:
@@ -115,9 +114,9 @@ def main(words: Sequence[str]) -> None:
         print(json.dumps(answer(words[1], words[2])))
         return
     rows = [row for row in published() if can_be_repeated(row)]
-    print("In GiB; errors in percent.\n")
-    for line in lines([row for row in rows if not words or any(word in row.key for word in words)]):
-        print(line, flush=True)
+    asked_for = [row for row in rows if not words or any(word in row.key for word in words)]
+    print("In GiB; errors in percent.")
+    columns(("source", "run", "counter", "published", "plan", "error"), lines(asked_for))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
+from benchmarks.prediction import columns
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.planner.plan import Category
@@ -72,21 +73,22 @@ def main() -> None:
         "Of one GPU in GiB, and of the node's main memory for tensors; 1 row of 2048 tokens, bf16,"
         " checkpointing"
     )
-    print(
-        "| launch file | peak | of it states and buffers | DeepSpeed says | main memory"
-        " | DeepSpeed says |"
+    head = (
+        "launch file",
+        "peak",
+        "states and buffers",
+        "[DeepSpeed]",
+        "main memory",
+        "[DeepSpeed]",
     )
-    print("|---|---|---|---|---|---|")
+    lines = []
     for (name, estimate), plan in zip(FILES.items(), plans, strict=True):
         assert isinstance(plan, MemoryPlan), plan
         states = sum(plan.breakdown.get(category, 0) for category in STATES)
         host, card = estimate(plan.num_parameters) if estimate is not None else (None, None)
         cells = (plan.allocated_peak_bytes, states, card, plan.host_ram_bytes_per_node, host)
-        print(
-            f"| {name} | "
-            + " | ".join("-" if cell is None else f"{cell / GIB:.1f}" for cell in cells)
-            + " |"
-        )
+        lines.append([name, *("-" if cell is None else f"{cell / GIB:.1f}" for cell in cells)])
+    columns(head, lines)
 
 
 if __name__ == "__main__":

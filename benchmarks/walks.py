@@ -40,7 +40,7 @@ def of_an_oom() -> list[str]:
     from benchmarks.survival import CARD_MIB, settings
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import survive_oom
-    from trainer_plugins.survival.training_run import memo_of
+    from trainer_plugins.survival.memo import memo_of
     from trainer_plugins.testing import simgpu
     from trainer_plugins.units import MIB
 

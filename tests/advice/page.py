@@ -12,43 +12,53 @@ PARTS = {
     "Loading, evaluation, generation, saving": of_moments,
     "The machine, engines, main memory, looking": of_machine,
 }
-HEAD = """# Cures by what they do
+NAMED = {
+    Door.ACCELERATE: "accelerate", Door.DEEPSPEED: "DeepSpeed", Door.VLLM: "vLLM",
+    Door.SGLANG: "SGLang", Door.VERL: "verl", Door.PLAN: "plan",
+}  # fmt: skip
+"""The doors that a reader cannot tell from the spelling."""
 
-Every remedy that a message of this package names, as it is typed. Words in capitals are yours to
-fill in. A flag `--name value` is `name=value` in TrainingArguments. "Other result" means that the
-run computes something else than before; all others keep the result, except for rounding. Which of
-them comes first for a cause: [explain](explain.md#causes).
+HEAD = """# Every flag, with its price
+
+Every remedy that a message of this package names: how it is typed, what it does, and its price in
+italics. "Other result" means that the run computes something else than before; all others keep
+the result, except for rounding. Words in capitals are yours to fill in. In Python,
+`--optim adafactor` is `optim="adafactor"`. For which comes first, see
+[causes](explain.md#causes).
 """
 
 
-DOORS = {
-    Door.TRAINER: "flag", Door.ARGUMENTS: "arguments", Door.TRL: "TRL", Door.CODE: "Python",
-    Door.ACCELERATE: "accelerate", Door.DEEPSPEED: "DeepSpeed", Door.ENVIRONMENT: "variable",
-    Door.SHELL: "shell", Door.HYDRA: "Hydra", Door.VLLM: "vLLM", Door.SGLANG: "SGLang",
-    Door.VERL: "verl", Door.PLAN: "plan",
-}  # fmt: skip
+def spellings(each: Advice) -> str:
+    """What to type at each door, but for what follows from another door's spelling."""
+    found = each.spellings
+    derived = {as_arguments(each.trainer), as_arguments(each.trl)}
+    texts = []
+    for door, text in found.items():
+        if door is Door.ARGUMENTS and text in derived:
+            continue
+        if any(other.startswith(f"{text} ") for other in found.values()):
+            continue  # a variable, which its command repeats
+        code = text if "`" in text else f"`{text}`"
+        texts.append(f"{NAMED[door]} {code}" if door in NAMED else code)
+    return ", ".join(texts)
 
 
-def row(each: Advice) -> str:
-    doors = {door: text for door, text in each.spellings.items() if text != derived(each, door)}
-    typed = "<br>".join(f"{DOORS[door]}: `{text}`" for door, text in doors.items())
-    price = each.price + "; other result" * (not each.keeps_result)
-    cells = (each.effect, typed, price.removeprefix("; ") or "none")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def derived(each: Advice, door: Door) -> str:
-    """What follows from the flag, and need not be shown."""
-    return as_arguments(each.trainer) if door is Door.ARGUMENTS else ""
+def lines(entries: list[Advice]) -> list[str]:
+    """One line for each effect and price, with all entries that have both."""
+    typed: dict[str, list[str]] = {}
+    for each in entries:
+        price = "; ".join(filter(None, [each.price, "" if each.keeps_result else "other result"]))
+        what = f"{each.effect}. *{price}*" if price else each.effect
+        typed.setdefault(what, []).append(spellings(each))
+    return [f"- {', '.join(flags)}: {effect}" for effect, flags in typed.items()]
 
 
 def page() -> str:
-    lines = [HEAD]
+    text = [HEAD]
     for title, part in PARTS.items():
         entries = [each for name, each in vars(part).items() if name in advice.ALL]
-        lines += [f"## {title}\n", "| what it does | type | price |", "| --- | --- | --- |"]
-        lines += [*map(row, entries), ""]
-    return "\n".join(lines)
+        text += [f"## {title}\n", *lines(entries), ""]
+    return "\n".join(text)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,7 @@ READS = {
     "callbacks/evaluation_guard.py": "names its own parameter, and what the Trainer was given",
     "callbacks/headroom.py": "names its own parameter",
 }
-NOT_YET = (
-    "planner/", "survival/",
-)  # fmt: skip
+NOT_YET = ("planner/",)
 """Rooms that still write flags of their own in sentences."""
 
 
@@ -167,9 +165,6 @@ def said(tmp_path_factory) -> list[Said]:
     return list(all_said(tmp_path_factory.mktemp("said")))
 
 
-ROOMS_NOT_YET = {"rehearsal"}
-
-
 def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
     table: dict[str, dict[str, str]] = defaultdict(dict)
     for each in said:
@@ -182,9 +177,7 @@ def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
         f"{each.room}, {each.cause}: {text}: {names}"
         for each in said
         for text in each.remedies
-        if each.room not in ROOMS_NOT_YET
-        and not text.startswith("trainer-plugins plan")
-        and (names := unspelled(text))
+        if not text.startswith("trainer-plugins plan") and (names := unspelled(text))
     ]
     assert not wrong, "\n".join(dict.fromkeys(wrong))
 
@@ -208,7 +201,7 @@ def may_be_first(names: set[str], cause: str, room: str) -> bool:
 def test_each_room_begins_with_the_same_remedy_or_the_table_says_why_not(said: list[Said]) -> None:
     wrong = []
     for each in said:
-        if each.room in ROOMS_NOT_YET or each.cause not in FOR_CAUSE or not each.remedies:
+        if each.cause not in FOR_CAUSE or not each.remedies:
             continue
         first = named_in(each.remedies[0])
         if not first or not may_be_first(first[0], each.cause, each.room):

@@ -1,10 +1,10 @@
 """What real CUDA cards did, repeated address by address: by the model, and by simgpu's C++.
 
-`docs/allocator_traces.md` says whose traces these are, and what they do not show. Each of these
-changes to the model, alone, turns `test_the_model_does_what_the_card_did` red (`MUTATIONS` applies
-them): large blocks split from 512 B on; large segments of 24 MiB; segments shared below 12 MiB; the
-small pool up to 0.5 MiB; the highest of equal blocks; no merging with the block before; sizes
-rounded to 1024 B; segments rounded to 4 MiB; a cache that keeps its segments.
+`benchmarks/results/traces.txt` says whose traces these are, `docs/allocator_traces.md` what they do
+not show. Each of these changes to the model, alone, turns `test_the_model_does_what_the_card_did`
+red (`MUTATIONS` applies them): large blocks split from 512 B on; large segments of 24 MiB; segments
+shared below 12 MiB; the small pool up to 0.5 MiB; the highest of equal blocks; no merging with the
+block before; sizes rounded to 1024 B; segments rounded to 4 MiB; a cache that keeps its segments.
 """
 
 import functools

@@ -26,7 +26,7 @@ PAGE = (Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md").re
 
 
 def test_the_page_has_each_code_and_no_other() -> None:
-    codes = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE, re.MULTILINE)
+    codes = re.findall(r"^- `([a-z0-9-]+)`: ", PAGE, re.MULTILINE)
 
     assert sorted(codes) == sorted({*FOR_CAUSE, "not-an-oom"} - {"eval-metrics"})
 

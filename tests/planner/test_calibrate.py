@@ -108,7 +108,7 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
         "train",
         f"{met['train', 'allocated']:+.2%}",
         "300.0 MiB of the card was outside the allocator",
-        "Delete that file to undo",
+        "To undo this, delete",
     ):
         assert words in said(found)
     assert found.context_bytes == CONTEXT

@@ -28,10 +28,8 @@ def one_process(facts: Facts) -> Line | None:
         return Line("cards a process", "one")
     finding = Finding.warning(
         code="data-parallel",
-        summary=f"one process uses {num_cards} cards through DataParallel: the first card gathers"
-        " all outputs, and the batch is multiplied",
-        evidence=f"it sees {num_cards} cards, and no launcher started a process for each"
-        " (transformers#15544)",
+        summary=f"one process uses {num_cards} cards (DataParallel): the first gathers all outputs",
+        evidence="no launcher started a process for each, so the batch grows (transformers#15544)",
         remedy=f"{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}, or"
         f" {advice.ONE_CARD.flag(Door.SHELL)}",
     )
@@ -74,16 +72,14 @@ def generation(facts: Facts) -> Line | None:
     beams = max(1, run.number("generation_num_beams", 1))
     rows = run.number("per_device_eval_batch_size", 8) * beams
     need = cache_bytes(facts, rows, 4 if "float32" in model.trainable_bytes else 2, length)
-    seen = f"a cache of {size(need)}"
+    seen, layers = f"a cache of {size(need)}", model.shape.num_layers
     if free is None or need < MUCH * free:
         return Line("generation", seen)
     finding = Finding(
         code="evaluation-generates",
         severity=severity_of(need, free),
-        summary=f"generation in an evaluation needs a cache of {size(need)}, and {size(free)} is"
-        " free",
-        evidence=f"{rows} sequences ({beams} beam(s)) of {length:,} tokens in"
-        f" {model.shape.num_layers} layers",
+        summary=f"generation needs a cache of {size(need)}, and {size(free)} is free",
+        evidence=f"{rows} sequences ({beams} beam(s)) x {length:,} tokens x {layers} layers",
         remedy=f"{advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER)},"
         f" {advice.FEWER_BEAMS.flag(Door.TRAINER)}, or"
         f" {advice.SHORTER_ANSWERS.flag(Door.TRAINER, length=max(1, length // 2))}",
@@ -135,10 +131,8 @@ def batch_size(facts: Facts) -> Line | None:
     finding = Finding.warning(
         code="auto-find-batch-size",
         summary=f"{name} restarts training with a smaller batch at each OOM",
-        evidence="the effective batch and the number of steps change, and earlier steps are lost"
-        " (accelerate#1934, sentence-transformers#3145)",
-        remedy=f"Use {advice.SURVIVE.flag(Door.CODE)} instead: it keeps the batch and the step, and"
-        " refuses contrastive losses by name",
+        evidence="batch and number of steps change, earlier steps are lost (accelerate#1934)",
+        remedy=f"Use {advice.SURVIVE.flag(Door.CODE)} instead: it keeps the batch and the step",
     )
     return Line("batch size", "", (finding,))
 
@@ -176,10 +170,8 @@ def graphs(facts: Facts) -> Line | None:
     finding = Finding.warning(
         code="graph-for-each-length",
         summary="each batch length records a CUDA graph with a memory pool of its own",
-        evidence=f"torch_compile_mode={mode}, and the sampled rows have {num_lengths:,} lengths"
-        " (pytorch#128424)",
-        remedy=f"Pad to a few lengths ({advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)}), or leave"
-        " --torch_compile_mode out",
+        evidence=f"mode {mode}, and sampled rows of {num_lengths:,} lengths (pytorch#128424)",
+        remedy=f"{advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)}, or no --torch_compile_mode",
     )
     return Line("compiled", mode, (finding,))
 
@@ -208,14 +200,14 @@ def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if free is None or need < MUCH * free:
         return
     twice = ", twice while batches are joined" if is_joined else ""
+    place = "main memory" if is_moved else "the device"
     remedy = advice.ARGMAX_LOGITS.flag(Door.CODE)
     if not is_moved:
         remedy += f"; or {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}"
     yield Finding(
         code="evaluation-gathers-logits",
         severity=severity_of(need, free),
-        summary=f"an evaluation keeps all logits until its end: {size(need)}, and {size(free)} of"
-        f" {'main memory' if is_moved else 'the device'} is free",
+        summary=f"an evaluation keeps {size(need)} of logits, and {size(free)} of {place} is free",
         evidence=f"{rows:,} rows x {longest:,} tokens x {facts.shape.vocab_size:,} words x 4"
         f" bytes{twice}, for compute_metrics (transformers#7232)",
         remedy=remedy,
@@ -274,8 +266,7 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         yield Finding(
             code="save-gathers",
             severity=severity_of(weights, free),
-            summary=f"each save gathers all weights on the first rank: {size(weights)}, and"
-            f" {size(free)} of main memory is free",
+            summary=f"each save gathers {size(weights)} of weights on rank 0; {size(free)} is free",
             evidence=f"{run.gathers_on_save} (transformers#12587)",
             remedy=f"{remedy.flag(door)}: {remedy.price}",
             amount=float(weights),

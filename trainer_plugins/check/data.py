@@ -50,8 +50,7 @@ def collator(facts: Facts) -> Line | None:
         code="collator-fails",
         summary="the collator raises for the longest sampled rows",
         evidence=facts.data.collator_error,
-        remedy="Run trainer.data_collator on rows of your data set; a worker that meets them ends"
-        " the run",
+        remedy="Run trainer.data_collator on rows of your data set: an error ends the run",
     )
     return Line("collator", "", (finding,))
 
@@ -79,11 +78,10 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
         return None
     return Finding.warning(
         code="length-outliers",
-        summary=f"the longest row has {longest:,} tokens, and 99% have {usual:,} or fewer: a few"
-        " rows decide the peak, at an unknown step",
+        summary=f"the longest row has {longest:,} tokens, 99% have {usual:,} or fewer: few rows"
+        " decide the peak",
         evidence=f"{num:,} rows of {data.num_rows or num:,} sampled",
-        remedy="Cut or drop rows above a length (max_length), or survive_oom, which computes the"
-        " longest first",
+        remedy="Cut or drop long rows (max_length), or survive_oom, which begins with the longest",
         amount=longest / usual,
     )
 

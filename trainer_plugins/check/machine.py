@@ -86,11 +86,11 @@ def precision(facts: Facts) -> Line | None:
     seen = "no bf16, TF32 or flash attention: fp16"
     if not facts.flag("bf16"):
         return Line("precision", seen)
+    number = ".".join(map(str, old[0].capability or ()))
     finding = Finding.warning(
         code="bf16-emulated",
         summary=f"{old[0].name} emulates bf16 in float32",
-        evidence=f"compute capability {'.'.join(map(str, old[0].capability or ()))}; bf16 and flash"
-        " attention need 8.0",
+        evidence=f"compute capability {number}; bf16 and flash attention need 8.0",
         remedy="Use --fp16 instead of --bf16",
     )
     return Line("precision", seen, (finding,))
@@ -140,8 +140,7 @@ def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
         yield Finding.warning(
             code="card-order",
             summary=f"the numbers in {_VISIBLE} may mean other cards than in nvidia-smi",
-            evidence=f"{given} and {_named(facts.cards)}: CUDA puts the fastest first"
-            " (pytorch#86539)",
+            evidence=f"{_named(facts.cards)}: CUDA puts the fastest first (pytorch#86539)",
             remedy="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     slices = [uuid for uuid in seen.uuids if uuid.startswith("MIG-")]
@@ -196,10 +195,8 @@ def _strays(facts: Facts) -> Iterator[Finding]:
     least, card = next(iter(strays.values()))
     yield Finding.warning(
         code="stray-context",
-        summary=f"{len(strays)} process(es) hold a context on {card.name or card.uuid} in addition"
-        " to their own card",
-        evidence=f"pids {', '.join(map(str, strays))}, {size(least)} and more each"
-        " (pytorch#23138: 725 MB)",
+        summary=f"{len(strays)} process(es) hold a second context, on {card.name or card.uuid}",
+        evidence=f"pids {', '.join(map(str, strays))}, {size(least)} or more each (pytorch#23138)",
         remedy=f"{advice.OWN_CARD_FIRST.flag(Door.CODE)}; and load with"
         f" {advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}",
     )

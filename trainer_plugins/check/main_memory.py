@@ -34,16 +34,17 @@ def shared(facts: Facts) -> Line | None:
         return None
     there = facts.main.shared
     need, how = _need(facts)
-    seen = f"{size(there.shm_free_bytes)} free" + (f", {size(need)} needed" if need else "")
-    if need <= there.shm_free_bytes / 2:
+    free = there.shm_free_bytes
+    seen = f"{size(free)} free" + (f", {size(need)} needed" if need else "")
+    if need <= free / 2:
         found = shared_memory(there)
         return Line("/dev/shm", seen, (found,) if found and need else ())
     larger = advice.LARGER_SHM.flag(Door.SHELL, size=f"{2 * need // GIB + 1}g")
     finding = Finding(
         code="shared-memory-small",
-        severity=severity_of(need, there.shm_free_bytes),
-        summary=f"dataloader workers will hold {size(need)} in /dev/shm, which has"
-        f" {size(there.shm_free_bytes)} free; when it is full, they die with a bus error",
+        severity=severity_of(need, free),
+        summary=f"dataloader workers need {size(need)} of /dev/shm, and {size(free)} is free: they"
+        " die with a bus error",
         evidence=how,
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
@@ -75,8 +76,7 @@ def swap(facts: Facts) -> Line | None:
         return Line("swap", seen)
     finding = Finding.warning(
         code="swap-in-use",
-        summary=f"{size(main.swap_used_bytes)} of main memory is swapped out, and this run offloads"
-        f" {', '.join(places)} there",
+        summary=f"this run offloads {', '.join(places)}, but main memory is swapped out already",
         evidence=f"{seen}; {size(main.reading.free_bytes)} of main memory free",
         remedy="End other processes that use main memory, or offload less",
     )
@@ -92,8 +92,7 @@ def wsl(facts: Facts) -> Line | None:
     finding = Finding(
         code="windows-limits",
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
-        summary="Windows moves memory of a full card to main memory, without an error but very"
-        " slowly; and WSL can pin little",
+        summary="Windows moves memory of a full card to main memory: very slow; WSL can pin little",
         evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
         remedy="Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's"
         f" control panel; {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",

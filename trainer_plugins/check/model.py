@@ -89,19 +89,18 @@ def attention(facts: Facts) -> Line | None:
         return Line("attention", seen)
     part = scores / _device(facts)
     dtype = _dtype(facts, model)
-    change = advice.CHECKPOINTING.flag(Door.TRAINER)
+    change, why = advice.CHECKPOINTING.flag(Door.TRAINER), ""
+    if falls_back:
+        why = f"; no other kernel takes {dtype} with heads of {model.shape.head_size} here"
     if falls_back and dtype == "bfloat16":
         change = f"--fp16 True instead of --bf16, or {change}"
     if model.attention == "eager" and model.takes_sdpa:
         change = f"{advice.SDPA_ATTENTION.flag(Door.CODE)}, or {change}"
     finding = Finding.warning(
         code="attention-stores-scores",
-        summary=f"{model.attention} attention stores a score for each pair of tokens here:"
-        f" {size(scores)} a layer",
+        summary=f"{model.attention} attention stores all scores: {size(scores)} a layer",
         evidence=f"{_rows(facts)} row(s) x {model.shape.num_heads} heads x {longest:,} x"
-        f" {longest:,} tokens, {percent(part)} of the device, in {model.shape.num_layers} layers"
-        + f"; no other kernel takes {dtype} with heads of {model.shape.head_size} here"
-        * falls_back,
+        f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
         amount=float(scores),
     )
@@ -143,8 +142,7 @@ def logits(facts: Facts) -> Line | None:
     finding = Finding(
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
-        summary=f"the logits of one micro-batch take at least {size(need)}, {percent(part)} of the"
-        " device",
+        summary=f"one micro-batch has at least {seen} of logits, {percent(part)} of the device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         f" ({' + '.join(map(str, widths))}) bytes: {why}",
         remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
@@ -166,9 +164,9 @@ def states(facts: Facts) -> Line | None:
         return Line("optimizer", seen, tuple(_strayed(model)))
     finding = Finding.error(
         code="states-too-large",
-        summary=f"gradients and the states of {model.optimizer} take {size(need)}, and {size(free)}"
-        " is free: the first step fails at any batch size",
-        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}",
+        summary=f"gradients and optimizer states take {size(need)}, and {size(free)} is free: the"
+        " first step fails at any batch size",
+        evidence=f"{size(trainable)} of trainable weights x {1 + times:.0f}, {model.optimizer}",
         remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
         " ZeRO-3 or FSDP",
         amount=float(need),
@@ -254,8 +252,7 @@ def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
         yield Finding.error(
             code="checkpointing-without-gradients",
             summary="reentrant checkpointing computes no gradients here: no input requires one",
-            evidence="use_reentrant is true and the input embeddings are frozen"
-            " (transformers#42489)",
+            evidence="use_reentrant is true, input embeddings are frozen (transformers#42489)",
             remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
             f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
         )
@@ -268,8 +265,7 @@ def _unscalable(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
             code="trainable-fp16",
             severity=Severity.ERROR,
             summary="--fp16 cannot train weights that are float16 already: the first step raises",
-            evidence=f"{size(halves)} of them; torch/amp/grad_scaler.py: 'Attempting to unscale"
-            " FP16 gradients.'",
+            evidence=f"{size(halves)} of them; torch: 'Attempting to unscale FP16 gradients.'",
             remedy="Load the model with dtype=torch.float32, or use --bf16",
         )
 

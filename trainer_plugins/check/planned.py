@@ -97,11 +97,9 @@ def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
         return None
     return Finding.error(
         code="card-too-full",
-        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)} of its card, and only"
-        f" {size(free)} is free now",
+        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)}, and {size(free)} is free now",
         evidence=f"predicted for {plan.moment}; other processes hold the rest",
-        remedy="Stop the other processes, or choose another card:"
-        f" {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
+        remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
         amount=float(plan.nvidia_smi_peak_bytes),
     )
 
@@ -139,10 +137,8 @@ def _adapters(plan: MemoryPlan) -> Finding | None:
         return None
     return Finding.warning(
         code="adapters-save-little",
-        summary=f"{percent(part)} of the peak are activations and logits, which adapters do not"
-        " reduce",
+        summary=f"adapters do not reduce activations and logits: {percent(part)} of the peak",
         evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
-        remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens; a lower rank"
-        " saves little",
+        remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens",
         amount=part,
     )

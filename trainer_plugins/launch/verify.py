@@ -101,10 +101,10 @@ def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         remedy = "Unset ACCELERATE_USE_CPU: if it is set, accelerate takes its CPU branch"
     elif meant == "FSDP" and runs.device == "cpu":
         remedy = "accelerate uses FSDP on accelerators only: run it on one, or ask for DDP"
+    what = "one process on one device" if meant == "nothing" else meant
     yield Finding.error(
         code="strategy-not-in-force",
-        summary=f"{'one process on one device' if meant == 'nothing' else meant} was requested, but"
-        f" the model runs as {runs.wrapped_class}",
+        summary=f"{what} was requested, but the model runs as {runs.wrapped_class}",
         evidence=_evidence(asked, runs),
         remedy=remedy,
     )
@@ -127,17 +127,14 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     if runs.zero_stage == 3 and divides and runs.partitioned_fraction < _LEAST_PARTITIONED_FRACTION:
         yield Finding.warning(
             code="parameters-not-partitioned",
-            summary="ZeRO-3 shards hardly any of this model: most parameters stay whole on every"
-            " rank",
+            summary="ZeRO-3 shards little: most parameters stay whole on every rank",
             evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are sharded",
-            remedy="Set stage3_param_persistence_threshold below the size of the weights, or use"
-            " no ZeRO-3",
+            remedy="Lower stage3_param_persistence_threshold, or use no ZeRO-3",
         )
     if asked.bf16_master and runs.master_dtype == "float32":
         yield Finding.warning(
             code="master-weights-not-in-force",
-            summary="bf16 master weights were requested, but float32 ones are kept: twice the"
-            " memory",
+            summary="bf16 master weights were requested, but float32 ones take twice the memory",
             evidence=_evidence(asked, runs),
             remedy="bf16_master_weights_and_grads needs bf16 in TrainingArguments",
         )
@@ -161,12 +158,9 @@ def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     if asked.checkpointing and runs.family == "DeepSpeed" and not runs.is_checkpointing:
         yield Finding.warning(
             code="checkpointing-not-in-force",
-            summary="activation_checkpointing of the DeepSpeed JSON has no effect here: the model"
-            " keeps all activations",
-            evidence=f"asked by {asked.source}; models of transformers call torch's checkpointing,"
-            " not DeepSpeed's",
-            remedy=f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script, and remove the"
-            " block",
+            summary="the DeepSpeed JSON's activation_checkpointing has no effect on this model",
+            evidence=f"{asked.source}; transformers calls torch's checkpointing, not DeepSpeed's",
+            remedy=f"Give the script {advice.CHECKPOINTING.flag(Door.TRAINER)}; remove the block",
         )
 
 

@@ -34,7 +34,7 @@ _KNOWN_ERROR = (
 )
 _IF_QUANTISED = (
     "allocated: within 0.34 % of 41 published runs of QLoRA (T4); reserved: 12.6 % too low to "
-    "15.3 % too high, 3.3 % in the mean, as loading goes; see docs/plan_measured_t4.md. "
+    "15.3 % too high, 3.3 % in the mean, as loading goes; see docs/plan_measured.md. "
     "Not measured by us on a GPU"
 )
 

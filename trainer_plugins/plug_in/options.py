@@ -143,7 +143,8 @@ class MemoryArguments:
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words and value is not None:
-                raise ValueError(f"{name} is {', '.join(words)}, got {value!r}")
+                listed = f"{', '.join(words[:-1])} or {words[-1]}"
+                raise ValueError(f"{name} is {listed}, got {value!r}")
         if self.memory_resident_layers < 1:
             layers = self.memory_resident_layers
             raise ValueError(f"memory_resident_layers counts layers, 1 or more, got {layers}")

@@ -42,7 +42,7 @@ from tests.survival.failing import (
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 FOLDER = Path(sys.argv[-1])
@@ -331,7 +331,7 @@ def rehearsed() -> dict:
     """Each rank by itself, with a trainer that exchanges metrics in each pass."""
     whole, trainer, card = whole_of("TRL sft"), made(STORIES["TRL sft"]), Card()
     trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
-    with patch("trainer_plugins.survival.training_run.card_of", lambda _: card):
+    with patch("trainer_plugins.survival.memo.card_of", lambda _: card):
         survive_oom(trainer)
         facts = facts_of(Run(trainer), whole, 0)
     return facts | {"limit": memo_of(trainer).limit}
@@ -361,8 +361,8 @@ def refused(name: str) -> str:
 
 
 REFUSED = {
-    "static_graph": "DDP with static_graph learns the first backward pass by heart",
-    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view has one version counter for all gradients",
+    "static_graph": "DDP with static_graph repeats its first backward pass",
+    "gradient_as_bucket_view": "DDP with gradient_as_bucket_view does not tell which gradients are final",
     "comm_hook": "a communication hook of DDP may not fit itself",
     "comm_hook, late": "a communication hook of DDP may not fit itself",
 }

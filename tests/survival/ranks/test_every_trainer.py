@@ -63,10 +63,13 @@ def verdict(strategy: str, facts: list[dict]) -> str:
 
 
 def test_the_page_says_what_was_seen(told) -> None:
-    names = list(told["1 card"])
-    table = [f"| | {' | '.join(told)} |", f"|{' --- |' * (len(told) + 1)}"]
-    for name in names:
-        cells = [verdict(strategy, told[strategy][name]) for strategy in told]
-        table.append(f"| `{name}` | {' | '.join(cells)} |")
+    verdicts = {
+        name: [verdict(strategy, told[strategy][name]) for strategy in told]
+        for name in told["1 card"]
+    }
+    table = [
+        f"{name:18}{''.join(f'{cell:9}' for cell in cells)}".rstrip()
+        for name, cells in {"": list(told), **verdicts}.items()
+    ]
 
     assert "\n".join(table) in PAGE.read_text(), "\n".join(table)

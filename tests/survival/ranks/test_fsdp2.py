@@ -114,15 +114,15 @@ OTHER: dict[str, dict[str, Any]] = {
     "late": {"late": True},
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
     "FSDP 1": {
-        "refused_as": "FSDP 1 has nothing that puts it back after an error half way",
+        "refused_as": "FSDP 1 cannot be reset after an error half way",
         "fsdp_version": 1,
     },
     "torch 2.12": {
-        "refused_as": "no reset_iter_state, which came with torch 2.13",
+        "refused_as": "no reset_iter_state: use 2.13 or newer",
         "without": "reset_iter_state",
     },
     "TRL": {
-        "refused_as": "SFTTrainer.compute_loss gathers metrics over the ranks",
+        "refused_as": "SFTTrainer.compute_loss gathers metrics",
         "trainer": "SFTTrainer",
     },
     # The last: it ends both ranks. Not even a short example fits.
@@ -288,7 +288,7 @@ def test_what_couples_rows_in_training_alone_is_found_on_all_ranks(two_ranks, na
     for seen in two_ranks:
         assert "its gradient is not the sum of its parts': measured on" in seen[name]["ended"]
         assert "in training mode, it is off by" in seen[name]["ended"]
-    assert "2 of its rows against 1 + 1" in two_ranks["reentrant" not in name][name]["ended"]
+    assert "2 of its rows (1 + 1)" in two_ranks["reentrant" not in name][name]["ended"]
 
 
 def test_all_ranks_give_up_together_each_with_its_reason(two_ranks) -> None:

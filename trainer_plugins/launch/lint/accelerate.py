@@ -86,10 +86,8 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
         yield Finding.error(
             code="config-distributed-type",
             summary="distributed_type: MULTI_CPU starts one process, at any num_processes",
-            evidence="accelerate launch uses its simple launcher for it, unless mpirun_config names"
-            " a hostfile",
-            remedy="Write distributed_type: MULTI_GPU with use_cpu: true, and give --use_cpu to the"
-            " script",
+            evidence="accelerate uses its simple launcher, unless mpirun_config names a hostfile",
+            remedy="Write distributed_type: MULTI_GPU, use_cpu: true; give the script --use_cpu",
         )
     precision = config.get("mixed_precision")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
@@ -179,26 +177,22 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         yield Finding.error(
             code="config-refused-beside-json",
             summary=f"accelerate refuses {key} next to deepspeed_config_file, at any value",
-            evidence="DeepSpeedPlugin._deepspeed_config_checks: the following variables will be"
-            " ignored",
+            evidence="accelerate stops: the following variables will be ignored",
             remedy=f"Remove {key} here; set it in the DeepSpeed JSON",
         )
     if document.json_path is not None and not Path(document.json_path).expanduser().is_absolute():
         yield Finding.warning(
             code="config-relative-path",
-            summary="deepspeed_config_file is relative to the folder of the launch, not to this"
-            " file",
+            summary="deepspeed_config_file is relative to the folder of the launch",
             evidence=f"{document.json_path}, from {Path.cwd()}",
-            remedy="Write an absolute path, or the JSON itself: `deepspeed_config_file: |` and the"
-            " text below it",
+            remedy="Write an absolute path, or the JSON itself after `deepspeed_config_file: |`",
         )
     if document.json_problem is not None:
         yield Finding.error(
             code="config-missing-json",
             summary="deepspeed_config_file cannot be read",
             evidence=document.json_problem,
-            remedy="Name a file that exists in the folder of the launch, or write the JSON as text"
-            " after `|`",
+            remedy="Name a file in the folder of the launch, or write the JSON after `|`",
         )
 
 

@@ -30,8 +30,7 @@ def zero_findings(document: Document) -> Iterator[Finding]:
         yield Finding.error(
             code="config-no-zero",
             summary="there is no zero_optimization block",
-            evidence="accelerate stops: Please specify the ZeRO optimization config in the"
-            " DeepSpeed config",
+            evidence="accelerate stops: Please specify the ZeRO optimization config",
             remedy='Write "zero_optimization": {"stage": 2} or another stage',
         )
     yield from _precision(document, stage)
@@ -79,25 +78,21 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
         yield Finding.error(
             code="config-offload-stage",
             summary=f"parameters are not offloaded at stage {stage}",
-            evidence="offload_param is valid only with stage 3 (deepspeed/runtime/zero/config.py);"
-            " below, it is read and has no effect",
+            evidence="offload_param works with stage 3 (deepspeed/runtime/zero/config.py)",
             remedy="Write stage 3, or remove offload_param",
         )
     if "optimizer" in offloads and stage < 1:
         yield Finding.error(
             code="config-offload-stage",
             summary="the optimizer is not offloaded at stage 0",
-            evidence="offload_optimizer is valid with stages 1, 2 and 3"
-            " (deepspeed/runtime/zero/config.py)",
+            evidence="offload_optimizer works from stage 1 on (deepspeed/runtime/zero/config.py)",
             remedy="Write stage 2 or 3",
         )
     if offloads.get("param") == "nvme" and "optimizer" not in offloads:
         yield Finding.warning(
             code="config-offload-stage",
-            summary="parameters are offloaded to a drive, but the optimizer, six times their size,"
-            " stays on the card",
-            evidence="12 B a parameter for AdamW's master weights and states, 2 B for 16-bit"
-            " weights",
+            summary="parameters go to a drive, but the optimizer, six times as large, does not",
+            evidence="12 B a parameter for AdamW and its master weights, 2 B for 16-bit weights",
             remedy="Offload the optimizer first",
         )
     ratio = document.in_deepspeed("zero_optimization.offload_optimizer.ratio")
@@ -202,8 +197,7 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
         yield Finding.warning(
             code="config-gather-on-save",
             summary="a save writes no model.safetensors",
-            evidence="stage3_gather_16bit_weights_on_model_save is not true, so only ZeRO's shards"
-            " are saved",
+            evidence="without stage3_gather_16bit_weights_on_model_save only shards are saved",
             remedy="Write it as true, or run zero_to_fp32.py on the checkpoint afterwards",
         )
     bare = sorted(key for key in zero if key in keys.STAGE3)
@@ -211,8 +205,7 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
         yield Finding.warning(
             code="config-deprecated-key",
             summary=f"{', '.join(bare)}: without the prefix stage3_ only DeepSpeed sees it",
-            evidence="transformers and accelerate look up the name with stage3_"
-            " (HfTrainerDeepSpeedConfig)",
+            evidence="HfTrainerDeepSpeedConfig and accelerate look up the name with stage3_",
             remedy=f"Write stage3_{bare[0]}",
         )
 
@@ -240,8 +233,7 @@ def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
         yield Finding.warning(
             code="config-scheduler",
             summary="the DeepSpeed scheduler replaces lr_scheduler_type of TrainingArguments",
-            evidence="deepspeed_optim_sched (transformers/integrations/deepspeed.py) creates a"
-            " DummyScheduler",
+            evidence="transformers' deepspeed_optim_sched creates a DummyScheduler",
             remedy="Remove the scheduler block, unless you mean it",
         )
 

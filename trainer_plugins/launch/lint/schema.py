@@ -94,8 +94,7 @@ def _block(block: Mapping, prefix: str, known: keys.Keys) -> Iterator[Finding]:
             yield Finding.error(
                 code="config-removed-key",
                 summary=f"DeepSpeed has removed {name}, and refuses it",
-                evidence="deepspeed/runtime/config.py, _reject_removed_config_keys (0.19.8); older"
-                " versions read it",
+                evidence="_reject_removed_config_keys of 0.19.8; older versions read it",
                 remedy=f"Remove {name}",
             )
         elif name in keys.DEPRECATED:
@@ -133,8 +132,7 @@ def _auto(name: str) -> Iterator[Finding]:
         yield Finding.error(
             code="config-unresolved-auto",
             summary=f'{name} stays "auto": neither transformers nor accelerate replaces it',
-            evidence="accelerate's deepspeed_config_process raises if it has no value for it; bare"
-            " DeepSpeed drops it",
+            evidence="accelerate's deepspeed_config_process raises; bare DeepSpeed drops it",
             remedy=f"Write a value, or leave {name} out for DeepSpeed's default",
         )
 

@@ -118,8 +118,7 @@ def _fixed(key: str, value: object, name: str, source: str) -> Finding:
     return Finding.warning(
         code="config-not-auto",
         summary=f"{key} is fixed at {value}: training stops if {name} differs",
-        evidence=f"the value is {source}; transformers raises for each value that mismatches"
-        " TrainingArguments",
+        evidence=f"the value is {source}; transformers raises at a mismatch",
         remedy=f'Write "{key}": "auto" (in a YAML without JSON: leave it out)',
     )
 

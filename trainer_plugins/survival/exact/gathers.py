@@ -1,10 +1,10 @@
 """Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
 
-The other ranks take part in each exchange once a micro-batch, with the value of a whole one. So if
-a micro-batch is computed in pieces, what each piece brings is noted, and the last piece sends all
-of it together. What a failed attempt has exchanged already is not exchanged again. The code of the
-last piece then sees the numbers of the whole, and its metrics are those of the whole. This holds
-even in one process, which exchanges with itself.
+The other ranks take part in each exchange once a micro-batch, with the value of an undivided one.
+So if a micro-batch is computed in pieces, what each piece would send is noted, and the last piece
+sends all of it together. What a failed attempt has exchanged already is not exchanged again. The
+code of the last piece then sees the numbers of the whole, and so do its metrics. This holds even in
+one process, which exchanges with itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 
-from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.hf_trainer import HfAccelerator, HfTrainer
 from trainer_plugins.oom import classify
 
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
@@ -28,28 +27,23 @@ class Gathers:
 
     def __init__(self, trainer: HfTrainer) -> None:
         self._trainer = trainer
-        self._answers: list[torch.Tensor] = []
-        """Results of the exchanges of this micro-batch, in the order of the code."""
-        self._pieces: list[tuple[float, list[torch.Tensor]]] = []
-        """The share of each piece that is done, and what it brought."""
-        self._brought: list[torch.Tensor] | None = None
-        """Values that the current piece has brought; None if it exchanges."""
+        self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
+        self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
+        self._brought: list[torch.Tensor] | None = None  # by this piece; None: it exchanges
         self._share = 1.0
         self._merges: list[Merge] = []
         self._index = 0
         self._is_exchanging = False
 
     @property
-    def _accelerator(self) -> Accelerator:
+    def _accelerator(self) -> HfAccelerator:
         """Return the current accelerator: a search makes a new one for each trial."""
         return self._trainer.accelerator
 
     def begin(self) -> None:
-        """Begin a micro-batch."""
         self._answers, self._pieces = [], []
 
     def forget_pieces(self) -> None:
-        """Forget what pieces have brought: the whole is computed after all, and brings it again."""
         self._pieces = []
 
     @contextmanager
@@ -71,12 +65,7 @@ class Gathers:
 
     @contextmanager
     def piece(self, share: float, is_last: bool) -> Iterator[None]:
-        """Surround forward and backward of a piece.
-
-        Args:
-            share: how much of its micro-batch the piece is, from 0 to 1.
-            is_last: whether it exchanges, for all pieces.
-        """
+        """Surround a piece, with its share of the micro-batch; the last one exchanges for all."""
         self._share, self._brought = share, None if is_last else []
         try:
             yield
@@ -87,10 +76,7 @@ class Gathers:
 
     @contextmanager
     def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Surround passes that are not part of training: they reach no other rank.
-
-        Gives what they would have sent.
-        """
+        """Surround passes that reach no other rank; gives what they would have sent."""
         brought: list[torch.Tensor] = []
         self._brought = brought
         try:
@@ -100,10 +86,7 @@ class Gathers:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Surround a measurement, and learn from it how values add up.
-
-        Its last passes are those over a probe and its two parts.
-        """
+        """Surround a measurement, whose last passes, a probe and its parts, show how values add."""
         with self.apart() as brought:
             yield
         num = self._index  # in each pass
@@ -136,8 +119,8 @@ class Gathers:
             if not (is_shared and classify(error)):
                 raise
             said = (
-                "it failed while ranks exchanged a metric, and whether the others have had it is "
-                f"not known ({error})"
+                "it failed while ranks exchanged a metric, and it is not known whether the others "
+                f"have received it ({error})"
             )
         else:
             if is_shared:  # one process gets back what it gave, and the graph with it
@@ -167,6 +150,5 @@ def _sum(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
 
 
 def _mean(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
-    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(
-        0
-    ) / sum(shares)
+    weighted = [value * share for value, share in zip(values, shares, strict=True)]
+    return torch.stack(weighted).sum(0) / sum(shares)
