@@ -35,8 +35,7 @@ from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.host import shared_memory
-from trainer_plugins.watch.pressure import Budget, pressure
+from trainer_plugins.watch.pressure import Budget, pressure, shared_memory
 
 CAUSE_OF_FINDING = {
     "allocator-retries": "fragmentation",

@@ -16,8 +16,8 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.environment import SWITCHES
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
+from trainer_plugins.devices.nvml import NvmlErrorKind
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
-from trainer_plugins.devices.nvml_errors import NvmlErrorKind
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
 from trainer_plugins.launch.lint import Document

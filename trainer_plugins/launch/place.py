@@ -15,8 +15,8 @@ import psutil
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import HostDevice
+from trainer_plugins.devices.nvml import NvmlError
 from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
-from trainer_plugins.devices.nvml_errors import NvmlError
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 

@@ -3,15 +3,13 @@
 import logging
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ReferenceType
 
-import torch
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import RunCallback, move_before_trackers
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark
@@ -72,14 +70,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         }
 
     def on_train_begin(
-        self,
-        args: HfArguments,
-        state: HfState,
-        _: object,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **__: object,
+        self, args: HfArguments, state: HfState, control: object, **event: Any
     ) -> None:
         listener = self.listener
         self.begin_run()
@@ -88,8 +79,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         move_before_trackers(self)
         self._card, self.is_in_step = None, False
         with self.harmless():
-            self._recall(args, state, model)
-            if said := create_states(optimizer):
+            self._recall(args, state, event["model"])
+            if said := create_states(event["optimizer"]):
                 logger.warning("%s", said)
 
     def on_step_begin(self, *_: object, **__: object) -> None:
