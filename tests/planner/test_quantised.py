@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from tests import processes
 from tests.planner.test_plans import CHECKPOINTING, request
 from tests.processes import ENDS_A_HANG
 from trainer_plugins.cli import app
@@ -298,13 +298,9 @@ def test_a_trainer_whose_base_is_quantised_is_planned_as_its_config(tmp_path, fr
         file = tmp_path / "bitsandbytes" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", SCRIPT],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_A_HANG,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"},
+        environ={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

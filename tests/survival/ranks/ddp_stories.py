@@ -371,9 +371,10 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(processes.ENDS_A_HANG / 2, exit=True)
     gc.collect()
     gc.freeze()  # each survival collects garbage, and what was imported is a million objects
-    told = {name: tell(name) for name, story in STORIES.items() if story.world == WORLD}
+    wanted = json.loads((FOLDER / "wanted.json").read_text())
+    told = {name: tell(name) for name in wanted if name in STORIES}
     if WORLD == 2:
-        told |= {name: sweep(name) for name in SWEEPS}
+        told |= {name: sweep(name) for name in SWEEPS if name in wanted}
         told |= {"rehearsed": rehearsed()} if "TRL sft" in STORIES else {}
         told |= {"resumed": resumed(), "refused": {name: refused(name) for name in REFUSED}}
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(told))
