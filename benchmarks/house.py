@@ -8,6 +8,9 @@ import, and among all imports, those inside functions too.
 """
 
 import ast
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,42 +18,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trainer_plugins"
 OTHERS = ("benchmarks", "hydra_plugins", "scripts")
 
-FRAGMENTS = frozenset(
-    (
-        *(
-            "about",
-            "among",
-            "and",
-            "as",
-            "at",
-            "behind",
-            "beside",
-            "between",
-            "but",
-            "by",
-            "for",
-            "from",
-            "how",
-            "in",
-        ),
-        *(
-            "inside",
-            "like",
-            "of",
-            "on",
-            "or",
-            "that",
-            "those",
-            "to",
-            "under",
-            "what",
-            "when",
-            "where",
-            "whether",
-        ),
-        *("which", "who", "whom", "whose", "why", "with", "within", "without"),
-    )
-)
+_FRAGMENTS = """
+    about among and as at behind beside between but by for from how in inside like of on or that
+    those to under what when where whether which who whom whose why with within without
+"""
+FRAGMENTS = frozenset(_FRAGMENTS.split())
 """A first word after which a docstring's first sentence has no subject.
 
 What begins with a noun is not noticed.
@@ -170,6 +142,25 @@ def _module(parts: list[str], names: dict[str, Path]) -> str:
     return dotted if dotted in names else ".".join(parts[:-1])
 
 
+def crowded_names(files: dict[Path, ast.Module]) -> list[str]:
+    """Return the base names that stand in more than two folders; a traceback shows no more."""
+    count = Counter(path.name for path in files)
+    return [name for name, number in count.items() if number > 2 and name != "__init__.py"]
+
+
+def words_of_docs() -> int:
+    """Return how many words the README and the pages of docs have."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def files_entered(job: str) -> int:
+    """Return how many files a job of `walks.py` enters, measured in a process of its own."""
+    call = [sys.executable, "-m", "benchmarks.walks", job]
+    printed = subprocess.run(call, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return sum(line.startswith("  ") for line in printed.splitlines())
+
+
 def measure() -> dict[str, float]:
     """The figures, each a count unless its name says otherwise."""
     files = trees()
@@ -199,6 +190,7 @@ def measure() -> dict[str, float]:
         "files in circles at call time": len(files_in_circles(files, at_call=True)),
         "files": len(files),
         "lines": len(lines),
+        "base names in more than two folders": len(crowded_names(files)),
         "files over 400 lines": sum(length > 400 for length in lengths.values()),
         "functions": len(functions),
         "functions over 60 lines": sum((f.end_lineno or 0) - f.lineno + 1 > 60 for f in functions),
@@ -213,4 +205,7 @@ def measure() -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, value in measure().items():
-        print(f"{name}: {value:g}")
+        print(f"{name}: {value:.1f}".removesuffix(".0"))
+    print(f"words of docs and README: {words_of_docs()}")
+    print(f"files that a step out of memory enters: {files_entered('oom')}")
+    print(f"files that a plan of a small Llama enters: {files_entered('plan')}")
