@@ -3,54 +3,26 @@
 A room is a module or a folder directly under `trainer_plugins/`, and each other folder of Python.
 An arrow is a pair of rooms of which one imports the other, anywhere in its code. A room stands one
 floor above the highest that it imports. Rooms in a circle have no floor, and an arrow between two
-such rooms points upward for one of them. A circle of files is one of imports that run at import.
+such rooms points upward for one of them. Circles of files are counted among imports that run at
+import, and among all imports, those inside functions too.
 """
 
 import ast
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trainer_plugins"
 OTHERS = ("benchmarks", "hydra_plugins", "scripts")
 
-FRAGMENTS = frozenset(
-    (
-        *(
-            "about",
-            "among",
-            "and",
-            "as",
-            "at",
-            "behind",
-            "beside",
-            "between",
-            "but",
-            "by",
-            "for",
-            "from",
-            "how",
-            "in",
-        ),
-        *(
-            "inside",
-            "like",
-            "of",
-            "on",
-            "or",
-            "that",
-            "those",
-            "to",
-            "under",
-            "what",
-            "when",
-            "where",
-            "whether",
-        ),
-        *("which", "who", "whom", "whose", "why", "with", "within", "without"),
-    )
-)
+_FRAGMENTS = """
+    about among and as at behind beside between but by for from how in inside like of on or that
+    those to under what when where whether which who whom whose why with within without
+"""
+FRAGMENTS = frozenset(_FRAGMENTS.split())
 """A first word after which a docstring's first sentence has no subject.
 
 What begins with a noun is not noticed.
@@ -105,12 +77,22 @@ def arrows_between(files: dict[Path, ast.Module], tower: str) -> dict[str, set[s
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run at import: no function bodies, nothing for type checkers alone."""
     for child in ast.iter_child_nodes(tree):
-        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not is_for_types and not isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ):
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if not is_function and not _is_for_types(child):
             yield child
             yield from at_import(child)
+
+
+def at_call_too(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those for type checkers alone."""
+    for child in ast.iter_child_nodes(tree):
+        if not _is_for_types(child):
+            yield child
+            yield from at_call_too(child)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
@@ -125,30 +107,58 @@ def floors(below: dict[str, set[str]]) -> dict[str, int]:
     return found
 
 
-def files_in_a_circle(files: dict[Path, ast.Module]) -> int:
-    """How many files import each other in a circle; 0 if none do.
+def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) -> list[str]:
+    """Return the files that import each other in a circle, at import or also inside functions.
 
-    Of several circles it counts one.
+    Imports for type checkers alone do not count.
     """
+    nodes_of = at_call_too if at_call else at_import
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
     below = {
         name: {
             found
-            for parts in imported(at_import(files[path]))
+            for parts in imported(nodes_of(files[path]))
             if (found := _module(parts, names)) not in ("", name)
         }
         for name, path in names.items()
     }
-    try:
-        TopologicalSorter(below).prepare()
-    except CycleError as error:
-        return len(error.args[1]) - 1  # the first stands at the end once more
-    return 0
+    return sorted(name for name in below if name in _reached(name, below))
+
+
+def _reached(start: str, below: dict[str, set[str]]) -> set[str]:
+    """Return the files that a file imports, directly or through others."""
+    found: set[str] = set()
+    left = [*below[start]]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left.extend(below.get(name, ()))
+    return found
 
 
 def _module(parts: list[str], names: dict[str, Path]) -> str:
     dotted = ".".join(parts)
     return dotted if dotted in names else ".".join(parts[:-1])
+
+
+def crowded_names(files: dict[Path, ast.Module]) -> list[str]:
+    """Return the base names that stand in more than two folders; a traceback shows no more."""
+    count = Counter(path.name for path in files)
+    return [name for name, number in count.items() if number > 2 and name != "__init__.py"]
+
+
+def words_of_docs() -> int:
+    """Return how many words the README and the pages of docs have."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def files_entered(job: str) -> int:
+    """Return how many files a job of `walks.py` enters, measured in a process of its own."""
+    call = [sys.executable, "-m", "benchmarks.walks", job]
+    printed = subprocess.run(call, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return sum(line.startswith("  ") for line in printed.splitlines())
 
 
 def measure() -> dict[str, float]:
@@ -176,9 +186,11 @@ def measure() -> dict[str, float]:
         "floors": max(floor.values()),
         "arrows": sum(map(len, arrows.values())),
         "arrows in a circle of rooms": len(upward),
-        "files in a circle": files_in_a_circle(files),
+        "files in circles at import": len(files_in_circles(files)),
+        "files in circles at call time": len(files_in_circles(files, at_call=True)),
         "files": len(files),
         "lines": len(lines),
+        "base names in more than two folders": len(crowded_names(files)),
         "files over 400 lines": sum(length > 400 for length in lengths.values()),
         "functions": len(functions),
         "functions over 60 lines": sum((f.end_lineno or 0) - f.lineno + 1 > 60 for f in functions),
@@ -193,4 +205,7 @@ def measure() -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, value in measure().items():
-        print(f"{name}: {value:g}")
+        print(f"{name}: {value:.1f}".removesuffix(".0"))
+    print(f"words of docs and README: {words_of_docs()}")
+    print(f"files that a step out of memory enters: {files_entered('oom')}")
+    print(f"files that a plan of a small Llama enters: {files_entered('plan')}")

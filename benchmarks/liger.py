@@ -73,13 +73,7 @@ def _row(fields: dict[str, str]) -> Row:
 def planned_mib(row: Row) -> float:
     """Run a call as its benchmark does, without a card; return the peak of the last call in MiB."""
     install_once()
-    card = card_of(row.gpu)
-    world = World(
-        device="cuda",
-        capability=card.capability,
-        memory_bytes=card.capacity_bytes,
-        num_multiprocessors=card.num_multiprocessors,
-    )
+    world = World(device="cuda", card=card_of(row.gpu))
     with in_world(world) as tracker, torch.device("cuda"):
         call, kept = _CALLS[row.kernel](row.settings, row.provider == "liger")
         for _ in range(_TIMES):

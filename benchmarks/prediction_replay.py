@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional
 from benchmarks.published import Row, published
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
-from trainer_plugins.planner.pretend.as_on_card import World, in_world
+from trainer_plugins.planner.pretend.as_on_card import ANY_CARD, World, in_world
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -140,9 +141,8 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
 
 def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
     """Return what the card would see."""
-    world = World(
-        device="cuda", capability=CAPABILITIES[gpu], has_padding=row.settings.get("padded", False)
-    )
+    card = replace(ANY_CARD, capability=CAPABILITIES[gpu])
+    world = World(device="cuda", card=card, has_padding=row.settings.get("padded", False))
     with in_world(world) as tracker:
         with (
             memory_efficient_attention()

@@ -6,14 +6,16 @@ Trainer, and no `zero.Init`. The engine is the installed DeepSpeed's own.
 """
 
 import os
+from dataclasses import replace
 
 import torch
 import transformers
 
 from benchmarks.published import Row
-from trainer_plugins.planner.pretend.as_on_card import World, in_world
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.pretend.as_on_card import ANY_CARD, World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.sharded.ranks import as_first_rank
+from trainer_plugins.planner.sharded.ranks import Ranks
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -23,7 +25,7 @@ NUM_STEPS = 2
 def trace_of(row: Row) -> Trace:
     """Return what the card of the first rank would see."""
     os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported
-    from trainer_plugins.planner.sharded.zero_engine import engine_without_bytes
+    from trainer_plugins.planner.sharded.zero_engine import run_without_bytes
 
     request = PlanRequest(
         source=ConfigSource(config={}, arguments=()),
@@ -31,10 +33,11 @@ def trace_of(row: Row) -> Trace:
         num_nodes=1,
     )
     with (
-        in_world(World(device="cuda", capability=(8, 0))) as tracker,
-        as_first_rank(request, tracker),
-        engine_without_bytes(tracker),
+        in_world(World(device="cuda", card=replace(ANY_CARD, capability=(8, 0)))) as tracker,
+        Ranks(request).around(tracker),
+        Patches() as patches,
     ):
+        run_without_bytes(patches, tracker)
         _train(row, tracker)
         return tracker.trace()
 

@@ -32,7 +32,7 @@ from benchmarks.published import Row
 from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.sharded.fsdp1 import Fsdp1
-from trainer_plugins.planner.sharded.ranks import as_first_rank
+from trainer_plugins.planner.sharded.ranks import Ranks
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -161,8 +161,8 @@ def trace_of(row: Row, is_early: bool) -> Trace:
         num_nodes=-(-row.settings["num_gpus"] // 8),
     )
     with (
-        in_world(World(device="cuda", capability=(9, 0))) as tracker,
-        Fsdp1(request).around(tracker) if _is_first(row) else as_first_rank(request, tracker),
+        in_world(World(device="cuda")) as tracker,
+        (Fsdp1 if _is_first(row) else Ranks)(request).around(tracker),
         _reduced_from_its_stream() if is_early else contextlib.nullcontext(),
     ):
         _train(row, tracker)

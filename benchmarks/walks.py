@@ -19,9 +19,12 @@ def entered(job: Callable[[], object]) -> list[str]:
     found: dict[str, None] = {}
 
     def called(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        # The body of a module or of a class runs because it is imported, not because it is needed.
-        if event == "call" and code.co_name != "<module>" and "__qualname__" not in code.co_names:
+        code, caller = frame.f_code, frame.f_back
+        # The body of a module or of a class runs because it is imported, not because it is needed;
+        # so does what a module calls for its constants.
+        is_a_body = code.co_name == "<module>" or "__qualname__" in code.co_names
+        is_for_a_body = caller is not None and caller.f_code.co_name == "<module>"
+        if event == "call" and not is_a_body and not is_for_a_body:
             found.setdefault(code.co_filename)
 
     threading.setprofile(called)
@@ -40,7 +43,7 @@ def of_an_oom() -> list[str]:
     from benchmarks.survival import CARD_MIB, settings
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import survive_oom
-    from trainer_plugins.survival.training_run import memo_of
+    from trainer_plugins.survival.memo import memo_of
     from trainer_plugins.testing import simgpu
     from trainer_plugins.units import MIB
 

@@ -1,9 +1,10 @@
 """A Trainer small enough to run in a blink, on the CPU or on a simulated card."""
 
 import gc
+import inspect
 import os
 import sys
-from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer_plugins.testing import simgpu as simgpu_module
 from trainer_plugins.units import MIB
 
 CAPACITY_BYTES = 256 * MIB
+ROOT = Path(__file__).parent.parent
 
 # Not the user's own, in which somebody's build may be under way, or may have been cut off.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions.ROOT)
@@ -45,10 +47,46 @@ CUDA = pytest.param(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files with the most slow tests begin first, so that none is what all wait for in the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+SECONDS = {
+    ROOT / name: int(seconds)
+    for seconds, name in map(str.split, (ROOT / "tests" / "seconds.txt").read_text().splitlines())
+}
+"""What files with long tests take, roughly, in `scripts/test`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also more cases of what is tested without")
+    parser.addoption("--turn", help="of what --all adds, what tests/turns.txt gives this turn")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for `--all`. The longest files begin first: nobody waits for one in the end."""
+    turn = config.getoption("--turn")
+    if turn is not None:
+        lines = map(str.split, (ROOT / "tests" / "turns.txt").read_text().splitlines())
+        paths = {ROOT / name for number, name in lines if number == turn}
+        kept = [item for item in items if item.path in paths and is_for_all(item)]
+    elif config.getoption("--all"):
+        kept = items
+    else:
+        kept = [item for item in items if not is_for_all(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = sorted(kept, key=lambda item: -SECONDS.get(item.path, 0))
+
+
+def is_for_all(item: pytest.Item) -> bool:
+    """Whether a test is left to `scripts/test --all`.
+
+    `@pytest.mark.all` says so; `@pytest.mark.all(unless=f)` for the parameters of which f is false.
+    """
+    for mark in item.iter_markers("all"):
+        unless = mark.kwargs.get("unless")
+        given = item.callspec.params if unless else {}  # type: ignore[attr-defined]
+        if not unless or not unless(
+            *(given[name] for name in inspect.signature(unless).parameters)
+        ):
+            return True
+    return False
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,12 +52,7 @@ def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> 
     if shutil.which("c++") is None and not os.environ.get("CI"):
         pytest.skip("no C++ compiler")
     # the simulated card has to come before anything that this process has computed
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "evaluation_oom.py", tmp_path],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = processes.run([sys.executable, EXAMPLES / "evaluation_oom.py", tmp_path])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "without preprocess_logits_for_metrics: allocator: " in done.stdout
     assert "with it: evaluated" in done.stdout
@@ -69,7 +63,7 @@ def test_a_hydra_app(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
     app = str(EXAMPLES / "hydra_app" / "hydra_app.py")
     command = [sys.executable, app, "+trainer_plugins=memory_safe"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    done = processes.run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (
         tmp_path / "runs" / "hydra_app" / "_trainer_plugins" / "memory" / "rank-0.jsonl"

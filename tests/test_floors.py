@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import arrows_between, trees
+from benchmarks.house import arrows_between, files_in_circles, trees
 
 ROOT = Path(__file__).parent.parent
 PICTURE = re.compile(r"^(trainer_plugins|planner|survival): ?.*\n\n((?: {4}.*\n)+)", re.MULTILINE)
@@ -61,6 +61,18 @@ def late():
     assert arrows_between(files, "")["devices"] >= {"units", "oom", "cli"}
 
 
+def test_no_files_import_each_other_in_a_circle_not_even_inside_functions() -> None:
+    assert files_in_circles(trees(), at_call=True) == []
+    late = "def late():\n    from trainer_plugins.devices import probe"
+    files = {
+        **trees(),
+        Path("devices/probe.py"): ast.parse("from trainer_plugins import units"),
+        Path("units.py"): ast.parse(late),
+    }
+    assert files_in_circles(files) == []
+    assert files_in_circles(files, at_call=True) == ["devices.probe", "units"]
+
+
 def test_what_contributors_are_sent_to_is_there() -> None:
     """Paths in CONTRIBUTING.md, but for those that name what is to be added."""
     paths = re.findall(r"`((?:[a-z_]+/)+[\w.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
@@ -70,10 +82,21 @@ def test_what_contributors_are_sent_to_is_there() -> None:
     assert [path for path in there if not (ROOT / path).exists()] == []
 
 
-def test_the_files_that_take_turns_are_there_and_each_turn_has_some() -> None:
+def test_whatever_is_left_to_all_has_its_turn() -> None:
     lines = [line.split() for line in (ROOT / "tests" / "turns.txt").read_text().splitlines()]
-    assert {turn for turn, _ in lines} == set("01234567")
-    assert [name for _, name in lines if not (ROOT / name).is_file()] == []
+    assert {turn for turn, _ in lines} == set("012")
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and "mark.all" in path.read_text()
+    }
+    assert {name for _, name in lines} == marked
+    assert len(lines) == len(marked)
+
+
+def test_the_files_whose_seconds_are_known_are_there() -> None:
+    lines = (ROOT / "tests" / "seconds.txt").read_text().splitlines()
+    assert [line for line in lines if not (ROOT / line.split()[1]).is_file()] == []
 
 
 def test_the_fast_tier_reaches_every_room() -> None:

@@ -48,7 +48,7 @@ def start(folder: Path, server: forks.ForkServer, *words: str, **environ: str):
     reads, writes = os.pipe()
     call = forks.Call(words=words, folder=str(folder), environ={**os.environ, **environ})
     with open(os.devnull) as nothing:
-        process = server.start(call, nothing.fileno(), writes)
+        process = server.start(call, {0: nothing.fileno(), 1: writes, 2: writes})
     os.close(writes)
     return process, os.fdopen(reads)
 
@@ -125,7 +125,7 @@ while not server.is_ready(10):
 os.mkdir(f"{folder}/scratch")
 call = forks.Call(words=("waits",), folder=folder, environ=environ, scratch=f"{folder}/scratch")
 with open(os.devnull) as nothing:
-    process = server.start(call, nothing.fileno(), 1)
+    process = server.start(call, {0: nothing.fileno(), 1: 1, 2: 1})
 fork = os.fork()
 if fork == 0:  # it goes on, as a data loader's worker might
     os.close(1)
@@ -143,6 +143,7 @@ def test_all_of_it_ends_with_a_caller_that_is_killed(tmp_path, imports):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parent.parent,
+        fresh="it is the parent of what it starts",
     )
     assert owner.stdout is not None
     assert owner.stderr is not None
@@ -206,7 +207,8 @@ sys.argv = ["", str(theirs.detach())]
 server.serve()
 assert ours.recv(100).decode() == server.READY
 """
-    done = processes.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    call = [sys.executable, "-c", code]
+    done = processes.run(call, cwd=Path(__file__).parent.parent, fresh="it becomes a server")
     assert done.returncode == 0, done.stderr
 
 
@@ -256,7 +258,8 @@ print(*[name for name, files in read.items() if any(not file.endswith(own) for f
 def test_no_import_reads_what_may_differ():
     """Three are read, and no harm: a fork looks for its own TMPDIR, and of the others defaults are set."""
     environ = {**os.environ, "MASTER_ADDR": "localhost", "RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = processes.run([sys.executable, "-c", READS, *_IMPORTS], environ=environ)
+    call = [sys.executable, "-c", READS, *_IMPORTS]
+    done = processes.run(call, environ=environ, fresh="what it imports is the point")
     read = done.stdout.split()
     assert len(read) > 200, done.stderr
     assert {name for name in read if forks._MAY_DIFFER.fullmatch(name)} <= {

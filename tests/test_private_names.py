@@ -24,14 +24,18 @@ _OURS = {
         "_device",
         "_full_eval",
         "_nvme_path",
+        "_mb",
         "_multinode",
-    ),  # how names of settings and inputs end
+        "_load_optimizer_and",
+        "_save_optimizer",
+    ),  # parts of names
     *(
         "_activations_on_the_host",
         "_generate_before_guards",
         "_memory_callbacks",
+        "_trainer_plugins",
         "_streamed_by",
-    ),  # what we leave on others' objects
+    ),  # what we leave with others
 }
 
 
@@ -48,6 +52,12 @@ def foreign_names() -> dict[str, set[str]]:
             line = f"{path.relative_to(ROOT.parent)}:{getattr(node, 'lineno', 0)}"
             names: list[str] = []
             match node:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.FunctionDef(name=name) if (
+                    path.name == "hf_trainer.py"  # lists what a Trainer of transformers has
+                ):
+                    names = [name]
+                case ast.Name() if path.name == "hf_trainer.py":
+                    pass
                 case ast.FunctionDef() | ast.ClassDef():
                     ours.add(node.name)
                 case ast.Name(ctx=ast.Store()):

@@ -1,6 +1,8 @@
 """What tests start ends with them, and a launch that would wait for ever fails instead."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +71,75 @@ def test_a_launch_that_would_wait_on_a_lock_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "[extension-lock]" in done.stderr
     assert str(lock) in done.stderr
+
+
+TELLS = """
+import json, os, sys
+json.dump({"argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(), "main": __name__,
+           "set": os.environ.get("SET"), "stdin": sys.stdin.read(), "extra": os.read(int(sys.argv[-1]), 9).decode(),
+           "torch": "torch" in sys.modules, "python": sys.executable}, sys.stdout)
+sys.stderr.write("said")
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module", "code"])
+def test_a_fork_is_what_a_new_python_would_be(tmp_path: Path, how: str) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    word = {"script": ["tells.py"], "module": ["-m", "tells"], "code": ["-c", TELLS]}[how]
+    facts = []
+    for fresh in ("", "to compare"):
+        reads, writes = os.pipe()
+        os.write(writes, b"inherited")
+        done = processes.run(
+            [sys.executable, *word, "--flag", "a b", str(reads)],
+            cwd=tmp_path,
+            environ={**os.environ, "SET": "yes"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[reads],
+            fresh=fresh,
+        )
+        os.close(reads)
+        os.close(writes)
+        assert (done.returncode, done.stderr) == (5, "said")
+        facts.append(json.loads(done.stdout))
+        facts[-1]["argv"].pop()
+    fork, new = facts
+    assert (fork.pop("torch"), new.pop("torch")) == (True, False)
+    assert (fork.pop("python"), new.pop("python")) == (
+        str(processes._relay().python),
+        sys.executable,
+    )
+    assert fork == new
+    assert (fork["main"], fork["set"], fork["extra"]) == ("__main__", "yes", "inherited")
+
+
+def test_a_fork_ends_by_its_signal_and_with_its_shim(tmp_path: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.{})"
+    for name in ("SIGTERM", "SIGKILL"):
+        done = processes.run([sys.executable, "-c", code.format(name)])
+        assert done.returncode == -getattr(signal, name)
+    tells = "import os; print(os.getpid(), flush=True); os.read(int(input()), 1)"
+    begun = processes.start(
+        [sys.executable, "-c", tells], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert begun.stdout is not None
+    fork = int(begun.stdout.readline())
+    assert fork != begun.pid
+    processes.kill(begun)
+    assert not runs(fork)
+
+
+def test_what_imports_would_see_is_a_new_python(tmp_path: Path) -> None:
+    """A package that hides another, a variable, an option: in each the server's imports are not those."""
+    processes.run([sys.executable, "-c", ""], check=True)  # the first call begins a server
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("")
+    code = "import sys; print('torch' in sys.modules)"
+    for options, environ in (
+        ([], {"PYTHONPATH": str(tmp_path)}),
+        ([], {"TORCH_LOGS": "+dynamo"}),
+        (["-O"], {}),
+    ):
+        call = [sys.executable, *options, "-c", code]
+        assert processes.run(call, environ={**os.environ, **environ}).stdout == "False\n"

@@ -37,7 +37,7 @@ _HOMES = {
     "callbacks_from_args": "plug_in.options",
     "classify": "oom",
     "detach": "plug_in.attachment",
-    "draw": "report.html.draw",
+    "draw": "report.html.run_page",
     "generation_memory": "upkeep.generation",
     "plan_run": "planner",
     "protect": "plug_in.protection",
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.record.timeline import read_timeline
-    from trainer_plugins.report.html.draw import draw
+    from trainer_plugins.report.html.run_page import draw
     from trainer_plugins.streaming.attach import stream_base
     from trainer_plugins.survival import (
         Rehearsal,

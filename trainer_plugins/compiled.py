@@ -74,15 +74,10 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
 
 
 def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
-    """Run a compiler unless its library exists, and return the library's path.
+    """Run `command` with `-o library` unless the library exists, and return the library's path.
 
     One process builds while the others wait. The library appears complete or not at all. If the
-    compiler fails, its command and output are in a `.log` file next to the library.
-
-    Args:
-        library: the file to create, with its folders.
-        command: the compiler's command, to which `-o` and the file are added.
-        timeout_seconds: how long the compiler may take.
+    compiler fails, a `.log` file next to the library has its command and output.
 
     Raises:
         OSError: the folder cannot be written.

@@ -19,21 +19,12 @@ class Severity(IntEnum):
 class Finding:
     """Reports one problem of a run: what is wrong, the numbers that show it, what to change."""
 
-    code: str
-    """A stable name in kebab case, explained in `docs/findings.md`: `memory-pressure`."""
-
+    code: str  # a stable name in kebab case, explained in `docs/findings.md`: `memory-pressure`
     severity: Severity
-    summary: str
-    """What is wrong, as one sentence without a full stop."""
-
-    evidence: str
-    """The numbers that show it, with units."""
-
-    remedy: str
-    """What to change, in the names the user writes: arguments, flags, variables."""
-
-    amount: float = 0.0
-    """How bad it is, in a unit of its own; comparable only between findings of one code."""
+    summary: str  # what is wrong, as one sentence without a full stop
+    evidence: str  # the numbers that show it, with units
+    remedy: str  # what to change, in the names the user writes: arguments, flags, variables
+    amount: float = 0.0  # how bad it is; comparable only between findings of one code
 
     @classmethod
     def error(

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    Optimizer = torch.optim.Optimizer
-
 
 class HfLoaderSettings(Protocol):
     """Lists accelerate's settings of data loaders."""
@@ -77,15 +75,13 @@ class HfState(Protocol):
 class HfCallbackHandler(Protocol):
     """Lists the names of a Trainer's `CallbackHandler`."""
 
+    add_callback: Callable[[object], None]
     callbacks: list[Any]
     eval_dataloader: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
     train_dataloader: Any
-
-    def add_callback(self, callback: object) -> None:
-        """Add a callback behind the others."""
 
 
 class HfBackward(Protocol):
@@ -100,27 +96,20 @@ class HfAccelerator(Protocol):
     backward: HfBackward
     ddp_handler: object
     distributed_type: object
+    free_memory: Callable[[], None]
+    get_state_dict: Callable[[object], dict[str, torch.Tensor]]
     mixed_precision: str
     num_processes: int
     parallelism_config: Any  # none unless the run uses accelerate's parallelism config
+    prepare_data_loader: Callable[[object], object]
     scaler: object  # the gradient scaler of fp16; None without it
     state: Any  # its plugins: `fsdp_plugin` is only there under FSDP
     sync_gradients: bool
     use_distributed: bool
 
-    def free_memory(self) -> None:
-        """Forget the prepared models, optimizers and loaders."""
-
-    def get_state_dict(self, model: object) -> dict[str, torch.Tensor]:
-        """Gather the weights of a prepared model."""
-
-    def prepare_data_loader(self, data_loader: object) -> object:
-        """Move each batch to the device, and give each rank its own batches."""
-
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True
-    ) -> torch.nn.Module:
-        """Return the model inside its wrapper."""
+    ) -> torch.nn.Module: ...
 
 
 class HfTrainer(Protocol):
@@ -130,12 +119,15 @@ class HfTrainer(Protocol):
     args: HfArguments
     callback_handler: HfCallbackHandler
     compute_loss: Callable[..., Any]
+    compute_loss_context_manager: Callable[[], AbstractContextManager[object]]
     compute_loss_func: object  # a loss of the user's; TRL's GRPO trainer sets a string as a marker
     compute_metrics: Callable[[Any], dict[str, Any]] | None
     control: Any
-    current_gradient_accumulation_steps: int
-    """How many micro-batches this optimizer step has; it exists once training runs."""
+    current_gradient_accumulation_steps: int  # the micro-batches of this step; set by training
     eval_dataset: Any
+    evaluate: Callable[[], object]
+    get_batch_samples: Callable[[Any, int, torch.device], tuple[list[Any], Any]]
+    get_train_dataloader: Callable[[], Any]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     is_in_train: bool
@@ -147,10 +139,12 @@ class HfTrainer(Protocol):
     model_wrapped: torch.nn.Module
     neftune_noise_alpha: float | None
     optimizer: Any  # none before training; else accelerate's wrapper of an optimizer
-    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, object]] | None
+    pop_callback: Callable[[object], Any]  # takes an instance, or a class
     prediction_step: Callable[..., Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     state: HfState
+    train: Callable[[], object]
     training_step: Callable[..., Any]
 
     _load_from_checkpoint: Callable[[str], None]
@@ -161,25 +155,4 @@ class HfTrainer(Protocol):
     _train_batch_size: int
     _wrap_model: Callable[..., torch.nn.Module]
 
-    def compute_loss_context_manager(self) -> AbstractContextManager[object]:
-        """Return the context that the Trainer puts around `compute_loss`."""
-
-    def evaluate(self) -> object:
-        """Evaluate once."""
-
-    def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """Take the micro-batches of a step, and count their labels."""
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of an evaluation set, or of the one with this name."""
-
-    def get_train_dataloader(self) -> Any:
-        """Return the loader of the training set."""
-
-    def pop_callback(self, callback: object) -> Any:
-        """Remove the first callback of a class, and return it; None if there is none."""
-
-    def train(self) -> object:
-        """Train to the end."""
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...

@@ -1,4 +1,4 @@
-"""Finds the rows of a data set that will need the most memory, without computing."""
+"""Find the rows of a data set that will need the most memory, without computing."""
 
 import copy
 import importlib
@@ -24,12 +24,12 @@ _ANSWERS = (
 )
 _ANSWER_WITH_PROMPT = "chosen_labels"
 """TRL's ORPO and CPO, which have this column, begin each answer with its prompt."""
-_BESIDE_TOKENS = ("labels", "input_values", "input_features", "pixel_values")
-_TOLD = "length"
+_OTHER_INPUTS = ("labels", "input_values", "input_features", "pixel_values")
+_LENGTH = "length"
 """A column that holds lengths, where none holds tokens."""
 
 _DECODES = "decode_example"
-"""What features of `datasets` have that are files: pictures, sounds, films."""
+"""The method of features of `datasets` that are files: pictures, sounds, films."""
 
 _Numbers: TypeAlias = NDArray[np.int64]
 
@@ -37,11 +37,7 @@ _Numbers: TypeAlias = NDArray[np.int64]
 class LongestRows:
     """Collates the longest rows of a data set as its loader would, and consumes none of them.
 
-    Args:
-        dataset: the data set that the loader reads.
-        collate: makes a batch of rows. It is copied, since it may keep a generator of its own.
-        num: how many rows make a batch; there may be fewer.
-        model: is not copied where the collator keeps it, as that of seq2seq does.
+    The collator is copied, since it may keep a generator; a model in it is not copied.
     """
 
     def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
@@ -53,22 +49,19 @@ class LongestRows:
         return len(self._rows)
 
     def batch(self, num: int) -> Any:
-        """Collate the longest ones; the short one, which is padded, is the last of all."""
+        """Collate the longest rows; the short one, which is padded, is the last of all."""
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Holds how long the rows of a data set are: one number a row that was looked at."""
+    """Holds how long the rows of a data set are that were read."""
 
-    rows: _Numbers
-    """The indices of these rows."""
-
+    rows: _Numbers  # the indices of these rows
     columns: Mapping[str, _Numbers]
     """How many numbers each has in a column: tokens, or the numbers of a picture or a sound."""
 
-    num_rows: int
-    """How many rows the data set has."""
+    num_rows: int  # how many rows the data set has, read or not
 
     @property
     def tokens(self) -> _Numbers:
@@ -81,7 +74,7 @@ class Lengths:
 
     @property
     def sizes(self) -> _Numbers:
-        """Return by what rows are ordered: tokens and labels, numbers of pictures and sounds."""
+        """Return the order of rows: tokens and labels, or numbers of pictures and sounds."""
         has_answers = any(name in _ANSWERS for name in self.columns)
         return self.tokens if has_answers else self._sum(self.columns)
 
@@ -101,7 +94,7 @@ class Lengths:
 
 
 def has_rows(dataset: object) -> bool:
-    """Tell whether a data set can be asked for single rows, which consumes none of them."""
+    """Return whether a data set gives single rows, without consuming any."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
@@ -109,12 +102,8 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
     """Return the indices of the longest rows, and last of all that of the shortest.
 
     The shortest row makes a batch that is padded, as most in training are. Models take a cheaper
-    path if nothing is padded, and a rehearsal on that would promise too much. A data set that
-    cannot be asked for a row without consuming it gives an empty list.
-
-    Args:
-        dataset: the data set that the training reads.
-        num: how many rows are wanted; there may be fewer.
+    path if nothing is padded, and a rehearsal on that would promise too much. The list is empty for
+    a data set that gives no row without consuming it; there may be fewer rows than `num`.
     """
     if not has_rows(dataset) or len(dataset) == 0:
         return []
@@ -126,17 +115,12 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
 
 
 def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
-    """Return the lengths of the rows of a data set that can be asked for single rows.
+    """Return the lengths of the rows of a data set for which `has_rows` holds.
 
-    Of a data set of `datasets` without a transform they are read from the offsets of its Arrow
-    columns, without decoding a value: a million rows of 500 tokens take 0.1 s. Other rows are
-    fetched one by one until the time is over, in an order that is spread evenly over the data set
-    wherever it ends: `Lengths.rows` tells which they were. A list of dicts has a million by
-    then, a folder of pictures some 1,000. If no column is known, all count.
-
-    Args:
-        dataset: it has a length, and gives a row for an index.
-        seconds: how long rows are fetched one by one at most.
+    A data set of `datasets` without a transform has them in the offsets of its Arrow columns: a
+    million rows of 500 tokens take 0.1 s. Other rows are fetched one by one for this many seconds,
+    in an order that is spread evenly over the data set wherever it ends: a million dicts of a list,
+    some 1,000 of a folder of pictures. If no column is known, all count.
     """
     arrow = sys.modules.get("datasets")
     is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
@@ -153,7 +137,7 @@ def _of_columns(dataset: Any, names: list[str]) -> Lengths:
     columns: dict[str, _Numbers] = {}
     for name in names:
         chunks = dataset.data.column(name).chunks
-        if name == _TOLD:
+        if name == _LENGTH:
             numbers = [chunk.to_numpy(False).astype(np.int64) for chunk in chunks]
         else:
             numbers = [_num(chunk) for chunk in chunks]
@@ -208,12 +192,12 @@ def _of_rows(dataset: Any, seconds: float) -> Lengths:
 
 
 def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
-    """Tell whether a row has names: a dict, or what behaves like one, as a `BatchEncoding`."""
+    """Return whether a row has names: a dict, or an object like one, as a `BatchEncoding`."""
     return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
 def _spread(num: int) -> Iterator[int]:
-    """Return all indices in an order whose beginnings are spread evenly (by the golden ratio)."""
+    """Return all indices in an order whose beginnings are spread evenly: by the golden ratio."""
     step = max(1, round(num * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num) > 1:
         step += 1
@@ -221,28 +205,26 @@ def _spread(num: int) -> Iterator[int]:
 
 
 def _size(value: object) -> int:
-    """Count the numbers of a value of a row, and the characters of a text; 0 of a single number."""
+    """Count the numbers of a value, or the characters of a text; a single number counts 0."""
     if isinstance(value, Tensor | np.ndarray):
         return math.prod(value.shape) if value.ndim else 0
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))
-    if isinstance(value, Sequence) and value and _holds_more(value[0]):
-        return sum(map(_size, value))
+    if isinstance(value, Sequence) and value:
+        first = value[0]
+        if isinstance(first, Sequence | Mapping) or getattr(first, "ndim", 0) > 0:
+            return sum(map(_size, value))
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _holds_more(value: object) -> bool:
-    return isinstance(value, Sequence | Mapping) or getattr(value, "ndim", 0) > 0
-
-
 def _counted(names: list[str]) -> list[str]:
-    """Return the columns that count: those that a model is known to take; if there is none, all."""
-    known = (*_BESIDE_TOKENS, _ANSWER_WITH_PROMPT)
+    """Return the columns that count: those that a model is known to take; without any, all."""
+    known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names
 
 
 def _holds_tokens(name: str) -> bool:
-    """Tell whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
+    """Return whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
     return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))

@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 class _Patch:
     owner: object
     name: str
-    before: object
-    """What the owner itself had under this name; `_ABSENT` if it had nothing, or inherited it."""
-
+    before: object  # what the owner itself had; `_ABSENT` if it had nothing, or inherited it
     ours: object
     is_restored: bool = False
 
@@ -25,11 +23,7 @@ class _Patch:
 class Patches(contextlib.ExitStack):
     """Replaces attributes until its `with` block ends, or until `close`.
 
-    It is an ExitStack: other context managers and callbacks are undone in the same order.
-
-    Args:
-        keeps_later: leave in place what other code has put over ours meanwhile, with a warning;
-            by default everything is restored.
+    With `keeps_later`, what other code has put over ours meanwhile stays, with a warning.
     """
 
     def __init__(self, *, keeps_later: bool = False) -> None:

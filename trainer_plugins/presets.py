@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
-GROUP = "trainer_plugins.presets"
-"""The entry-point group in which a package offers its own `Preset` under a name."""
-
+GROUP = "trainer_plugins.presets"  # entry points of packages that offer a `Preset`
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 EVALUATION = "trainer_plugins.callbacks.EvaluationGuard"
@@ -23,18 +21,8 @@ STRATEGY = "trainer_plugins.callbacks.StrategyInForce"
 SURVIVE = "trainer_plugins.survival.SurviveOOM"
 STREAM = "trainer_plugins.callbacks.StreamBase"
 
-_SAFE = (
-    STRATEGY,
-    PREFLIGHT,
-    EARLIER_RUNS,
-    CUDA_CACHE,
-    EVAL_CLEANUP,
-    EVALUATION,
-    KV_CACHE,
-    RESUME,
-    WATCHDOG,
-    REPORTER,
-)
+_GUARDS = (EARLIER_RUNS, CUDA_CACHE, EVAL_CLEANUP, EVALUATION, KV_CACHE, RESUME)
+_SAFE = (STRATEGY, PREFLIGHT, *_GUARDS, WATCHDOG, REPORTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +41,7 @@ PRESETS = (
         " changes nothing",
         (STRATEGY, PREFLIGHT, WATCHDOG, REPORTER),
     ),
-    Preset(
-        "memory_safe",
-        "observe, and all guards: suits any run, and is the default",
-        _SAFE,
-    ),
+    Preset("memory_safe", "observe, and all guards: suits any run, and is the default", _SAFE),
     Preset(
         "survive",
         "memory_safe, and a micro-batch that does not fit is finished in pieces: for runs that must"
@@ -83,17 +67,14 @@ def preset(name: str) -> Preset:
         raise ValueError(
             f"there is no preset {name!r}.{nearest(name, names)} Known presets: {', '.join(names)}"
         )
+    offer = offered[name].value
     try:
         theirs = offered[name].load()
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"the preset {name!r} cannot be loaded from {offered[name].value}: {error}"
-        ) from error
+        raise ValueError(f"the preset {name!r} cannot be loaded from {offer}: {error}") from error
     if not isinstance(theirs, Preset):
-        raise ValueError(
-            f"{offered[name].value} is offered as the preset {name!r}, but is not a Preset:"
-            f" {theirs!r}"
-        )
+        what = f"the preset {name!r}, but is not a Preset: {theirs!r}"
+        raise ValueError(f"{offer} is offered as {what}")
     return theirs
 
 

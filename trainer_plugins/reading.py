@@ -23,8 +23,7 @@ class MemoryReading:
     reserved_bytes: int  # bytes that this process's caching allocator holds
     allocated_bytes: int  # the part of `reserved_bytes` that live tensors occupy
     peak_allocated_bytes: int  # the highest `allocated_bytes` since the peak was last reset
-    num_alloc_retries: int = 0
-    """Allocations since the process began that succeeded only after the cache was flushed."""
+    num_alloc_retries: int = 0  # allocations of this process that needed a flush of the cache
 
     def __post_init__(self) -> None:
         # reserved_bytes may exceed total minus free: the two counters are read a moment apart.

@@ -12,12 +12,9 @@ class Strategy:
     """Describes what really runs on one rank, read from the objects of the running process."""
 
     distributed_type: str  # accelerate's name: `DEEPSPEED`, `FSDP`, `MULTI_GPU`, `MULTI_CPU`, `NO`
-    wrapped_class: str
-    """Class that training calls: `DeepSpeedEngine`, `DistributedDataParallel`, the model's own."""
-
+    wrapped_class: str  # the class that training calls: `DeepSpeedEngine`, the model's own
     family: str
-    """The kind of that class: `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown`
-    (as on XLA)."""
+    """Its kind: `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown` (as on XLA)."""
 
     world_size: int  # number of ranks that train together, over all machines
     device: str  # device type: `cuda`, `cpu`
@@ -31,12 +28,8 @@ class Strategy:
     homes: Mapping[str, int] = field(default_factory=dict)
     """Elements of this rank's parameters by device type (or `nvme`) between steps."""
 
-    optimizer_class: str | None = None
-    """The class that updates the weights, unwrapped: `AdamW`, `DeepSpeedCPUAdam`."""
-
-    master_dtype: str | None = None
-    """The dtype in which the optimizer keeps the weights; None if it trains none."""
-
+    optimizer_class: str | None = None  # it updates the weights: `AdamW`, `DeepSpeedCPUAdam`
+    master_dtype: str | None = None  # in which the optimizer keeps weights; None if it trains none
     is_checkpointing: bool = False  # whether the model recomputes activations in the backward pass
 
     @property

@@ -35,8 +35,7 @@ from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.host import shared_memory
-from trainer_plugins.watch.pressure import Budget, pressure
+from trainer_plugins.watch.pressure import Budget, pressure, shared_memory
 
 CAUSE_OF_FINDING = {
     "allocator-retries": "fragmentation",
@@ -233,8 +232,8 @@ def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:
 
 def planned() -> Iterator[Said]:
     """What `plan --explain-change` says of each switch."""
-    for switch in SWITCHES:
-        yield Said("plan", switch.name, (switch.how.format(ALLOC_CONF="PYTORCH_CUDA_ALLOC_CONF"),))
+    for name, switch in SWITCHES.items():
+        yield Said("plan", name, (switch.flags,))
 
 
 def rehearsed() -> Iterator[Said]:

@@ -58,15 +58,12 @@ READS = {
     "explain/text/remedies/plan_command.py": "finds settings in logs, and writes a plan's options",
     "launch/lint/": "names the keys of the file that it judges",
     "planner/rehearse/": "reads flags of the run that is planned",
+    "planner/sharded/": "reads the launch file of the run that is planned",
     "plug_in/options.py": "defines --memory_stream_base",
     "oom/rules.py": "finds settings in messages",
     "callbacks/evaluation_guard.py": "names its own parameter, and what the Trainer was given",
     "callbacks/headroom.py": "names its own parameter",
 }
-NOT_YET = (
-    "planner/", "survival/",
-)  # fmt: skip
-"""Rooms that still write flags of their own in sentences."""
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str]]:
@@ -109,9 +106,7 @@ def test_no_other_room_spells_a_flag_in_a_sentence() -> None:
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if not is_in(path, ("advice/", *READS))]
     assert len(files) > 200
     found = {path: spelled(path) for path in files}
-    for place in NOT_YET:
-        assert any(found[path] for path in files if is_in(path, (place,))), f"{place} is done"
-    late = [each for path, some in found.items() if not is_in(path, NOT_YET) for each in some]
+    late = [each for some in found.values() for each in some]
     assert not late, "\n".join(late)
 
 
@@ -167,9 +162,6 @@ def said(tmp_path_factory) -> list[Said]:
     return list(all_said(tmp_path_factory.mktemp("said")))
 
 
-ROOMS_NOT_YET = {"rehearsal"}
-
-
 def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
     table: dict[str, dict[str, str]] = defaultdict(dict)
     for each in said:
@@ -182,9 +174,7 @@ def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
         f"{each.room}, {each.cause}: {text}: {names}"
         for each in said
         for text in each.remedies
-        if each.room not in ROOMS_NOT_YET
-        and not text.startswith("trainer-plugins plan")
-        and (names := unspelled(text))
+        if not text.startswith("trainer-plugins plan") and (names := unspelled(text))
     ]
     assert not wrong, "\n".join(dict.fromkeys(wrong))
 
@@ -208,7 +198,7 @@ def may_be_first(names: set[str], cause: str, room: str) -> bool:
 def test_each_room_begins_with_the_same_remedy_or_the_table_says_why_not(said: list[Said]) -> None:
     wrong = []
     for each in said:
-        if each.room in ROOMS_NOT_YET or each.cause not in FOR_CAUSE or not each.remedies:
+        if each.cause not in FOR_CAUSE or not each.remedies:
             continue
         first = named_in(each.remedies[0])
         if not first or not may_be_first(first[0], each.cause, each.room):
@@ -217,9 +207,9 @@ def test_each_room_begins_with_the_same_remedy_or_the_table_says_why_not(said: l
 
 
 def test_every_reason_is_of_a_remedy_of_its_cause() -> None:
-    for each in OTHERWISE:
-        assert each.first in FOR_CAUSE[each.cause]
-        assert each.first is not FOR_CAUSE[each.cause][0]
+    for (_, cause), each in OTHERWISE.items():
+        assert each.first in FOR_CAUSE[cause]
+        assert each.first is not FOR_CAUSE[cause][0]
         assert each.why
 
 

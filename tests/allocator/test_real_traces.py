@@ -20,8 +20,7 @@ from benchmarks.snapshots import read, write
 from benchmarks.traces import KEPT, main
 from tests.explain.recorded import RecordedCard
 from trainer_plugins.allocator import model as rules
-from trainer_plugins.allocator.addresses import ChunkedAddresses
-from trainer_plugins.allocator.blocks import Pool
+from trainer_plugins.allocator.addresses import ChunkedAddresses, Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace

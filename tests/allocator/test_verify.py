@@ -1,12 +1,12 @@
 """What was asked, against what the running torch really uses."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests import processes
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables
 from trainer_plugins.allocator.verify import InForce, verify
@@ -86,13 +86,9 @@ def run(code: str, may_abort: bool = False, **variables: str) -> str:
     start = (
         "import os, torch\nfrom trainer_plugins.allocator.in_force import check, read_in_force\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", start + code],
-        env=environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    reason = "torch may read the variables while it is imported"
+    call = [sys.executable, "-c", start + code]
+    done = processes.run(call, environ=environ | variables, fresh=reason)
     assert done.returncode == 0 or may_abort, done.stderr
     return done.stdout.strip()
 

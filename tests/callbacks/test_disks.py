@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from transformers import TrainerCallback
 
+from tests import processes
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.record.timeline import Sample, read_timeline
 
@@ -49,9 +49,7 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     # In a process of its own, with an end: a write to a FIFO waits for ever.
     command = [sys.executable, "-c", TRAINS_ANYWAY, str(tmp_path), ",".join(NO_FILES)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = processes.run(command, environ=environment)
 
     prom = "trainer_plugins-rank-0.prom"
     told = [line for line in done.stdout.splitlines() if line.split(";")[0] in NO_FILES]

@@ -18,7 +18,7 @@ from tests.test_report import report
 from trainer_plugins import MemoryWatchdog, Rehearsal, StrategyInForce, plan_run
 from trainer_plugins.planner import Calibration, calibrate
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
-from trainer_plugins.report.html.stretches import paces_of
+from trainer_plugins.report.html.step_times import paces_of
 from trainer_plugins.units import GIB, MIB
 
 TAKEN = 60 * MIB

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+from tests import processes
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog
 from trainer_plugins.finding import Severity
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
@@ -274,9 +274,7 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdo
 """
     )
 
-    code = subprocess.run(
-        [sys.executable, script], check=False, env={**os.environ, "CI": ""}
-    ).returncode
+    code = processes.run([sys.executable, script], environ={**os.environ, "CI": ""}).returncode
 
     assert code == -signal.SIGKILL
     entries = read_timeline(tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl")

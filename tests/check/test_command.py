@@ -62,7 +62,7 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
         (("--seq-length", "long"), "Invalid value for '--seq-length'"),
         (("--accelerate-config", "/nowhere.yaml"), "cannot be read"),
         (("--model", "/nowhere"), "no config of a model at /nowhere"),
-        (("--gpu", "h1000"), "no card is known by the name"),
+        (("--gpu", "h1000"), "no card is named"),
         (("8",), "without a name"),
         (("--batch-size", "8"), "knows --batch_size: is it --per-device-train-batch-size?"),
         (("--bf61", "True"), "knows --bf61: is it --bf16?"),

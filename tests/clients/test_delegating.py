@@ -153,7 +153,7 @@ OWN = {
     ChangesInPlace: "returns another loss than",
     AddsATerm: "returns another loss than",
     HooksTheLoss: "returns another loss than",
-    AddsItInBackward: "changes rows or gradients beside",
+    AddsItInBackward: "changes rows or gradients in addition to",
     FiltersRows: "gives another model, rows or number of items to",
     MasksLabelsInPlace: "gives another model, rows or number of items to",
     OtherModel: "gives another model, rows or number of items to",

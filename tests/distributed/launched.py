@@ -105,7 +105,13 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def start(call: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
+LOOKED_AT = "the ranks read the command of the launcher above them"
+"""Why a launch is not forked: the parent of each fork is the server."""
+
+
+def start(
+    call: Sequence[str | Path], folder: Path, *, fresh: str = "", **variables: str
+) -> subprocess.Popen[bytes]:
     """Begin a launch that is judged later, by `finished`.
 
     What it prints goes into a file, which never blocks.
@@ -114,7 +120,8 @@ def start(call: Sequence[str | Path], folder: Path, **variables: str) -> subproc
     extensions.build(environ["DS_ACCELERATOR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "printed.txt").open("wb") as printed:
-        return processes.start(call, cwd=folder, environ=environ, stdout=printed, stderr=printed)
+        streams = {"stdout": printed, "stderr": printed}
+        return processes.start(call, cwd=folder, environ=environ, fresh=fresh, **streams)
 
 
 def ended(process: subprocess.Popen[bytes], folder: Path) -> str:
@@ -144,10 +151,11 @@ def launch(
     flags: tuple[str, ...] = (),
     script: Path = TRAIN,
     use_cpu: bool = True,
+    fresh: str = "",
     **variables: str,
 ) -> Launched:
     """Launch on two CPU ranks, from a folder of its own."""
     output_dir = folder / "run"
     call = [*command(config, flags, script), *QUIET, "--output_dir", str(output_dir)]
     call += [*(["--use_cpu"] if use_cpu else []), *arguments]
-    return finished(start(call, folder, **variables), folder, output_dir)
+    return finished(start(call, folder, fresh=fresh, **variables), folder, output_dir)

@@ -8,7 +8,7 @@ import accelerate
 import pytest
 from packaging.version import Version
 
-from tests.distributed.launched import Launched, launch
+from tests.distributed.launched import LOOKED_AT, Launched, launch
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.configs import copy, read
 
@@ -54,16 +54,17 @@ def test_an_accelerator_of_the_script_turns_deepspeed_off(tmp_path: Path) -> Non
     assert "that the script created" in only_finding(ran, "strategy-not-in-force")
 
 
+@pytest.mark.all
 def test_multi_cpu_starts_one_process(tmp_path: Path) -> None:
     file = changed(tmp_path, "ddp", "distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU")
-    ran = launch(tmp_path, file, *ONE_STEP)
+    ran = launch(tmp_path, file, *ONE_STEP, fresh=LOOKED_AT)
 
     assert [s.world_size for s in ran.strategies] == [1]
     assert "MULTI_GPU" in only_finding(ran, "world-size-not-in-force")
 
 
 def test_the_flag_cpu_starts_one_process(tmp_path: Path) -> None:
-    ran = launch(tmp_path, "zero3", *ONE_STEP, flags=("--cpu",))
+    ran = launch(tmp_path, "zero3", *ONE_STEP, flags=("--cpu",), fresh=LOOKED_AT)
 
     assert [s.world_size for s in ran.strategies] == [1]
     assert "starts one process because of --cpu" in only_finding(ran, "world-size-not-in-force")
@@ -89,7 +90,7 @@ def test_without_a_device_each_process_trains_alone(tmp_path: Path) -> None:
 
 def test_a_misspelt_deepspeed_config_file_is_zero_2_without_offload(tmp_path: Path) -> None:
     file = changed(tmp_path, "zero3_offload_all", "deepspeed_config_file:", "deepspeed_config_fle:")
-    ran = launch(tmp_path, file, *ONE_STEP)
+    ran = launch(tmp_path, file, *ONE_STEP, fresh=LOOKED_AT)
 
     assert [(s.zero_stage, dict(s.offload)) for s in ran.strategies] == [(2, {})] * 2
     assert {"zero-stage-not-in-force", "offload-not-in-force"} == {
@@ -100,6 +101,7 @@ def test_a_misspelt_deepspeed_config_file_is_zero_2_without_offload(tmp_path: Pa
     )
 
 
+@pytest.mark.all
 def test_a_machine_of_several_trains_alone_without_the_standard_launcher(tmp_path: Path) -> None:
     file = changed(
         tmp_path,
@@ -109,14 +111,15 @@ def test_a_machine_of_several_trains_alone_without_the_standard_launcher(tmp_pat
     )
     file.write_text(file.read_text().replace("  zero3_init_flag: true\n", "", 1))
     flags = ("--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
-    ran = launch(tmp_path, file, *ONE_STEP, flags=flags)
+    ran = launch(tmp_path, file, *ONE_STEP, flags=flags, fresh=LOOKED_AT)
 
     assert {s.num_machines for s in ran.strategies} == {1}
     assert "deepspeed_multinode_launcher: standard" in only_finding(ran, "world-size-not-in-force")
 
 
+@pytest.mark.all
 def test_a_zero_stage_on_the_command_line_is_passed_over(tmp_path: Path) -> None:
-    ran = launch(tmp_path, "zero3", *ONE_STEP, flags=("--zero_stage", "2"))
+    ran = launch(tmp_path, "zero3", *ONE_STEP, flags=("--zero_stage", "2"), fresh=LOOKED_AT)
 
     assert {s.zero_stage for s in ran.strategies} == {3}
     assert "accelerate ignores --zero_stage" in only_finding(ran, "zero-stage-not-in-force")

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.allocator.blocks import Pool
+from trainer_plugins.allocator.addresses import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.allocator.model_rules import UNLIMITED
+from trainer_plugins.allocator.settings import UNLIMITED
 from trainer_plugins.explain.snapshot.replay import ModelCard, replay
 from trainer_plugins.explain.snapshot.trace import Trace
 from trainer_plugins.units import MIB
@@ -153,7 +153,7 @@ class _NotingCard(ModelCard):
 
     def malloc(self, num_bytes: int, stream: int) -> int:
         address = super().malloc(num_bytes, stream)
-        self.sizes[address] = self.block_bytes_at(address)
+        self.sizes[address] = self.block_bytes[-1]
         return address
 
 

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_the_present_values_goes_to_stderr() -> None:
     assert done.returncode == 0
     assert "[allocator-expandable-and-max-split]" in done.stderr
     assert "export PYTORCH" not in done.stdout
-    assert "# no allocator settings: yours in PYTORCH_CUDA_ALLOC_CONF are wrong" in done.stdout
+    assert "# no allocator settings: those in PYTORCH_CUDA_ALLOC_CONF are wrong" in done.stdout
 
 
 def test_with_vllm_in_the_process_segments_do_not_grow() -> None:

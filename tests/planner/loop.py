@@ -22,7 +22,7 @@ from trainer_plugins.units import GIB
 
 
 class Loop:
-    """Runs by name, all predicted in one subprocess when the first of them goes round."""
+    """Runs by name, each predicted when it goes round."""
 
     def __init__(self, runs: Mapping[str, Callable[[Path], Trainer]]) -> None:
         self.runs = runs
@@ -62,8 +62,8 @@ class Loop:
 
     def _planned(self, name: str, folder: Path) -> MemoryPlan | PlanError:
         simgpu.set_capacity(4 * GIB)
-        if not self.outcomes:
-            requests = [request_of(make(folder), None, "", 1, None) for make in self.runs.values()]
-            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # left there by one of them
-            self.outcomes.update(zip(self.runs, predict_all(requests, ENDS_A_HANG), strict=True))
+        if name not in self.outcomes:
+            request = request_of(self.runs[name](folder), None, "", 1, None)
+            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # left there by transformers 4
+            (self.outcomes[name],) = predict_all([request], ENDS_A_HANG)
         return self.outcomes[name]

@@ -59,6 +59,11 @@ def all_cases() -> list[tuple[str, str]]:
     return [(launch, name) for launch, (_, _, names) in LAUNCHES.items() for name in names]
 
 
+def wanted_cases(folder: Path) -> list[tuple[str, str]]:
+    """Return those of them that the selected tests ask for."""
+    return [(launch, name) for launch, name in json.loads((folder / "wanted.json").read_text())]
+
+
 def arguments(name: str, folder: str) -> dict[str, Any]:
     return {
         "output_dir": folder,
@@ -191,8 +196,8 @@ def with_bytes(folder: Path, launch: str) -> None:
             forget_deepspeed(trainer.model_wrapped)
         return told
 
-    cases = LAUNCHES[launch][2] if launch != ALONE else ("bf16",)
-    found = {name: trained(name) for name in cases}
+    cases = wanted_cases(folder) if launch != ALONE else [(ALONE, "bf16")]
+    found = {name: trained(name) for of, name in cases if of == launch}
     rank = os.environ.get("RANK", "0")
     (folder / f"{launch}-{rank}.json").write_text(json.dumps(found))
 
@@ -243,7 +248,7 @@ def without_bytes(folder: Path) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    for launch, name in all_cases():
+    for launch, name in wanted_cases(folder):
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(

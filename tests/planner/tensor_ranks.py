@@ -32,6 +32,8 @@ PLANNED = {
 }
 """Also what real ranks are not asked to do."""
 
+ALWAYS = ("evaluation", "saved", "tied", EVERYWHERE)
+
 
 def arguments(name: str, folder: str) -> dict[str, Any]:
     return {**shared_rows.arguments("bf16", folder), **PLANNED[name]}
@@ -84,7 +86,8 @@ def with_bytes(folder: Path) -> None:
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
         }
 
-    (folder / f"{rank}.json").write_text(json.dumps({name: trained(name) for name in CASES}))
+    wanted = json.loads((folder / "wanted.json").read_text())
+    (folder / f"{rank}.json").write_text(json.dumps({name: trained(name) for name in wanted}))
 
 
 def without_bytes(folder: Path) -> None:
@@ -107,7 +110,8 @@ def without_bytes(folder: Path) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    for name in PLANNED:
+    wanted = json.loads((folder / "wanted.json").read_text())
+    for name in {**dict.fromkeys(wanted), **dict.fromkeys(ALWAYS)}:
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(

@@ -16,10 +16,9 @@ from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_ru
 from trainer_plugins.cli import app
 from trainer_plugins.planner import Calibration, PlanError, calibrate
 from trainer_plugins.planner.before import plan_before
-from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.contexts import context_file, remember, with_measured_context
+from trainer_plugins.planner.cards import Card, context_file, keep_context, with_measured_context
 from trainer_plugins.record.timeline import Sample, read_timeline
-from trainer_plugins.report.beside import calibration_report
+from trainer_plugins.report.plan_text import calibration_report
 from trainer_plugins.units import GIB, MIB
 
 CONTEXT = 300 * MIB
@@ -84,7 +83,7 @@ def tampered(folder: Path, change) -> Path:
 
 def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simgpu):
     trainer = make()
-    remember("simgpu", 7 * MIB, Path("/another/run"))
+    keep_context("simgpu", 7 * MIB, Path("/another/run"))
     plan = plan_run(trainer, calibration=False)
     before = plan_before(trainer, Path("/nowhere"))
     assert before is not None
@@ -211,7 +210,7 @@ def test_runs_without_readings_are_bad_input(tmp_path):
 
 def test_what_is_kept_belongs_to_a_card_and_what_is_damaged_is_not_used(cache):
     card = Card(name="NVIDIA H100 80GB", capacity_bytes=80 * GIB)
-    file = remember(card.name, CONTEXT, Path("/a/run"))
+    file = keep_context(card.name, CONTEXT, Path("/a/run"))
     assert with_measured_context(card).context_bytes == CONTEXT
     assert with_measured_context(replace(card, name="a100-80gb")).context_source is None
     file.write_text("{")

@@ -103,6 +103,9 @@ RUNS = {
 LOOP = Loop(RUNS)
 
 
+@pytest.mark.all(
+    unless=lambda name: name in ("two layers", "checkpointing, accumulation", "t5, checkpointing")
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, tmp_path, name):
     plan = LOOP.goes_round(name, tmp_path)

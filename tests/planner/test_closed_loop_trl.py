@@ -7,8 +7,10 @@ import pytest
 
 from tests.planner.loop import Loop
 from tests.planner.test_closed_loop import VOCABULARY, llama
+from tests.planner.test_plans import request, tiny
 from trainer_plugins import plan_run
 from trainer_plugins.planner import NotPredicted
+from trainer_plugins.planner.kind import kind_of
 from trainer_plugins.planner.rehearse import refusals
 from trainer_plugins.units import KIB
 
@@ -16,7 +18,11 @@ trl = pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+)
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
@@ -140,6 +146,7 @@ def loop() -> Loop:
     return Loop(RUNS)
 
 
+@pytest.mark.all(unless=lambda name: name in ("sft", "dpo, lora"))
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if "dpo" in name and not HAS_HEAD:
@@ -168,10 +175,14 @@ def test_on_cuda_the_head_needs_one_tile_of_logits(tmp_path, monkeypatch):
     assert any("x[mask]" in line for line in plan.assumptions)
 
 
+def kind_of_a_run():
+    return kind_of(request(tiny()), Seq2SeqTrainingArguments("runs", use_cpu=True))
+
+
 def test_what_generates_while_it_trains_is_refused_by_name():
     of_trl = type("OnlineDPOTrainer", (), {"__module__": "trl.experimental.online_dpo"})
     with pytest.raises(NotPredicted, match="TRL's OnlineDPOTrainer"):
-        refusals.refuse_trainer(of_trl())
+        refusals.refuse_trainer(of_trl(), kind_of_a_run())
 
 
 def test_what_generates_while_it_evaluates_is_refused_by_name(tmp_path):
@@ -184,4 +195,4 @@ def test_what_generates_while_it_evaluates_is_refused_by_name(tmp_path):
     )
     trainer.generate_during_eval = True  # as its config would, if wandb were installed
     with pytest.raises(NotPredicted, match="generate_during_eval"):
-        refusals.refuse_trainer(trainer)
+        refusals.refuse_trainer(trainer, kind_of_a_run())

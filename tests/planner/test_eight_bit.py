@@ -8,7 +8,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
 from trainer_plugins.planner import PlanError
 from trainer_plugins.planner.predict import predict_all
-from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS, _StandIn
+from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS, StandIn, states_of
 
 BLOCK = 512  # what the allocator rounds to
 VOCABULARY, HIDDEN, INTERMEDIATE = 2048, 64, 128
@@ -92,7 +92,7 @@ def test_bitsandbytes_makes_the_same(name):
     shapes = ((300,), (4096,), (64, 63), (64, 64), (1000, 130), (7, 13, 97))
     embedding = torch.nn.Embedding(50, 128)
     parameters = [*(torch.nn.Parameter(torch.ones(shape)) for shape in shapes), embedding.weight]
-    declared = OPTIMIZERS[name]
+    declared = states_of(name)
     kind = {"ada": "AdamW", "pag": "AdamW", "ade": "AdEMAMix", "lio": "Lion", "rms": "RMSprop"}[
         name[:3]
     ]
@@ -104,7 +104,7 @@ def test_bitsandbytes_makes_the_same(name):
         manager = optim.GlobalOptimManager.get_instance()
         manager.register_module_override(embedding, "weight", {"optim_bits": 32})
         theirs.check_overrides()
-    ours = _StandIn(parameters, 1e-3, declared, [embedding])
+    ours = StandIn(parameters, 1e-3, declared, [embedding])
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.zeros_like(parameter)
         theirs.init_state(theirs.param_groups[0], parameter, 0, number)

@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 
+from tests import processes
 from tests.models import SMALL_GPT2
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -64,12 +65,9 @@ def typed(home: Path, *words: str, hub: Hub | None = None) -> subprocess.Complet
     where = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"} if hub else {}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     offline = {"HF_HUB_OFFLINE": "0" if hub else "1"}
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "trainer_plugins", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**kept, **offline, **where, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+        environ={**kept, **offline, **where, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
     )
 
 

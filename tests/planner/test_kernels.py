@@ -1,11 +1,11 @@
 """What the kernels of a card keep beside their results: by the card's compute capability, and by torch's source."""
 
-import subprocess
 import sys
 
 import pytest
 from transformers import Trainer
 
+from tests import processes
 from tests.models import SMALL_GPT2, tiny_llama
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
@@ -106,11 +106,5 @@ os._exit(0)  # as the worker does
 @pytest.mark.slow
 def test_the_backward_of_silu_is_one_kernel():
     """A build without CUDA takes it apart into six operations, whose results no card holds."""
-    done = subprocess.run(
-        [sys.executable, "-c", BACKWARD_OF_SILU],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_A_HANG,
-    )
+    done = processes.run([sys.executable, "-c", BACKWARD_OF_SILU], check=True)
     assert done.stdout.split()[-1] == "2"  # the gradients of the loss and of x

@@ -1,13 +1,13 @@
 """A plan with Liger's kernels is that of Liger's own code, and as its authors measured."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests import processes
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import plan_run
 from trainer_plugins.planner import NotPredicted
@@ -102,9 +102,7 @@ def test_what_liger_replaced_before_the_trainer_is_planned(plans, when, tmp_path
     script.write_text(REPLACED)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), when]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environ, cwd=tmp_path
-    )
+    done = processes.run(command, environ=environ, cwd=tmp_path, check=True)
     norm, peak = done.stdout.splitlines()[-1].split()
 
     assert norm == "LigerRMSNorm.forward"
@@ -126,7 +124,7 @@ def test_without_its_code_it_is_refused_with_what_to_install() -> None:
         "from transformers import TrainingArguments\n"
         "refuse_arguments(TrainingArguments(use_liger_kernel=True), 'cuda')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", script])
 
     assert "NotPredicted: not predicted: Liger kernels" in done.stderr
     assert "pip install --no-deps liger-kernel" in done.stderr
@@ -134,9 +132,7 @@ def test_without_its_code_it_is_refused_with_what_to_install() -> None:
 
 def test_what_liger_published_of_its_kernels_is_what_is_planned() -> None:
     """27 peaks of an A100, of code that did not change since (see benchmarks/liger.py)."""
-    done = subprocess.run(
-        [sys.executable, "-c", AS_MEASURED], check=True, capture_output=True, text=True, timeout=300
-    )
+    done = processes.run([sys.executable, "-c", AS_MEASURED], check=True)
     rows = [line.split() for line in done.stdout.splitlines()]
 
     assert len(rows) == 27

@@ -129,7 +129,7 @@ def test_vllm_takes_its_part_of_the_card(outcomes):
     [
         ("no room", "nothing is left for the prompt"),
         ("groups", "must be divisible by num_generations"),
-        ("no such flag", "neither plan nor GRPOConfig knows --max_prompt_lenght"),
+        ("no such flag", "neither plan nor GRPOConfig has an option --max_prompt_lenght"),
         ("evaluates", "an evaluation with --trainer sft"),
     ],
 )

@@ -87,7 +87,7 @@ def test_the_report_for_people(tmp_path: Path):
     [
         (["--model", "/no/such/place"], "no config of a model at /no/such/place"),
         ([*QWEN_LORA, "--num-gpus", "0"], "--num-gpus: a run needs at least one, got 0"),
-        ([*QWEN_LORA, "--gpu", "gtx"], "no card is known by the name 'gtx'"),
+        ([*QWEN_LORA, "--gpu", "gtx"], "no card is named 'gtx'"),
         ([*QWEN_LORA, "--peft-config", "adapter.json"], "both say which adapter to train"),
         (["--model", __file__], "is not JSON"),
     ],

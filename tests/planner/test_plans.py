@@ -246,14 +246,17 @@ def test_padding_makes_masks(outcomes):
     ("name", "line"),
     [
         ("no model", "the config has no model_type: it is not the config.json of a model"),
-        ("unknown model", "knows no model_type 'no-such-model'"),
+        ("unknown model", "has no model_type 'no-such-model'"),
         ("sizes", "no model can be built from the config"),
         ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
         (
             "flag",
-            "neither plan nor TrainingArguments knows --gradient_checkpoint: is it --gradient_checkpointing?",
+            "neither plan nor TrainingArguments has an option --gradient_checkpoint: is it --gradient_checkpointing?",
         ),
-        ("flag of another program", "knows --batch_size: is it --per-device-train-batch-size?"),
+        (
+            "flag of another program",
+            "has an option --batch_size: is it --per-device-train-batch-size?",
+        ),
         ("contradiction", "At most one of fp16 and bf16 can be True"),
         ("dtype", "--dtype needs float32, bfloat16 or float16, got 'int8'"),
         (
@@ -314,7 +317,7 @@ def test_a_prediction_that_takes_too_long_is_given_up():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("h100", "no card is known by the name 'h100': is it h100-80gb?"),
+        ("h100", "no card is named 'h100': is it h100-80gb?"),
         ("a100", "is it a100-40gb or a100-80gb?"),
         ("RTX 4090 D", "is it rtx4090?"),
         ("0GiB", "--gpu: a size is a positive number"),

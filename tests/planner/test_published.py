@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import transformers
 
 from benchmarks.published import FOLDER, published, read
+from tests import processes
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 
 SOURCE = """
@@ -60,12 +60,10 @@ def test_the_architectures_are_those_of_transformers() -> None:
 
 
 def replayed(*keys: str) -> dict[str, dict[str, int]]:
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "benchmarks.prediction_replay", *keys],
+        environ={**os.environ, "HF_HUB_OFFLINE": "1"},
         check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["key"] for answer in answers] == [*keys]
@@ -107,12 +105,7 @@ def test_a_run_on_eight_h100_needs_what_is_predicted() -> None:
     """Nothing was learned from it. Its figure has four digits; two and four layers foretell all 32."""
     key = "torchtitan#165: FSDP2, AC"
     measured = {row.key: row.measured for row in published()}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.planner.few_layers", key],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = processes.run([sys.executable, "-m", "tests.planner.few_layers", key], check=True)
 
     two, four, foretold = map(int, done.stdout.split())
 

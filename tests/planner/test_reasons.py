@@ -1,13 +1,13 @@
 """A plan that cannot be made says why, and one that can says what it took for granted; all in one subprocess."""
 
 import pickle
-import subprocess
 import sys
 
 import pytest
 import transformers
 from transformers import Trainer
 
+from tests import processes
 from tests.planner.several import IS_TOO_OLD
 from tests.planner.test_plans import LORA, REENTRANT, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
@@ -182,10 +182,8 @@ os._exit(0)  # as the worker does
 def test_a_plan_says_what_of_its_versions_it_cannot_watch(tmp_path) -> None:
     asked = tmp_path / "request"
     asked.write_bytes(pickle.dumps(request(tiny())))
-    done = subprocess.run(
-        [sys.executable, "-c", OF_ANOTHER_VERSION, asked],
-        check=False, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    done = processes.run(
+        [sys.executable, "-c", OF_ANOTHER_VERSION, asked])  # fmt: skip
     assert "not reliable:" in done.stdout, done.stderr
     assert (
         "these versions have no ShardingPropagator._propagate_tensor_meta_non_cached" in done.stdout

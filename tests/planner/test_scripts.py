@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from trainer_plugins import MemoryPlan
 
 SCRIPT = """
@@ -86,16 +87,14 @@ def started(folder: Path, how: str) -> subprocess.CompletedProcess:
     arguments = {"module": ["-m", "own_script"], "stdin": ["-"], "notebook": ["kernel.py"]}.get(
         how, ["own_script.py"]
     )
-    return subprocess.run(
-        [sys.executable, *arguments],
-        input=code if how == "stdin" else None,
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with (folder / name).open() as text:
+        return processes.run(
+            [sys.executable, *arguments],
+            stdin=text if how == "stdin" else subprocess.DEVNULL,
+            cwd=folder,
+            environ={**os.environ, "HF_HUB_OFFLINE": "1"},
+            fresh="Python itself reads it" if how == "stdin" else "",
+        )
 
 
 @pytest.mark.parametrize("how", ["guarded", "plain", "module", "stdin", "notebook"])

@@ -26,11 +26,11 @@ from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of
 from trainer_plugins.planner.compare.lines import SearchRequest
-from trainer_plugins.planner.compare.margin import is_safe
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace
+from trainer_plugins.planner.tried import is_safe
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +195,7 @@ def test_a_way_that_fails_is_a_line_with_its_reason_and_not_the_end(short_llama:
     assert done.exit_code == 0, done.output
     assert re.search(r"ddp +on +1 ", done.output), "with checkpointing it runs"
     assert re.search(r"ddp +off +not", done.output)
-    assert "ddp: the rehearsal of the run failed, as the run will: DDP looks for" in done.output
+    assert "ddp: the rehearsal of the run failed, and so will the run: DDP looks for" in done.output
     assert "--ddp_find_unused_parameters False" in done.output
 
 
@@ -403,7 +403,7 @@ def test_bad_input_is_one_line_and_exit_code_2(llama: Path, arguments: list[str]
 
 def test_all_is_each_switch_alone():
     assert changes_of([ALL, "lora+checkpointing"]) == (
-        *(switch.name for switch in SWITCHES),
+        *SWITCHES,
         "lora+checkpointing",
     )
     with pytest.raises(PlanError, match=r"no switch is called 'nothing'"):

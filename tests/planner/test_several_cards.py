@@ -157,7 +157,7 @@ def test_the_timeline_of_one_card_is_not_compared_with_the_plan_of_another(
 ):
     watched = make_trainer(MemoryWatchdog(), max_steps=2)
     watched.train()
-    with pytest.raises(PlanError, match="is of the fullest of 2 cards of one process"):
+    with pytest.raises(PlanError, match="is for the fullest of 2 cards of one process"):
         calibrate(plan_run(trainer_of("fp32", tmp_path)), watched.args.output_dir)
 
 
@@ -197,5 +197,5 @@ def test_what_is_refused(where_no_card_is, tmp_path):
     with pytest.raises(NotPredicted, match=r"leaves off the cards \(lm_head\)"):
         plan_run(trainer)
     trainer.model.hf_device_map["lm_head"] = 16
-    with pytest.raises(NotPredicted, match="over 17 cards: up to 16 are"):
+    with pytest.raises(NotPredicted, match="over 17 cards: the most is 16"):
         plan_run(trainer)

@@ -203,7 +203,7 @@ def test_what_streaming_would_save_is_asked_by_name():
     assert "at least 0.100 s a step" in saved[0].how
     assert [each.reason for each in saved] == [
         None,
-        "this run trains all its weights, and a frozen base is streamed: see lora",
+        "this run trains all its weights, and only a frozen base is streamed: see lora",
         "this run already streams its base",
     ]
 

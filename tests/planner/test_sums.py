@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import published
+from tests import processes
 from tests.distributed.launched import ROOT, environment
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import request, tiny
@@ -57,15 +57,7 @@ def traced(tmp_path_factory) -> dict[str, tuple[dict, list[int]]]:
         str(folder / "requests"),
         str(folder / "results"),
     ]
-    done = subprocess.run(
-        call,
-        cwd=ROOT,
-        env=environment(DS_ACCELERATOR="cuda"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = processes.run(call, cwd=ROOT, environ=environment(DS_ACCELERATOR="cuda"))
     assert done.returncode == 0, done.stderr
     plans = [result["plan"] for result in json.loads((folder / "results").read_text())]
     sums = json.loads((folder / "results.sums").read_text())

@@ -12,6 +12,7 @@ from tests.distributed.launched import command, ended, environment, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.tensor_ranks import CASES, EVERYWHERE
 from tests.planner.test_shared_rows import file_of
+from tests.wanted import wanted
 from trainer_plugins.testing import simgpu
 
 pytest.importorskip("transformers.distributed.mixin", reason="it divides no models that are made")
@@ -23,11 +24,12 @@ SCRIPT = Path(__file__).with_name("tensor_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> tuple[list[Any], dict[str, Any]]:
+def both(request, tmp_path_factory) -> tuple[list[Any], dict[str, Any]]:
     """What each rank took and learned, and the plans of the same cases."""
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("tensors")
+    (folder / "wanted.json").write_text(json.dumps([*wanted(request, CASES, also=["bf16"])]))
     file = file_of(folder, "tensor", "ddp", tp_size=2)
     log = folder / "log"
     call = [*command(file, (), SCRIPT), "ranks", folder]
@@ -43,6 +45,7 @@ def both(tmp_path_factory) -> tuple[list[Any], dict[str, Any]]:
     return ranks, json.loads((folder / "planner.json").read_text())
 
 
+@pytest.mark.all(unless=lambda name: name in ("bf16", "checkpointing"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_card_holds_what_is_planned_and_the_other_no_more(both, name: str) -> None:
     """All but the run with checkpointing agree to 400 B."""

@@ -18,9 +18,9 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import read_history
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample, read_timeline
-from trainer_plugins.report.html.chart import height_of
-from trainer_plugins.report.html.scales import Height, number_ticks
-from trainer_plugins.report.html.stretches import paces_of, stretches_of
+from trainer_plugins.report.html.chart import Height, height_of, number_ticks
+from trainer_plugins.report.html.memory import stretches_of
+from trainer_plugins.report.html.step_times import paces_of
 from trainer_plugins.units import GIB, MIB
 
 

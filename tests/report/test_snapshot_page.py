@@ -11,7 +11,7 @@ from tests.report.drawn import Read, heights, loads_nothing
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.cli import app
 from trainer_plugins.explain.snapshot.oom import case_of
-from trainer_plugins.report.html.scales import Height
+from trainer_plugins.report.html.chart import Height
 from trainer_plugins.report.html.segments import segment_map
 from trainer_plugins.report.html.snapshot_page import history_chart
 from trainer_plugins.units import GIB, MIB

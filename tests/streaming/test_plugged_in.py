@@ -68,7 +68,7 @@ def test_the_users_own_callback_is_kept(simgpu, tmp_path) -> None:
 
 
 def test_options_that_are_wrong_are_refused_before_anything() -> None:
-    with pytest.raises(ValueError, match="one of no, needed, always"):
+    with pytest.raises(ValueError, match="no, needed or always"):
         MemoryArguments(memory_stream_base="yes")
     with pytest.raises(ValueError, match="1 or more, got 0"):
         MemoryArguments(memory_resident_layers=0)

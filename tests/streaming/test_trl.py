@@ -95,7 +95,7 @@ def test_generation_is_refused_unless_it_is_asked_for(simgpu, tmp_path, caplog) 
 
     refused = grpo(StreamBase())
     assert stream_of(refused.model) is None
-    assert "copies the whole base for each token" in caplog.text
+    assert "copies the full base for each token" in caplog.text
     del refused
 
     asked = grpo(StreamBase(allow_generation=True))

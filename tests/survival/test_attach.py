@@ -12,7 +12,7 @@ from tests.survival.failing import Run, gradients_off_by, off_by_steps, small_tr
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.exact.finality import is_reentrant
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.units import MIB
 
 
@@ -61,7 +61,7 @@ def test_what_was_put_on_top_stays(tmp_path, caplog) -> None:
     survival.detach()
 
     assert trainer.accelerator.backward is theirs
-    assert "backward was replaced once more" in caplog.text
+    assert "backward was replaced again later" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         Run(trainer, {0: [20]})
 
@@ -84,9 +84,8 @@ def test_it_is_told_in_words_in_the_timeline_and_in_the_history(tmp_path, caplog
     ]
     assert len(told) == 2
     assert told[0].startswith(
-        "step 1: [out-of-memory-survived] 4 rows (52 tokens, padding included) did not fit in the backward pass; "
-        "the micro-batch of 4 rows (52 tokens, padding included) was finished in 2 pieces of at most 2 rows "
-        "(1 failed attempt, "
+        "step 1: [out-of-memory-survived] 4 rows (52 tokens with padding) did not fit in the backward pass; "
+        "the micro-batch was computed in 2 pieces of at most 2 rows (1 failed attempt, "
     )
     assert (
         "the limit is now 2 rows of this length at once; CUDA out of memory. Tried to allocate 2.00 MiB"
@@ -228,12 +227,12 @@ def test_a_second_training_goes_on_with_what_the_first_has_switched_on(tmp_path)
         (
             {"ladder": ()},
             1,
-            "nothing smaller to try than 1 row (13 tokens, padding included), and nothing left to",
+            "nothing smaller to try than 1 row (13 tokens with padding), and nothing left to",
         ),
         (
             {"ladder": (), "min_micro_batch": 3},
             4,
-            "nothing smaller to try than 4 rows (52 tokens, padding included)",
+            "nothing smaller to try than 4 rows (52 tokens with padding)",
         ),
     ],
 )
@@ -338,7 +337,7 @@ def test_a_loss_that_is_scaled_otherwise_is_not_taken_for_right(tmp_path, at: fl
 
     with pytest.raises(
         (RuntimeError, ValueError),
-        match="with 2 times its gradient, where the Trainer's has 1 times",
+        match="to 2 times its gradient, where the Trainer's has 1 times",
     ):
         Run(trainer, {0: [int(at * num)]})
     assert trainer.state.global_step == 0

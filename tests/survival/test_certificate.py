@@ -42,7 +42,7 @@ def test_a_batch_norm_of_ones_own_is_found_beside_dropout(
 ) -> None:
     trainer = small_trainer(tmp_path, with_own_batch_norm(dropout), **MODES[mode])
     survive_oom(trainer, ladder=())
-    why = r"its gradient is not the sum of its parts': measured on 2 of its rows against 1 \+ 1, in training mode, it is"
+    why = r"its gradient is not the sum of its parts': measured on 2 of its rows \(1 \+ 1\), in training mode, it is"
     with pytest.raises(torch.OutOfMemoryError, match=why):
         Run(trainer, {0: [100]})
 
@@ -106,7 +106,7 @@ def test_a_coupling_that_only_long_rows_reach(tmp_path) -> None:
     trainer = small_trainer(tmp_path, model, train_dataset=rows, per_device_train_batch_size=8)
     survive_oom(trainer, ladder=())
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"measured on 4 of its rows against 2 \+ 2, in training mode"
+        torch.OutOfMemoryError, match=r"measured on 4 of its rows \(2 \+ 2\), in training mode"
     ):
         Run(trainer, {0: [100]})
 
@@ -175,7 +175,7 @@ def test_class_weights_of_cross_entropy_are_those_of_pieces(tmp_path, model, whe
     whole, survived = survive(make, {0: where}, ladder=(), vouch_for_loss=True)
     assert gradients_off_by(survived, whole) <= 1e-12
     (told,) = remarks(tmp_path, "out-of-memory-survived")
-    assert "it was measured to be a mean that is weighted by class" in told.finding.evidence
+    assert "it was measured as a mean that is weighted by class" in told.finding.evidence
 
 
 @pytest.mark.parametrize("num_alike", [4, 80])
@@ -183,7 +183,7 @@ def test_a_weighted_mean_by_hand_is_named_before_its_classes_meet(tmp_path, num_
     """Micro-batches of one class are divided, rightly; the first with two is not."""
     trainer = imbalanced(tmp_path, WeightedByHand(), num_alike, steps=20)
     survive_oom(trainer, ladder=(), vouch_for_loss=True)
-    why = r"it is a mean by weights of its own, here 0\.\d+ and 0\.\d+: those of a torch"
+    why = r"it is a mean with weights of your own, here 0\.\d+ and 0\.\d+: those of torch"
     if num_alike < 8:
         with pytest.raises(torch.OutOfMemoryError, match=why):
             Run(trainer, {1: [8]})
@@ -245,7 +245,7 @@ def test_batch_statistics_that_begin_at_eight_rows(tmp_path) -> None:
     model.model.norm = nn.Sequential(model.model.norm, CentredFrom(8))
     trainer = small_trainer(tmp_path, model, per_device_train_batch_size=8)
     survive_oom(trainer, ladder=())
-    why = r"measured on all 8 of its rows, cut short where they can be, against 4 \+ 4, in training"
+    why = r"measured on all 8 of its rows, cut short \(4 \+ 4\), in training"
     with pytest.raises(torch.OutOfMemoryError, match=why):
         Run(trainer, {0: [100]})
 
@@ -370,7 +370,7 @@ def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
     assert not trainer.model.is_gradient_checkpointing, "nothing had to be switched on"
     first, *_ = remarks(tmp_path, "out-of-memory-survived")
     assert (
-        "measured on 2 of its rows against 1 + 1, in training mode, and on 3 of its rows"
+        "measured on 2 of its rows (1 + 1) and 3 of its rows, cut short (1 + 2), in training mode"
         in first.finding.evidence
     )
 

@@ -12,7 +12,7 @@ from transformers import (
 
 from tests.survival.failing import Run, off_by_steps, small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 IMAGE, PATCHES = 120, 4
 EVEN = (1, 1, 1, 1)

@@ -5,7 +5,8 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from tests.survival.failing import padded, ragged_rows
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Packed, Pairs, Rows
+from trainer_plugins.survival.exact.layouts import Packed, Pairs, Rows
+from trainer_plugins.survival.exact.shares import IndivisibleError
 
 
 def same(ours: dict, theirs: dict) -> bool:

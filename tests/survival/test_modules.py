@@ -16,7 +16,8 @@ from tests.survival.failing import (
 )
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Rows
+from trainer_plugins.survival.exact.layouts import Rows
+from trainer_plugins.survival.exact.shares import IndivisibleError
 
 
 class Adapted(nn.Module):

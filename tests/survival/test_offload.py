@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.survival.failing import small_trainer
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.limit.offload import Offload
+from trainer_plugins.survival.limit.ladder import Offload
 from trainer_plugins.units import MIB
 
 CHECKPOINTING, BOTH = ("checkpointing",), ("checkpointing", "offload")

@@ -71,7 +71,7 @@ def test_states_exist_early_and_training_is_bit_for_bit_the_same(tmp_path, name:
     [
         (
             lambda parameters: torch.optim.RMSprop(parameters),
-            "the states of RMSprop appear in the first optimizer step",
+            "RMSprop creates its states in the first step",
         ),
         (
             lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.5),

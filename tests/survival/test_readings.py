@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.units import MIB
 
 

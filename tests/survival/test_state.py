@@ -178,7 +178,7 @@ class FirstBatch(Stateful):
 
 
 REFUSED = {
-    Average: (r"`model.norm.mean`, an attribute of Average, is moved by each pass according to", 0),
+    Average: (r"each pass moves `model.norm.mean`, an attribute of Average, according to", 0),
     FirstBatch: (r"`model.norm.scale`, a parameter of FirstBatch, is moved by each forward", 0),
     Late: (r"`model.norm.mean`, a buffer of Late, is moved by each forward pass", 7),
 }

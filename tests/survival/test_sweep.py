@@ -15,7 +15,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 POINTS = 30
 MODES = {

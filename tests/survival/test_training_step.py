@@ -48,7 +48,7 @@ def trainer_that(tmp_path, make, first=0, **kwargs):
 def test_another_loss_is_refused_before_the_first_step(tmp_path, how: str) -> None:
     trainer = trainer_that(tmp_path, NEARLY[how])
     survive_oom(trainer)
-    with pytest.raises(ValueError, match="training_step makes another loss of what"):
+    with pytest.raises(ValueError, match="training_step changes the loss that"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -67,7 +67,7 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
     trainer = trainer_that(tmp_path, NEARLY[how], first=3)
     survive_oom(trainer)
     with pytest.raises(
-        RuntimeError, match="training_step makes another loss of what compute_loss gave it"
+        RuntimeError, match="training_step changes the loss that compute_loss gave it"
     ):
         Run(trainer, {3: [int(at * num)]})
     assert trainer.state.global_step == 1

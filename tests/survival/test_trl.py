@@ -280,7 +280,7 @@ def offloading(tmp_path):
         ),
         (
             lambda path: grpo(path, top_entropy_quantile=0.5),
-            "top_entropy_quantile compares the tokens of all",
+            "top_entropy_quantile compares all completions",
         ),
         (orpo, "ORPOTrainer.compute_loss is not known to be a sum over examples"),
         (online_dpo, "OnlineDPOTrainer.training_step never calls compute_loss"),

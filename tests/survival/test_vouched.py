@@ -64,7 +64,7 @@ def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) ->
     )
     assert gradients_off_by(survived, whole) <= 1e-6
     told = remarks(tmp_path, "out-of-memory-survived")[0].finding.evidence
-    assert f"; you vouched for the loss, and it was measured to be {measured}" in told
+    assert f"; you vouched for the loss: it was measured as {measured}" in told
 
 
 def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:

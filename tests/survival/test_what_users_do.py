@@ -29,7 +29,7 @@ from tests.survival.failing import (
     weights_by_rounding,
 )
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 
 class WithPenalty(Trainer):
@@ -202,7 +202,7 @@ def test_layers_that_accumulate_inside_a_backward_are_refused_and_their_gradient
     trainer = small_trainer(tmp_path, model)
     survive_oom(trainer)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"mlp\.down_proj.* is accumulated inside a backward pass"
+        torch.OutOfMemoryError, match=r"accumulates the gradient of `.*mlp\.down_proj"
     ):
         Run(trainer, {1: [250]})
     before = [p.grad.clone() for p in model.parameters()]

@@ -55,10 +55,10 @@ def test_dividing_beforehand_is_said_once_and_counted(
     ]
     (told,) = [line for line in warned if "[micro-batches-divided]" in line]
     assert told.startswith(
-        "step 1: [micro-batches-divided] micro-batches larger than what fits are divided: this one of"
+        "step 1: [micro-batches-divided] micro-batches that do not fit are computed in pieces: 64 rows"
     )
-    assert "64 rows (4096 tokens, padding included) into " in told
-    assert "as a rehearsal or an earlier failure has shown" in told
+    assert "64 rows (4096 tokens with padding) in " in told
+    assert "a rehearsal or an earlier failure showed the limit" in told
     assert not [line for line in warned if "survived" in line], "nothing failed"
     assert [entry.step for entry in remarks(tmp_path, "micro-batches-divided")] == [1]
     logged = [
@@ -107,8 +107,8 @@ def test_rows_that_may_not_be_divided_further_are(tmp_path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         Run(trainer, {0: [100]})
     (told,) = remarks(tmp_path, "out-of-memory-refused")
-    assert "a smaller per_device_train_batch_size" in told.finding.remedy
-    assert "gradient checkpointing" in told.finding.remedy
+    assert "halve per_device_train_batch_size" in told.finding.remedy
+    assert "gradient_checkpointing=True" in told.finding.remedy
 
 
 def test_one_row_that_survived_is_told_of_no_smaller_batch(tmp_path) -> None:

@@ -12,10 +12,9 @@ from trainer_plugins.record.timeline import Flush, Timeline
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
 from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
 from trainer_plugins.watch.memory_watch import MemoryWatch
-from trainer_plugins.watch.pressure import Budget, pressure
+from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 
 def reading(

@@ -1,7 +1,7 @@
 """Advice: one thing that saves memory, with its spelling at each door where it can be typed."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -36,18 +36,11 @@ _FLAG = re.compile(r"--(\w+) (\S+)")
 class Advice:
     """Describes one remedy. Each door has one spelling; an empty one cannot be typed there."""
 
-    effect: str
-    """What it does, as one clause: "only the inputs of layers are kept for the backward pass"."""
-
+    effect: str  # one clause: "only the inputs of layers are kept for the backward pass"
     price: str = ""  # what it costs; empty if nothing
     when: str = ""  # where it applies, if that is not everywhere
-    only_on: tuple[str, ...] = ()
-    """The makers of cards (`vendors.py`) for which it is; empty if for all."""
-
+    only_on: tuple[str, ...] = ()  # the vendors for whose cards it is; empty if for all
     keeps_result: bool = True  # whether the run computes the same as before, except for rounding
-    extra_time: float | None = None
-    """What it adds to the time of a step, as a fraction of it; None if that is not known."""
-
     unfilled: str = ""  # what to write at its first door where the values are not known
     trainer: str = ""
     arguments: str = ""
@@ -66,22 +59,13 @@ class Advice:
     @property
     def spellings(self) -> dict[Door, str]:
         """Return each door's spelling, with its blanks unfilled."""
-        doors = {each.value for each in Door}
-        found = {
-            Door(each.name): text
-            for each in fields(self)
-            if each.name in doors and (text := getattr(self, each.name))
-        }
+        found = {door: text for door in Door if (text := getattr(self, door.value))}
         if self.trainer:
             found.setdefault(Door.ARGUMENTS, as_arguments(self.trainer))
         return found
 
     def flag(self, door: Door, **values: object) -> str:
-        """Spell it for a door: `flag(Door.TRAINER, rows=4, steps=16)`.
-
-        Args:
-            door: where it is typed.
-            values: what fills the blanks of its spelling, by their names in small letters.
+        """Spell it for a door and fill its blanks: `flag(Door.TRAINER, rows=4, steps=16)`.
 
         Raises:
             ValueError: it cannot be typed there, or its spelling has no such blank.

@@ -9,16 +9,17 @@ from trainer_plugins.advice.of_machine import *  # noqa: F403
 from trainer_plugins.advice.of_moments import *  # noqa: F403
 from trainer_plugins.advice.of_training import *  # noqa: F403
 
+# Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan", "rehearsal"]
-"""Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ..."""
 
 _LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
 _LESS_MAIN_MEMORY = (FEWER_WORKERS, CHECK_LAUNCH_FILE, OFFLOAD_TO_DISK, LOAD_ONCE, MORE_MAIN_MEMORY)
 _SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
+# What helps where a micro-batch has one row, which cannot be divided.
 ONE_ROW = (CHECKPOINTING, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
-"""What helps where a micro-batch has one row, which cannot be divided."""
 
+# The first that applies leads. An entry without `when` always applies.
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "adapter-delta": (MERGE_IN_MAIN_MEMORY, NO_DORA, NEWER_PEFT, NO_EXPERTS),
     "api-misuse": (PRINT_SHAPES,),
@@ -84,96 +85,64 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "shm": (FEWER_WORKERS, LARGER_SHM),
     "zero3-gather": (FEWER_LIVE_PARAMETERS, WRAP_LAYERS, *_LESS_OF_THE_BATCH),
 }
-"""The first that applies leads. An entry without `when` always applies."""
-
+# What helps where torch releases its cache again and again, and no OOM ends the run.
 CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
-"""What helps where torch releases its cache again and again, and no OOM ends the run."""
-
+# What helps where another framework than torch finds no room on the card.
 OTHER_FRAMEWORKS: Mapping[str, tuple[Advice, ...]] = {
     "JAX": (JAX_SHARE, FEWER_INPUTS, JAX_CHECKPOINT, JAX_GROWS),
     "TensorFlow": (FEWER_INPUTS, TENSORFLOW_GROWS),
 }
-"""What helps where another framework than torch finds no room on the card."""
-
-ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)
-"""What helps where a model is used and not trained."""
+ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
 
 
 class Otherwise(NamedTuple):
     """Says why one room begins with another remedy than the table."""
 
-    room: Room
-    cause: str
     first: Advice
     why: str
 
 
-OTHERWISE = (
-    Otherwise(
-        "record",
-        "foreign",
-        END_PROCESS,
-        "the driver has listed the process, and that it belongs to the user",
+OTHERWISE: Mapping[tuple[Room, str], Otherwise] = {
+    ("record", "foreign"): Otherwise(
+        END_PROCESS, "the driver has listed the process, and that it belongs to the user"
     ),
-    Otherwise(
-        "record",
-        "eval-logits",
+    ("record", "eval-logits"): Otherwise(
         OUTPUTS_TO_MAIN_MEMORY,
         "it shows how large the outputs are, and one flag is done sooner than a function",
     ),
-    Otherwise(
-        "record",
-        "logits-loss",
+    ("record", "logits-loss"): Otherwise(
         SMALLER_MICRO_BATCH,
         "it knows the rows, and counts how many of them fit; no package has to be installed",
     ),
-    Otherwise(
-        "record",
-        "host-kill",
-        FEWER_WORKERS,
-        "a dead worker or the kernel's counter has shown the kill already",
+    ("record", "host-kill"): Otherwise(
+        FEWER_WORKERS, "a dead worker or the kernel's counter has shown the kill already"
     ),
-    Otherwise(
-        "watch",
-        "foreign",
-        OTHER_CARD,
-        "where the driver lists the processes, its finding lists them too",
+    ("watch", "foreign"): Otherwise(
+        OTHER_CARD, "where the driver lists the processes, its finding lists them too"
     ),
-    Otherwise(
-        "check",
-        "shm",
+    ("check", "shm"): Otherwise(
         LARGER_SHM,
         "it counts how large /dev/shm has to be, before the container is started for the run",
     ),
-    Otherwise(
-        "check",
-        "quadratic-attention",
+    ("check", "quadratic-attention"): Otherwise(
         CHECKPOINTING,
         "it knows that attention is sdpa already, and that the card has no other kernel for it",
     ),
-    Otherwise(
-        "text",
-        "leftover",
-        RESTART_KERNEL,
-        "it does not show which object holds the memory",
+    ("text", "leftover"): Otherwise(
+        RESTART_KERNEL, "it does not show which object holds the memory"
     ),
-    Otherwise(
-        "snapshot",
-        "logits-loss",
-        SMALLER_MICRO_BATCH,
-        "it names only what fits when its trace is repeated",
+    ("snapshot", "logits-loss"): Otherwise(
+        SMALLER_MICRO_BATCH, "it names only what fits when its trace is repeated"
     ),
-    Otherwise(
-        "snapshot",
-        "long-sample",
-        SMALLER_MICRO_BATCH,
-        "it names only what fits when its trace is repeated",
+    ("snapshot", "long-sample"): Otherwise(
+        SMALLER_MICRO_BATCH, "it names only what fits when its trace is repeated"
     ),
-)
+}
 
 
 def in_order(cause: str, room: Room) -> tuple[Advice, ...]:
     """Return the remedies of a cause, with what a room begins with at the front."""
-    order = FOR_CAUSE[cause]
-    first = [each.first for each in OTHERWISE if (each.room, each.cause) == (room, cause)]
-    return (*first, *(each for each in order if each not in first))
+    order, other = FOR_CAUSE[cause], OTHERWISE.get((room, cause))
+    if other is None:
+        return order
+    return (other.first, *(each for each in order if each is not other.first))

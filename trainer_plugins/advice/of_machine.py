@@ -1,5 +1,6 @@
 """Remedies around the run: its card and allocator, inference engines, main memory; how to look."""
 
+from dataclasses import replace
 from math import floor
 
 from trainer_plugins.advice.entry import Advice
@@ -10,7 +11,6 @@ EXPANDABLE_SEGMENTS = Advice(
     effect="free pieces of the allocator's segments can be joined",
     price="none as a rule; it does not go with vLLM's sleep mode",
     when="on Linux without WSL, where it is not on already",
-    extra_time=0.0,
     environment="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 )
 MAX_SPLIT_SIZE = Advice(
@@ -40,9 +40,8 @@ HEADROOM = Advice(
     when="where a Trainer trains",
     code="trainer.add_callback(trainer_plugins.Headroom(leave_fraction=0.05))",
 )
-MEMORY_FRACTION = Advice(
-    effect=HEADROOM.effect,
-    price=HEADROOM.price,
+MEMORY_FRACTION = replace(
+    HEADROOM,
     when="where no Trainer trains",
     code="torch.cuda.set_per_process_memory_fraction(0.95)",
 )
@@ -129,17 +128,11 @@ SMALLER_ENGINE_SHARE = Advice(
     verl="actor_rollout_ref.rollout.gpu_memory_utilization=SHARE",
     plan="--vllm-utilization SHARE",
 )
-LARGER_ENGINE_SHARE = Advice(
+LARGER_ENGINE_SHARE = replace(
+    SMALLER_ENGINE_SHARE,
     effect="what weights and graphs leave of this share is the KV cache",
     price="less room for everything else on the card",
     when="where the share leaves the engine no KV cache",
-    trl=SMALLER_ENGINE_SHARE.trl,
-    arguments=SMALLER_ENGINE_SHARE.arguments,
-    code=SMALLER_ENGINE_SHARE.code,
-    vllm=SMALLER_ENGINE_SHARE.vllm,
-    sglang=SMALLER_ENGINE_SHARE.sglang,
-    verl=SMALLER_ENGINE_SHARE.verl,
-    plan=SMALLER_ENGINE_SHARE.plan,
 )
 SHORTER_REQUESTS = Advice(
     effect="the longest request that the KV cache holds as it is",
@@ -173,12 +166,7 @@ _SHARE_STEP = 0.05
 
 
 def smaller_share(share: float, missing: float = 0.0) -> float:
-    """Lower an engine's share of a card, and never below half of it at once.
-
-    Args:
-        share: what it has now, as a fraction of the card.
-        missing: by how much it is known to be too large; 0 if that is unknown.
-    """
+    """Lower an engine's share, by what is missing if that is known, and to half of it at most."""
     step = max(missing, _SHARE_STEP) if missing else max(share / 8, _SHARE_STEP)
     return floor(round(100 * max(share - step, share / 2), 3)) / 100
 
@@ -286,7 +274,6 @@ JAX_CHECKPOINT = Advice(
     effect="activations are computed again in the backward pass",
     price="about a third more time",
     when="under JAX",
-    extra_time=1 / 3,
     code="jax.checkpoint(layer)   # around each layer",
 )
 TENSORFLOW_GROWS = Advice(

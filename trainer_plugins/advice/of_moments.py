@@ -1,5 +1,7 @@
 """Remedies for what surrounds the steps: loading, evaluation, generation, saving, resuming."""
 
+from dataclasses import replace
+
 from trainer_plugins.advice.entry import Advice
 
 SMALLER_EVAL_BATCH = Advice(
@@ -20,11 +22,8 @@ ARGMAX_LOGITS = Advice(
     code="Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
     "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))",
 )
-EVALUATION_GUARD = Advice(
-    effect=ARGMAX_LOGITS.effect,
-    price=ARGMAX_LOGITS.price,
-    when=ARGMAX_LOGITS.when,
-    code='callbacks=[trainer_plugins.EvaluationGuard(logits_to="argmax")]',
+EVALUATION_GUARD = replace(
+    ARGMAX_LOGITS, code='callbacks=[trainer_plugins.EvaluationGuard(logits_to="argmax")]'
 )
 OUTPUTS_TO_MAIN_MEMORY = Advice(
     effect="outputs go to main memory after each batch",

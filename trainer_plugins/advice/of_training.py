@@ -20,10 +20,9 @@ SURVIVE = Advice(
 )
 CHECKPOINTING = Advice(
     effect="only the inputs of layers are kept for the backward pass",
+    # A backward pass costs two forward passes: 4 instead of 3 (arXiv:1604.06174, section 4.1).
     price="each forward pass is computed twice, about a third more time",
     when="where it is not on already",
-    # A backward pass costs two forward passes: 4 instead of 3 (arXiv:1604.06174, section 4.1).
-    extra_time=1 / 3,
     trainer="--gradient_checkpointing True",
     code="model.gradient_checkpointing_enable()",
 )
@@ -78,7 +77,7 @@ SDPA_ATTENTION = Advice(
     code='from_pretrained(..., attn_implementation="sdpa")',
 )
 FLASH_ATTENTION = Advice(
-    effect="the table of length x length scores is never made",
+    effect=SDPA_ATTENTION.effect,
     price="needs flash-attn, and 16 bits; rounding differs a little",
     when="where attention is sdpa already",
     arguments='model_init_kwargs={"attn_implementation": "flash_attention_2"}',
@@ -93,7 +92,6 @@ FEWER_PATCHES = Advice(
 FUSED_ADAMW = Advice(
     effect="the step makes no temporaries of the size of the weights",
     when="where a foreach step of AdamW runs",
-    extra_time=0.0,
     trainer="--optim adamw_torch_fused",
     code="torch.optim.AdamW(..., fused=True)",
 )
@@ -226,8 +224,7 @@ OWN_CARD_FIRST = Advice(
 )
 EMPTY_CACHE_EACH_STEP = Advice(
     effect="torch's cache is released after each step, on all ranks at the same time",
-    price="about a tenth slower",
-    extra_time=0.1,  # transformers, TrainingArguments.torch_empty_cache_steps: "about 10% slower"
+    price="about a tenth slower",  # transformers, TrainingArguments: "about 10% slower"
     trainer="--torch_empty_cache_steps 1",
     code="torch.cuda.empty_cache()  # after each step",
 )

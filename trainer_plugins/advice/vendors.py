@@ -1,7 +1,4 @@
-"""Vendor: how the maker of a card calls its commands, variables and modules.
-
-Advice is written for CUDA; what it says is translated for other cards in one place, here.
-"""
+"""Vendor: translates advice, which is written for CUDA, into the words of other cards' makers."""
 
 import re
 from dataclasses import dataclass, replace
@@ -15,12 +12,12 @@ class Vendor:
     """Names what stands for CUDA's words; what is empty does not exist there."""
 
     name: str
-    seen: str  # a pattern of the words that show it in a log
-    processes: str  # the command that lists processes with their memory
-    memory: str  # the command that shows how full the cards are
-    visible: str  # the variable that chooses cards
-    expandable: str  # the variable that makes the segments of torch's allocator expandable
     module: str  # torch's module for these cards
+    seen: str = ""  # a pattern of the words that show it in a log
+    processes: str = ""  # the command that lists processes with their memory
+    memory: str = ""  # the command that shows how full the cards are
+    visible: str = ""  # the variable that chooses cards
+    expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
     def translated(self, words: str) -> str:
         """Translate words for CUDA; empty if they need what does not exist there."""
@@ -44,6 +41,7 @@ class Vendor:
 # rocm-smi: rocm.docs.amd.com. npu-smi, ASCEND_RT_VISIBLE_DEVICES and PYTORCH_NPU_ALLOC_CONF:
 # hiascend.com (envref_07_0053). xpu-smi: intel.github.io/xpumanager; XPU's segments:
 # pytorch#166292. hl-smi: docs.habana.ai. HPU and MPS have no such segments.
+# Other makers than NVIDIA, in the order in which a log is searched for them.
 VENDORS = (
     Vendor(
         name="HIP",
@@ -78,7 +76,6 @@ VENDORS = (
         processes="hl-smi",
         memory="hl-smi",
         visible="HABANA_VISIBLE_MODULES",
-        expandable="",
         module="torch.hpu",
     ),
     Vendor(
@@ -86,18 +83,12 @@ VENDORS = (
         seen=r"MPS backend out of memory",
         processes="Activity Monitor, Memory",
         memory="Activity Monitor",
-        visible="",
-        expandable="",
         module="torch.mps",
     ),
 )
-"""Other makers than NVIDIA, in the order in which a log is searched for them."""
 
 CUDA = Vendor(
     name="CUDA",
-    seen="",
-    processes="",
-    memory="",
     visible="CUDA_VISIBLE_DEVICES",
     expandable="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     module="torch.cuda",
@@ -111,13 +102,7 @@ CUDA_ON_WINDOWS = replace(
 
 
 def vendor_of(device: str, torch_version: str = "", *, is_windows: bool = False) -> Vendor:
-    """Tell whose card a device of torch is.
-
-    Args:
-        device: as torch names it: `npu:0`.
-        torch_version: tells AMD's cards, which torch calls cuda too: `2.13.0+rocm7.0`.
-        is_windows: whether it is Windows or WSL.
-    """
+    """Tell whose card a device of torch is; AMD's, cuda too, by the version `2.13.0+rocm7.0`."""
     kind = "hip" if "+rocm" in torch_version else device.partition(":")[0]
     known = (each for each in VENDORS if each.name.lower() == kind)
     return next(known, CUDA_ON_WINDOWS if is_windows else CUDA)

@@ -1,11 +1,13 @@
-"""The address of a new segment decides which of two free blocks of one size is taken later.
+"""Where blocks lie: the addresses of new segments, and the pools of free blocks.
 
-No source of CUDA's says where cudaMalloc puts memory. `ChunkedAddresses` is what traces of real
-cards show; `docs/allocator_traces.md` says how far that could be checked.
+The address of a segment decides which of two free blocks of one size is taken later. No source of
+CUDA's says where cudaMalloc puts memory. `ChunkedAddresses` is what traces of real cards show;
+`docs/allocator_traces.md` says how far that could be checked.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from trainer_plugins.units import MIB
@@ -20,15 +22,13 @@ _GAP_BYTES = 2 * MIB  # between segments of one direction, so that none are neig
 
 
 class Addresses(Protocol):
-    """Gives out the addresses of new segments, and hears which segments are given back."""
+    """Gives out the addresses of new segments, and takes released ones back."""
 
     def take(self, num_bytes: int) -> int:
         """Return the address of a new segment."""
-        ...
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Note that a segment is gone."""
-        ...
+        """Note that a segment is released."""
 
 
 class FallingAddresses:
@@ -42,30 +42,30 @@ class FallingAddresses:
         return self._lowest
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Leave a hole: it is not filled again."""
+        """Leave a hole, which is not filled again."""
 
 
 class ChunkedAddresses:
     """Places segments as the CUDA driver does: in chunks of address space, 32 MiB or a multiple.
 
     A segment lies in the newest chunk that has room for it, at the lowest place there, else at the
-    base of a new chunk. On Linux a new chunk lies where mmap puts one: in the highest range given
-    back before that is large enough, else right below all others. Under Windows and WSL2
-    (`rising`) it lies above all others, and the oldest chunk is filled first. A chunk goes back
-    with its last segment.
+    base of a new chunk. On Linux a new chunk lies where mmap puts one: in the highest released
+    range that is large enough, else right below all others. Under Windows and WSL2 (`rising`) it
+    lies above all others, and the oldest chunk is filled first. A chunk is released with its last
+    segment.
     """
 
     def __init__(self, *, rising: bool = False) -> None:
         self._rising = rising
         self._chunks: list[_Chunk] = []  # the oldest first
         self._chunk_at: dict[int, _Chunk] = {}  # by the address of a segment
-        self._gaps: list[tuple[int, int]] = []  # given back: low and high address
+        self._gaps: list[tuple[int, int]] = []  # released: low and high address
         self._end = _BOTTOM if rising else _TOP  # where address space was never taken
 
     def hold(self, segments: Mapping[int, int]) -> None:
-        """Begin with the segments of a process that runs already: sizes by address.
+        """Begin with the segments of a running process: sizes by address.
 
-        Which chunk is how old is not known then: the first ones are taken for the oldest.
+        The ages of its chunks are unknown: the first ones count as the oldest.
         """
         for address, num_bytes in sorted(segments.items()):
             low = address // _CHUNK_BYTES * _CHUNK_BYTES
@@ -96,7 +96,7 @@ class ChunkedAddresses:
         return address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Give a segment back, and its chunk if it was the last one in it."""
+        """Release a segment, and its chunk if it was the last one in it."""
         chunk = self._chunk_at.pop(address)
         chunk.segments.remove((address, num_bytes))
         chunk.free_bytes += num_bytes
@@ -167,3 +167,68 @@ def addresses_in(order: Order) -> Addresses:
     if order == "falling":
         return FallingAddresses()
     return ChunkedAddresses(rising=order == "rising")
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Holds a piece of a segment, which `malloc` returns and `free` takes back."""
+
+    pool: "Pool"
+    address: int
+    size_bytes: int
+    segment_start: int | None  # where an expandable segment begins; None in others
+    mapped: bool
+    in_use: bool = False
+    prev: "Block | None" = None
+    next: "Block | None" = None
+    last_used: int = 0
+
+    @property
+    def is_split(self) -> bool:
+        return self.prev is not None or self.next is not None
+
+
+class Pool:
+    """Holds the free blocks of one stream, small or large, ordered by size, then address."""
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.keys: list[tuple[int, int]] = []
+        self.blocks: dict[tuple[int, int], Block] = {}
+        self.unmapped: dict[int, Block] = {}
+        """By address: parts of expandable segments that have no memory mapped."""
+
+    def add(self, block: Block) -> None:
+        key = (block.size_bytes, block.address)
+        insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        key = (block.size_bytes, block.address)
+        del self.keys[bisect_left(self.keys, key)]
+        del self.blocks[key]
+
+    def free_blocks(self) -> list[Block]:
+        return [self.blocks[key] for key in self.keys]
+
+
+def room_of(block: Block) -> int:
+    """Return the size to which a block of an expandable segment can grow."""
+    behind = block.next
+    return block.size_bytes + (behind.size_bytes if behind is not None and not behind.mapped else 0)
+
+
+def insert_behind(block: Block, new: Block) -> None:
+    """Link a new block into its segment, right behind `block`."""
+    new.prev, new.next = block, block.next
+    if block.next is not None:
+        block.next.prev = new
+    block.next = new
+
+
+def drop(block: Block) -> None:
+    """Take a free block out of its pool because a neighbour absorbs it."""
+    if block.mapped:
+        block.pool.remove(block)
+    else:
+        del block.pool.unmapped[block.address]

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from trainer_plugins.allocator.lint import lint_text
-from trainer_plugins.allocator.machine import Machine
-from trainer_plugins.allocator.platforms import expandable_blocker
+from trainer_plugins.allocator.machine import Machine, expandable_blocker
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
 from trainer_plugins.finding import Severity
 
@@ -41,14 +40,12 @@ def choose(variables: Variables, machine: Machine) -> Choice:
             f"expandable segments, against fragmentation; {machine.torch_name} reads {name}",
         )
     if len(set(own.values())) > 1:
-        return Choice({}, f"no allocator settings: you set {' and '.join(own)}, and they differ")
+        return Choice({}, f"no allocator settings: you set {' and '.join(own)} to different values")
     (text,) = set(own.values())
     if any(
         finding.severity is Severity.ERROR for finding in lint_text(text, next(iter(own)), machine)
     ):
         return Choice(
-            {}, f"no allocator settings: yours in {next(iter(own))} are wrong and were left alone"
+            {}, f"no allocator settings: those in {next(iter(own))} are wrong and stay as they are"
         )
-    return Choice(
-        dict.fromkeys((CUDA, UNIFIED), text), f"your own {next(iter(own))}, under both names"
-    )
+    return Choice(dict.fromkeys((CUDA, UNIFIED), text), f"your {next(iter(own))}, under both names")

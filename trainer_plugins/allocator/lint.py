@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from trainer_plugins.allocator.machine import TESTED, Machine
+from trainer_plugins.allocator.machine import TESTED, Machine, expandable_blocker
 from trainer_plugins.allocator.options import OPTION_OF
-from trainer_plugins.allocator.platforms import expandable_blocker
 from trainer_plugins.allocator.settings import AllocatorSettings, UnknownOptionError, read
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_known
 from trainer_plugins.finding import Finding, Severity
@@ -156,7 +155,7 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
         yield Finding(
             code="allocator-expandable-unsupported",
             severity=Severity.WARNING,
-            summary="expandable_segments:True does not work here, or does harm",
+            summary="expandable_segments:True does not work here, or is harmful",
             evidence=f"{given}; {blocker}",
             remedy="Remove expandable_segments, or set it to False.",
         )

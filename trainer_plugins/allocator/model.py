@@ -9,10 +9,16 @@ Not modelled: private pools of CUDA graphs, and blocks that wait for another str
 
 from bisect import bisect_left
 
-from trainer_plugins.allocator.addresses import Addresses, addresses_in
-from trainer_plugins.allocator.blocks import Block, Pool, drop, insert_behind, room_of
-from trainer_plugins.allocator.model_rules import UNLIMITED, AllocatorRules
-from trainer_plugins.allocator.settings import NUM_INTERVALS
+from trainer_plugins.allocator.addresses import (
+    Addresses,
+    Block,
+    Pool,
+    addresses_in,
+    drop,
+    insert_behind,
+    room_of,
+)
+from trainer_plugins.allocator.settings import NUM_INTERVALS, UNLIMITED, AllocatorRules
 from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]

@@ -1,6 +1,6 @@
-"""AllocatorSettings: the text of PYTORCH_ALLOC_CONF, read as torch 2.13 reads it.
+"""Read the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it, and what it means for memory.
 
-It reports two things that torch does not report. torch reads a number as far as it goes, so `128MB`
+It reports two things that torch does not. torch reads a number as far as it goes, so `128MB`
 is 128 and `-1` is 2**64 - 1: here the value carries `misread`, and in a list it is an error. And
 torch ignores which sign stands between a key and its value, so `expandable_segments,True` works by
 accident: here that is an error.
@@ -10,20 +10,35 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
+from trainer_plugins.allocator.addresses import Order
 from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
+from trainer_plugins.units import MIB
 
 Value = bool | int | float | str | tuple[int, ...]
 
 NUM_INTERVALS = 16
 """`roundup_power2_divisions` holds one number for each power of 2 from 1 MiB to 32 GiB."""
 
+LARGE_SEGMENT_BYTES = 20 * MIB
+UNLIMITED = 1 << 62
+
 _ENTRY = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 _SIZE_MAX = 2**64 - 1
+_RULES = {
+    "max_split_size_mb": "max_split_bytes",
+    "large_segment_size_mb": "large_segment_bytes",
+    "expandable_segments": "expandable_segments",
+    "garbage_collection_threshold": "garbage_collection_threshold",
+    "roundup_power2_divisions": "roundup_divisions",
+    "per_process_memory_fraction": "memory_fraction",
+}
+"""The fields of `AllocatorRules`, by option."""
 
 
 class SettingsError(ValueError):
-    """torch refuses a text, or the text does not do what it says."""
+    """torch refuses a text, or reads it as something else than it says."""
 
 
 class UnknownOptionError(SettingsError):
@@ -54,6 +69,44 @@ class AllocatorSettings:
 
     def __str__(self) -> str:
         return ",".join(f"{setting.key}:{setting.text}" for setting in self.settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorRules:
+    """Holds the settings that decide where memory comes from, in bytes; the defaults are CUDA's."""
+
+    expandable_segments: bool = False
+    max_split_bytes: int = UNLIMITED
+    garbage_collection_threshold: float = 0.0
+    """It has no effect without `memory_fraction`, as in torch."""
+
+    roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
+    memory_fraction: float | None = None
+    """The fraction of the card that this process may reserve; None is all of it."""
+
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    segments: Order = "chunks"
+    """Where new segments lie, which decides between free blocks of one size."""
+
+    @classmethod
+    def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
+        """Read the rules from parsed PYTORCH_ALLOC_CONF settings.
+
+        Raises:
+            ValueError: the settings name another backend than the native one.
+        """
+        values = settings.values
+        if values.get("backend", "native") != "native":
+            raise ValueError(
+                f"not predicted: the allocator backend {values['backend']}, only native is modelled"
+            )
+        given: dict[str, Any] = {}
+        for key, name in _RULES.items():
+            if (value := values.get(key)) is not None:
+                given[name] = value
+                if key.endswith("_mb") and isinstance(value, int):
+                    given[name] = min(value * MIB, UNLIMITED)
+        return cls(**given)
 
 
 def parse(text: str) -> AllocatorSettings:

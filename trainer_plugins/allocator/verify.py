@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.machine import Machine, expandable_blocker
 from trainer_plugins.allocator.options import OPTION_OF, Kind
-from trainer_plugins.allocator.platforms import expandable_blocker
 from trainer_plugins.allocator.settings import Value, read
 from trainer_plugins.allocator.variables import CUDA, Variables, names_read
 from trainer_plugins.finding import Finding, Severity
@@ -24,17 +23,12 @@ _DEFAULTS: dict[str, Value] = {
 class InForce:
     """Holds what the allocator of this process uses."""
 
-    text: str = ""
-    """The text that torch read last, from a variable or a call."""
-
+    text: str = ""  # the text that torch read last, from a variable or a call
     known: dict[str, Value | None] = field(default_factory=dict)
     """Values that the allocator itself reports; they win over the text. None means: not set."""
 
-    is_initialized: bool = False
-    """Whether the allocator has started its work."""
-
-    refusal: str | None = None
-    """torch's error if it could not read its settings."""
+    is_initialized: bool = False  # whether the allocator has started its work
+    refusal: str | None = None  # torch's error if it could not read its settings
 
     def value(self, key: str) -> Value | None:
         """Return the value of an option; None if it is not set and has no default."""
@@ -104,7 +98,7 @@ def _reason(
     return (
         "torch has read them and uses something else"
         f" ({blocker or 'a build without that option, or a call since'})",
-        "Remove what cannot work here, so that nobody relies on it.",
+        "Remove what has no effect here.",
     )
 
 

@@ -5,8 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import Method, wrap_once
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.upkeep.generation import inside_training
 
@@ -24,16 +23,14 @@ class EvaluationCallback(RunCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._evaluating = self.is_inside = False
-        """Whether an end is due, and whether an `evaluate` of the Trainer is running."""
+        self._evaluating = False  # whether an end is due
+        self.is_inside = False  # whether an `evaluate` of the Trainer is running
         self.num_evaluations = 0  # how many evaluations and predictions have fired their event
 
-    def before_evaluation(self, args: HfArguments, state: HfState, **event: object) -> None:
+    def evaluation_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         """Handle the beginning of an evaluation; inside training it may be called twice."""
 
-    def after_evaluation(
-        self, args: HfArguments, state: HfState, moment: str, **event: object
-    ) -> None:
+    def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
 
     def on_init_end(
@@ -41,18 +38,15 @@ class EvaluationCallback(RunCallback):
     ) -> None:
         _wrap_evaluate()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self._evaluating = False
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         _wrap_evaluate()
         if args.eval_on_start:
-            self._begin(args, state, **event)
+            self._begin(args, state, event)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        self._settle(args, state, **event)
+        self._settle(args, state, event)
 
     on_save = on_train_end = on_step_begin
 
@@ -60,54 +54,53 @@ class EvaluationCallback(RunCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
         if control.should_evaluate:
-            self._begin(args, state, **event)
+            self._begin(args, state, event)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        self._settle(args, state, **event)
+        self._settle(args, state, event)
         if control.should_evaluate:
-            self._begin(args, state, **event)
+            self._begin(args, state, event)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        self._end(args, state, "eval", **event)
+        self._end(args, state, "eval", event)
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
     ) -> None:
-        self._end(args, state, "predict", **event)
+        self._end(args, state, "predict", event)
 
     @contextmanager
-    def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
+    def evaluating(self, args: HfArguments, state: HfState, event: Event) -> Iterator[None]:
         """Surround a call of the Trainer's `evaluate`, inside training or outside."""
         self.is_inside = True
-        self._begin(args, state, **event)
+        self._begin(args, state, event)
         try:
             yield
         finally:
             self.is_inside = False
 
-    def _begin(self, args: HfArguments, state: HfState, **event: object) -> None:
+    def _begin(self, args: HfArguments, state: HfState, event: Event) -> None:
         self._evaluating = True
-        self.before_evaluation(args, state, **event)
+        self.evaluation_begins(args, state, event)
 
-    def _end(self, args: HfArguments, state: HfState, moment: str, **event: object) -> None:
+    def _end(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         self._evaluating = False
         self.num_evaluations += 1
-        self.after_evaluation(args, state, moment, **event)
+        self.evaluation_ends(args, state, moment, event)
 
-    def _settle(self, args: HfArguments, state: HfState, **event: object) -> None:
+    def _settle(self, args: HfArguments, state: HfState, event: Event) -> None:
         if self._evaluating:
             self._evaluating = False
-            self.after_evaluation(args, state, "eval", **event)
+            self.evaluation_ends(args, state, "eval", event)
 
 
 def _wrap_evaluate() -> None:
     """Have `evaluate` tell the callbacks of its Trainer when it begins and ends."""
-    trainer = calling_trainer()
-    classes = () if trainer is None else type(trainer).__mro__
+    classes = type(calling_trainer()).__mro__
     owner = next((each for each in classes if "evaluate" in vars(each)), Trainer)
     wrap_once("evaluate", EvaluationCallback, _telling, owner)
 
@@ -123,7 +116,7 @@ def _telling(evaluate: Method) -> Method:
         event = {"model": self.model, "optimizer": self.optimizer}
         with ExitStack() as stack:
             for each in callbacks:
-                stack.enter_context(each.evaluating(self.args, self.state, **event))
+                stack.enter_context(each.evaluating(self.args, self.state, event))
             metrics = evaluate(self, *args, **kwargs)
         for each, num in zip(callbacks, before, strict=True):
             # Inside training the next event shows the end; a place in the list may be empty now.

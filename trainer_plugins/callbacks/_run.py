@@ -1,17 +1,18 @@
-"""RunCallback: what callbacks share: the run's device and timeline, and errors that end no run."""
+"""What callbacks share: a run's device and timeline, errors that end no run, wrapped methods."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import ref
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-from trainer_plugins.callbacks._order import keep_first_place
 from trainer_plugins.devices import Device, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
@@ -23,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=TrainerCallback)
 
-_logged: set[str] = set()
-"""Messages that a process logs only once, by any callback."""
+Event = Mapping[str, object]  # what the Trainer passes to an event by name: the model, and so on
+Method = Callable[..., Any]  # a method of a Trainer, which it gets as its first argument
+
+_logged: set[str] = set()  # messages that a process logs only once, by any callback
 
 
 class NoModelError(TypeError):
@@ -36,17 +39,13 @@ class RunCallback(TrainerCallback):
 
     def __init__(self, device: Device | None = None, timeline: Timeline | None = None) -> None:
         self._given_device, self._given_timeline = device, timeline
-        self._number = uuid4().int
-        """The identity of this callback and its copies; with copied Trainers `id` is ambiguous."""
+        self._number = uuid4().int  # this callback and its copies; with copies `id` is ambiguous
         self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
         self.at_rest()
 
     def at_rest(self) -> None:
-        """Reset the attributes that belong to one run. A copy of a callback does this too.
-
-        Subclasses set theirs here, not in `__init__`.
-        """
+        """Reset what belongs to one run, for a copy too. Subclasses set such attributes here."""
         self._device, self._timeline = self._given_device, self._given_timeline
         self._cannot_read = False
         self.undo = ExitStack()  # what `end_run` undoes, as callbacks of this stack
@@ -59,6 +58,16 @@ class RunCallback(TrainerCallback):
     def end_run(self) -> None:
         """Undo what was done for the run. A second call does nothing."""
         self.undo.close()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
+    ) -> None:
+        self.begin_run()
+        if not self.is_second(state):
+            self.run_begins(args, state, event)
+
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        """Act when training begins, unless another callback of this class has precedence."""
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -73,11 +82,9 @@ class RunCallback(TrainerCallback):
         return vote
 
     def device_for(self, args: HfArguments) -> Device | None:
-        """Return the device, opened at first use; None, logged once, if it cannot be read.
-
-        Not earlier: a callback that was added to a finished Trainer never gets on_init_end, and
-        trainer.evaluate() alone never fires on_train_begin.
-        """
+        """Return the device, opened at first use; None, logged once, if it cannot be read."""
+        # Not earlier: a callback that was added to a finished Trainer never gets on_init_end, and
+        # trainer.evaluate() alone never fires on_train_begin.
         if self._device is None and not self._cannot_read:
             self._cannot_read = True
             with self.harmless():
@@ -142,13 +149,23 @@ class RunCallback(TrainerCallback):
         )
         if self._number not in numbers:
             numbers.append(self._number)
-            is_twice = keep_first_place(lambda one: getattr(one, "_number", None) == self._number)
+            is_twice = self._keep_first_place()
             if is_twice or numbers[0] != self._number:
                 logger.warning(
                     "%s was added twice: the second one has no effect. Remove one",
                     type(self).__name__,
                 )
         return bool(numbers[0] != self._number)
+
+    def _keep_first_place(self) -> bool:
+        """Empty the later places of this callback in its Trainer's list; False without any."""
+        callbacks = _callbacks_being_called()
+        numbers = [getattr(one, "_number", None) for one in callbacks]
+        places = [place for place, number in enumerate(numbers) if number == self._number]
+        for place in places[1:]:
+            # The list is being iterated: removing one would skip the next.
+            callbacks[place] = TrainerCallback()
+        return len(places) > 1
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy, which belongs to no Trainer and to no run."""
@@ -158,12 +175,8 @@ class RunCallback(TrainerCallback):
         return copy.__dict__
 
 
-def model_of(event: Mapping[str, object]) -> nn.Module:
-    """Return the model that the Trainer passes to an event.
-
-    Raises:
-        NoModelError: there is none.
-    """
+def model_of(event: Event) -> nn.Module:
+    """Return the model that the Trainer passes to an event, or raise NoModelError."""
     model = event.get("model")
     if not isinstance(model, nn.Module):
         raise NoModelError(
@@ -174,7 +187,7 @@ def model_of(event: Mapping[str, object]) -> nn.Module:
 
 
 def callback_of(trainer: HfTrainer, kind: type[Kind]) -> Kind | None:
-    """Return the first callback of this kind that a Trainer has; None if it has none."""
+    """Return the first callback of this kind that a Trainer has."""
     handler = getattr(trainer, "callback_handler", None)  # none yet inside its constructor
     found = (each for each in getattr(handler, "callbacks", ()) if isinstance(each, kind))
     return next(found, None)
@@ -190,3 +203,69 @@ def calling_trainer() -> HfTrainer | None:
                 trainer: HfTrainer = owner
                 return trainer
     return None
+
+
+def move_before_trackers(callback: TrainerCallback) -> bool:
+    """Move a callback before the trackers of `report_to`, so that they see what it adds to logs.
+
+    Call it from an event: the list is taken from the call in progress. False if there is no list.
+    """
+    callbacks = _callbacks_being_called()
+    if not any(one is callback for one in callbacks):
+        return False
+    place = callbacks.index(callback)
+    trackers = tuple(INTEGRATION_TO_CALLBACK.values())
+    first = next((index for index, one in enumerate(callbacks) if isinstance(one, trackers)), place)
+    # The list is being iterated, and is at this callback: moving it forward neither skips nor
+    # repeats any.
+    if first < place:
+        callbacks.insert(first, callbacks.pop(place))
+    return True
+
+
+def _callbacks_being_called() -> list[TrainerCallback]:
+    for frame in frames_above():
+        # Check the name first: reading the variables of other frames, such as the training loop's,
+        # would keep them alive.
+        if frame.f_code.co_name == "call_event":
+            handler = frame.f_locals.get("self")
+            if isinstance(handler, CallbackHandler):
+                found: list[TrainerCallback] = handler.callbacks
+                return found
+    return []
+
+
+def put_around(
+    name: str, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
+) -> None:
+    """Surround a method of each Trainer that has a callback of this kind, which has no event.
+
+    `around` gets the callback, the Trainer and the arguments of the call.
+    """
+
+    def surrounded(method: Method) -> Method:
+        def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
+            callback = callback_of(self, kind)
+            with around(callback, self, *args, **kwargs) if callback else nullcontext():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    wrap_once(name, kind, surrounded)
+
+
+def wrap_once(
+    name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
+) -> None:
+    """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks.
+
+    The class is wrapped, once in a process, and not the instance: so the methods of a copied
+    Trainer are its own, a callback that is added late counts, and a Trainer without such a callback
+    is left alone.
+    """
+    method = getattr(owner, name)
+    known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
+    if kind not in known:
+        ours = functools.wraps(method)(wrap(method))
+        vars(ours)["wrapped_for"] = known | {kind}
+        setattr(owner, name, ours)

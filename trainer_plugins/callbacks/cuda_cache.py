@@ -4,8 +4,9 @@ import logging
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import Event, RunCallback
 from trainer_plugins.devices import Device
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.release import AgreedRelease
@@ -53,11 +54,8 @@ class CudaCacheCallback(RunCallback):
         super().at_rest()
         self._release: AgreedRelease | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        device = self.device_if_first(args, state)
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        device = self.device_for(args)
         if device is not None:
             vote = self.vote_every(self.interval, args)
             self._release = AgreedRelease(

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._evaluations import EvaluationCallback
-from trainer_plugins.callbacks._run import model_of
+from trainer_plugins.callbacks._run import Event, model_of
 from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.upkeep.agreement import StepEndVote, has_peers
@@ -17,12 +17,10 @@ from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 
+# How often several ranks ask each other, at the end of a step, whether a release pays. A single
+# process asks right after an evaluation, and at this interval only notices memory outside torch, so
+# that a process that came long ago does not count as growth.
 ASK_EVERY_STEPS = 10
-"""How often several ranks ask each other, at the end of a step, whether a release pays.
-
-They ask after an evaluation. A single process asks at once, and at this interval only notices
-memory outside torch, so that a process that came long ago does not count as growth.
-"""
 
 
 class EvalGenerateCleanup(EvaluationCallback):
@@ -48,11 +46,8 @@ class EvalGenerateCleanup(EvaluationCallback):
         self._has_generated = False
         self._due: str | None = None  # the moment after which to ask for a release
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        device = self.device_if_first(args, state)
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        device = self.device_for(args)
         if device is None:
             return
         vote = self.vote_every(ASK_EVERY_STEPS, args)
@@ -61,7 +56,7 @@ class EvalGenerateCleanup(EvaluationCallback):
             self._release.notice(state.global_step)
         with self.harmless():
             self.undo.callback(guard_generate(model_of(event), self._mark_generation))
-        super().on_train_begin(args, state, control, **event)
+        super().run_begins(args, state, event)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -94,17 +89,15 @@ class EvalGenerateCleanup(EvaluationCallback):
         self.end_run()
         self._release = None
 
-    def before_evaluation(self, args: HfArguments, state: HfState, **event: object) -> None:
+    def evaluation_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         self._allocated_before = None
         if self._release is not None:
             with self.harmless():
                 self._allocated_before = self._release.device.read().allocated_bytes
 
-    def after_evaluation(
-        self, args: HfArguments, state: HfState, moment: str, **event: object
-    ) -> None:
+    def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         if not inside_training():
-            self._clean_up_at_the_end(args, state, moment, **event)
+            self._clean_up_at_the_end(args, state, moment, event)
             return
         if self._release is None:
             return
@@ -123,16 +116,13 @@ class EvalGenerateCleanup(EvaluationCallback):
                 self._ask(self._release, state)
 
     def _clean_up_at_the_end(
-        self, args: HfArguments, state: HfState, moment: str, **event: object
+        self, args: HfArguments, state: HfState, moment: str, event: Event
     ) -> None:
-        """Drop and release after an evaluation outside training; its results belong to its caller.
-
-        Several ranks do not release: the evaluation may be one rank's alone.
-        """
+        """Drop and release after an evaluation outside training; its results are its caller's."""
         device = self.device_if_first(args, state)
         with self.harmless():
             self._drop(state, moment, model_of(event))
-            if device is not None and not has_peers():
+            if device is not None and not has_peers():  # it may be one rank's evaluation
                 vote = StepEndVote(type(self).__name__, args.ddp_timeout)
                 release = AgreedRelease(device, self.timeline_for(args), vote)
                 release.consider(state.global_step, f"after {moment}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainer_plugins.callbacks._around import GuardCallback, put_around
+from trainer_plugins.callbacks._run import RunCallback, put_around
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _PLACES = ("cpu", "argmax")
 
 
-class EvaluationGuard(GuardCallback):
+class EvaluationGuard(RunCallback):
     """Forecasts at the first batch what an evaluation keeps until its end, and can reduce it.
 
     With a `compute_metrics`, and in every `predict`, the Trainer keeps the outputs of all batches

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer_plugins.callbacks._around import GuardCallback, put_around
+from trainer_plugins.callbacks._run import RunCallback, put_around
 from trainer_plugins.hf_trainer import HfTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class Headroom(GuardCallback):
+class Headroom(RunCallback):
     """Keeps torch's allocator from taking all of the card while a Trainer trains.
 
     NCCL, cuBLAS and CUDA's contexts take memory outside the allocator, and fail if its cache fills

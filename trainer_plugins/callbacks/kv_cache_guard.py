@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from transformers import GenerationMixin, TrainerControl, TrainerState, TrainingArguments
+from transformers import GenerationMixin
 
-from trainer_plugins.callbacks._run import RunCallback, model_of
+from trainer_plugins.callbacks._run import Event, RunCallback, model_of
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.upkeep.generation import (
     forbid_training_cache,
     guard_generate,
@@ -33,12 +34,7 @@ class KVCacheGuard(RunCallback):
     def __init__(self) -> None:
         super().__init__()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        if self.is_second(state):
-            return
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         with self.harmless():
             model = model_of(event)
             self.undo.callback(forbid_training_cache(model))

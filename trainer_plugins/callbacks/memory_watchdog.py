@@ -10,8 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.callbacks._evaluations import EvaluationCallback
-from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import model_of
+from trainer_plugins.callbacks._run import Event, model_of, move_before_trackers
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
@@ -75,21 +74,17 @@ class MemoryWatchdog(EvaluationCallback):
         self._is_generate_guarded = False
         self._worst: int = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        if not self.is_second(state):
-            with self.harmless():
-                self._move_before_trackers()
-            if self.stop:
-                self._stop_vote = self.vote_every(self.every_steps, args)
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        with self.harmless():
+            self._move_before_trackers()
+        if self.stop:
+            self._stop_vote = self.vote_every(self.every_steps, args)
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
                 self.undo.callback(guard_generate(model_of(event), self._separate_peak))
                 self._is_generate_guarded = True
-        super().on_train_begin(args, state, control, **event)
+        super().run_begins(args, state, event)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -111,18 +106,16 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_epoch_end(args, state, control, **event)
 
     @contextmanager
-    def evaluating(self, args: HfArguments, state: HfState, **event: object) -> Iterator[None]:
+    def evaluating(self, args: HfArguments, state: HfState, event: Event) -> Iterator[None]:
         model = event.get("model")
         is_over = self._watch is not None and not self._is_generate_guarded
-        with super().evaluating(args, state, **event), ExitStack() as stack:
+        with super().evaluating(args, state, event), ExitStack() as stack:
             if is_over and isinstance(model, nn.Module):
                 guard = self._separate_peak
                 stack.callback(guard_generate(model, guard, outside_training=True))
             yield
 
-    def after_evaluation(
-        self, args: HfArguments, state: HfState, moment: str, **event: object
-    ) -> None:
+    def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         self._look(args, state, moment)
 
     def on_save(

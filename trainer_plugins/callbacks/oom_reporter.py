@@ -6,13 +6,19 @@ from functools import partial
 from pathlib import Path
 from time import time
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from trainer_plugins.callbacks._around import Method, wrap_once
-from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.callbacks._run import (
+    Event,
+    Method,
+    RunCallback,
+    callback_of,
+    calling_trainer,
+    wrap_once,
+)
 from trainer_plugins.callbacks.strategy_in_force import strategy_of
 from trainer_plugins.devices import Device, HostDevice, open_device
-from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.planner.before import plan_before
@@ -65,12 +71,9 @@ class OOMReporter(RunCallback):
         self._began_seconds = time()
         self._facts: RunFacts | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         trainer = calling_trainer()
-        if self.is_second(state) or trainer is None:
+        if trainer is None:
             return
         with self.harmless():
             self._facts = self._gather(trainer)

@@ -3,9 +3,7 @@
 import logging
 from typing import Literal
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
-
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
+from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
 from trainer_plugins.check import Checklist, judge
 from trainer_plugins.check.gather_trainer import gather_trainer
 from trainer_plugins.devices import Device
@@ -17,8 +15,8 @@ from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
 
+# The severity from which a training is refused, by the values of `refuse_on`.
 LIMITS = {"error": Severity.ERROR, "warning": Severity.WARNING}
-"""The severity from which a training is refused, by the values of `refuse_on`."""
 
 
 class PreflightError(RuntimeError):
@@ -52,17 +50,12 @@ class Preflight(RunCallback):
         super().__init__(device, timeline)
         self.refuse_on = refuse_on
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        """Check the run, and refuse it if it has to be.
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        """Check the run, and refuse it if this rank or another one has to.
 
         Raises:
-            PreflightError: this rank or another one has findings as severe as `refuse_on`.
+            PreflightError: a rank has findings as severe as `refuse_on`.
         """
-        self.begin_run()
-        if self.is_second(state):
-            return
         roll = RollCall("Preflight")
         if self.refuse_on is not None:
             roll.sign()
@@ -76,7 +69,7 @@ class Preflight(RunCallback):
             if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
                 raise PreflightError(refusal(mine))
 
-    def _check(self, args: HfArguments, event: dict[str, object]) -> Checklist | None:
+    def _check(self, args: HfArguments, event: Event) -> Checklist | None:
         trainer, device = calling_trainer(), self.device_for(args)
         if trainer is None or device is None:
             return None

@@ -6,18 +6,24 @@ import sys
 from traceback import walk_stack
 from weakref import WeakSet
 
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from trainer_plugins.callbacks._around import Method, wrap_once
-from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
-from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.callbacks._run import (
+    Event,
+    Method,
+    RunCallback,
+    callback_of,
+    calling_trainer,
+    wrap_once,
+)
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.upkeep.frames import code_of
 from trainer_plugins.upkeep.released import released
 
 logger = logging.getLogger(__name__)
 
+# The Trainers of this process that have begun a training with this callback.
 _known: "WeakSet[HfTrainer]" = WeakSet()
-"""The Trainers of this process that have begun a training with this callback."""
 
 
 class ReleaseEarlierRuns(RunCallback):
@@ -39,11 +45,8 @@ class ReleaseEarlierRuns(RunCallback):
         # No event of the Trainer comes before it moves its model.
         wrap_once("_move_model_to_device", ReleaseEarlierRuns, _with_room)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        if not self.is_second(state) and (trainer := calling_trainer()) is not None:
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        if (trainer := calling_trainer()) is not None:
             _known.add(trainer)
 
     def release(self, trainer: HfTrainer) -> None:

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from trainer_plugins.callbacks._around import GuardCallback, put_around
+from trainer_plugins.callbacks._run import RunCallback, put_around
 from trainer_plugins.hf_trainer import HfTrainer
 
 
-class ResumeGuard(GuardCallback):
+class ResumeGuard(RunCallback):
     """Drops the states that an optimizer is about to replace, before a resumed run loads its own.
 
     To load a checkpoint of FSDP2, torch first makes states of zeros, and then has two of each on

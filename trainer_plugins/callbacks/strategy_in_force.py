@@ -8,9 +8,9 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.allocator import in_force as allocator
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer, model_of
+from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
 from trainer_plugins.finding import Finding
-from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
@@ -51,12 +51,7 @@ class StrategyInForce(RunCallback):
             if args.local_process_index == 0:
                 announce_builds()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        if self.is_second(state):
-            return
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         with self.harmless():
             trainer = calling_trainer()
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped

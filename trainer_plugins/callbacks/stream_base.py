@@ -7,9 +7,8 @@ from collections.abc import Callable
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trainer_plugins.callbacks._around import Method, wrap_once
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
-from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.oom import classify
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
@@ -78,12 +77,8 @@ class StreamBase(RunCallback):
     ) -> None:
         self._stream_now()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        self.begin_run()
-        if not self.is_second(state):
-            self._stream_now()
+    def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
+        self._stream_now()
 
     def move(self, trainer: HfTrainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
         """Move a model to a Trainer's card: streamed, if that is asked for or needed."""

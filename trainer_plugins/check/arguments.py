@@ -43,16 +43,11 @@ def evaluation(facts: Facts) -> Line | None:
         return None
     if not run.evaluates:
         return Line("evaluation", "none")
-    keeps_outputs = (
-        run.has_metrics
-        and not run.reduces_logits
-        and run.logits_to != "argmax"
-        and not run.flag("prediction_loss_only")
-        and not run.flag("batch_eval_metrics")
-        and not run.flag("predict_with_generate")
-    )
     if not run.has_metrics:
         return Line("evaluation", "keeps the loss")
+    savers = ("prediction_loss_only", "batch_eval_metrics", "predict_with_generate")
+    is_reduced = run.reduces_logits or run.logits_to == "argmax"
+    keeps_outputs = not is_reduced and not any(map(run.flag, savers))
     longest = 0 if facts.data is None else facts.data.longest_evaluation
     if facts.model is None or facts.model.shape is None or not longest:
         return Line("evaluation", "keeps all outputs" if keeps_outputs else "keeps the loss")
@@ -226,30 +221,24 @@ def _folder(run: RunSettings) -> Iterator[Finding]:
 
 
 def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    need, what = _checkpoint(facts, run)
-    if run.disk_free_bytes is not None and need > run.disk_free_bytes:
+    """Compare the free space with the least size of a checkpoint on this rank's disk."""
+    model, free = facts.model, run.disk_free_bytes
+    if model is None or free is None:
+        return
+    trainable, frozen = sum(model.trainable_bytes.values()), sum(model.frozen_bytes.values())
+    weights = trainable if 0 < trainable < frozen else trainable + frozen  # adapters alone, or all
+    has_states = "Adam" in model.optimizer and not run.flag("save_only_model")
+    need = weights + (2 * trainable if has_states else 0)
+    states = f", {size(2 * trainable)} of optimizer states" if has_states else ""
+    if need > free:
         yield Finding.error(
             code="disk-too-small",
-            summary=f"a checkpoint takes {size(need)}, and {size(run.disk_free_bytes)} is free",
-            evidence=f"{what}, in {folder_of(run.values)}",
+            summary=f"a checkpoint takes {size(need)}, and {size(free)} is free",
+            evidence=f"{size(weights)} of weights{states}, in {folder_of(run.values)}",
             remedy=f"{advice.SAVE_ONLY_MODEL.flag(Door.TRAINER)},"
             f" {advice.FEWER_CHECKPOINTS.flag(Door.TRAINER)}, or another --output_dir",
             amount=float(need),
         )
-
-
-def _checkpoint(facts: Facts, run: RunSettings) -> tuple[int, str]:
-    """Return the least size of a checkpoint on this rank's disk, and what is in it."""
-    model = facts.model
-    if model is None:
-        return 0, ""
-    trainable = sum(model.trainable_bytes.values())
-    frozen = sum(model.frozen_bytes.values())
-    weights = trainable if 0 < trainable < frozen else trainable + frozen  # adapters alone, or all
-    if run.flag("save_only_model") or "Adam" not in model.optimizer:
-        return weights, f"{size(weights)} of weights"
-    states = 2 * trainable
-    return weights + states, f"{size(weights)} of weights, {size(states)} of optimizer states"
 
 
 def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:

@@ -9,12 +9,8 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent
 
 _WASTED = 0.5
-_OUTLIER = 2.0
-"""From this multiple of the 99th percentile on, the longest row is an outlier; transformers#11388
-had 4."""
-
-_FEWEST = 100
-"""Fewer rows have no meaningful percentiles."""
+_OUTLIER = 2.0  # multiple of the 99th percentile; the longest row of transformers#11388 had 4
+_FEWEST = 100  # fewer rows have no meaningful percentiles
 
 
 def lengths(facts: Facts) -> Line | None:
@@ -59,14 +55,11 @@ CHECKS: tuple[Check, ...] = (lengths, collator)
 
 
 def wasted(lengths: Sequence[int], rows: int) -> float:
-    """Return the fraction of padding, if batches are drawn at random and padded to their longest.
-
-    With chance `(k/n)**rows` all rows of a batch are among the k shortest of n.
-    """
+    """Return the fraction of padding in random batches, each padded to its longest row."""
     ordered, num = sorted(lengths), len(lengths)
     expected, below = 0.0, 0.0
     for rank, length in enumerate(ordered, start=1):
-        chance = (rank / num) ** rows
+        chance = (rank / num) ** rows  # all rows of a batch are among these shortest
         expected, below = expected + length * (chance - below), chance
     return 1 - sum(ordered) / num / expected if expected else 0.0
 
@@ -87,10 +80,10 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
 
 
 def _padding(facts: Facts, data: DataFacts) -> Finding | None:
-    is_random = not _are_grouped(facts) and (
-        facts.values.get("train_sampling_strategy") != "batch_rebalance"
-    )
-    if facts.run is None or data.is_packed or not is_random or len(data.lengths) < _FEWEST:
+    is_balanced = facts.values.get("train_sampling_strategy") == "batch_rebalance"
+    if facts.run is None or data.is_packed or is_balanced or _are_grouped(facts):
+        return None
+    if len(data.lengths) < _FEWEST:
         return None
     rows = facts.run.number("per_device_train_batch_size", 8)
     part = wasted(data.lengths, rows)

@@ -12,12 +12,11 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings
 from trainer_plugins.launch.lint import judge
 
+# Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
 _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
-"""Variables for debugging, and what each costs: "CUDA Environment Variables" of torch's docs."""
-
 SWITCHES = tuple(_DEBUG)
 
 
@@ -88,8 +87,6 @@ def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownVersions:
-    """Names versions of a package that take more memory than they need."""
-
     package: str
     fixed: tuple[int, ...] | None  # the first version without the problem; None: there is none yet
     applies: Callable[[Facts], bool]
@@ -98,7 +95,6 @@ class _KnownVersions:
     remedy: str
 
     def judge(self, there: Environment) -> Finding | None:
-        """Judge the installed version."""
         text = there.versions.get(self.package, "")
         number = tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
         if not number or (self.fixed is not None and number >= self.fixed):
@@ -129,12 +125,11 @@ def _has_fsdp_checkpointing(facts: Facts) -> bool:
 
 def _is_reentrant(facts: Facts) -> bool:
     names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-    options = [facts.values.get(name) for name in names]
-    return _is_fsdp2(facts) and any(
-        isinstance(each, dict) and each.get("use_reentrant") is True for each in options
-    )
+    options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
+    return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
 
 
+# Add a row for a problem that was read in the code or reported, with its source.
 _KNOWN = (
     # accelerate/utils/fsdp_utils.py, fsdp2_apply_ac: read in 1.14.0 and 1.15.0
     _KnownVersions(
@@ -164,4 +159,3 @@ _KNOWN = (
         remedy="pip install -U 'torch>=2.10'",
     ),
 )
-"""Add a row for a problem that was read in the code or reported, with its source."""

@@ -14,11 +14,8 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy
 
-MUCH = 0.1
-"""From this part of the available memory on, a need is worth a warning."""
-
-LITTLE = 0.01
-"""Below this part of the available memory, a need is not mentioned."""
+MUCH = 0.1  # from this part of the available memory on, a need is worth a warning
+LITTLE = 0.01  # below this part of the available memory, a need is not mentioned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +36,8 @@ class CardFacts:
     name: str = ""  # the maker's name for it
     slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
     reading: MemoryReading | None = None  # its memory; None if the driver does not answer
-    owners: tuple[Owner, ...] | None = None
-    """Who holds memory on it; None if the driver does not tell."""
-
-    capability: tuple[int, int] | None = None
-    """The compute capability; None if unknown, or no NVIDIA card."""
-
+    owners: tuple[Owner, ...] | None = None  # who holds memory on it; None if unknown
+    capability: tuple[int, int] | None = None  # None if unknown or not CUDA
     trouble: str = ""  # why the driver cannot read it; empty if it can
 
 
@@ -52,9 +45,7 @@ class CardFacts:
 class MainMemory:
     """Describes the main memory of this machine. Sizes in bytes."""
 
-    reading: MemoryReading
-    """As the kernel's OOM killer counts it: within the container's limit, if there is one."""
-
+    reading: MemoryReading  # within the container's limit, as the kernel's OOM killer counts it
     machine_bytes: int
     shared: HostFacts
     swap_bytes: int = 0
@@ -70,9 +61,7 @@ class Environment:
     machine: Machine
     visible: str | None = None  # CUDA_VISIBLE_DEVICES; None if it is not set
     card_order: str = ""  # CUDA_DEVICE_ORDER
-    switches: Mapping[str, str] = field(default_factory=dict)
-    """Variables for debugging that cost memory or time, as far as they are set."""
-
+    switches: Mapping[str, str] = field(default_factory=dict)  # those that cost memory or time
     versions: Mapping[str, str] = field(default_factory=dict)
     locks: tuple[ExtensionLock, ...] = ()
     document: Document | None = None  # the launch file, if one was named
@@ -87,6 +76,39 @@ class Shape:
     num_heads: int
     num_key_value_heads: int
     head_size: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> "Shape | None":
+        """Read the config of a model of language, or of such a part; None if there is none.
+
+        >>> Shape.of({"vocab_size": 8, "n_layer": 2, "n_head": 4, "n_embd": 64})
+        Shape(vocab_size=8, num_layers=2, num_heads=4, num_key_value_heads=4, head_size=16)
+        """
+        if isinstance(inner := config.get("text_config"), Mapping):
+            return cls.of(inner)
+
+        def number(*names: str, default: int = 0) -> int:
+            values = map(config.get, names)
+            return next((each for each in values if isinstance(each, int)), default)
+
+        vocabulary = number("vocab_size")
+        layers = number("num_hidden_layers", "n_layer", "num_layers")
+        heads = number("num_attention_heads", "n_head", "num_heads")
+        if not (vocabulary and layers and heads):
+            return None
+        width = number("hidden_size", "n_embd", "d_model")
+        return cls(
+            vocab_size=vocabulary,
+            num_layers=layers,
+            num_heads=heads,
+            num_key_value_heads=number("num_key_value_heads", default=heads),
+            head_size=number("head_dim", "d_kv", default=width // heads),
+        )
+
+
+def predicts_tokens(name: str) -> bool:
+    """Return whether a class of this name has a loss over all words of its vocabulary."""
+    return any(part in name for part in ("CausalLM", "ConditionalGeneration", "LMHead", "MaskedLM"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,27 +126,20 @@ class ModelFacts:
 
     name: str
     shape: Shape | None = None
-    predicts_tokens: bool = False
-    """Whether its loss needs a logit for each token and each word of the vocabulary."""
-
+    predicts_tokens: bool = False  # whether its loss needs a logit for each token and word
     makes_no_logits: bool = False  # whether a fused loss avoids them
     trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
-    homes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of parameters by the type of device."""
-
+    homes: Mapping[str, int] = field(default_factory=dict)  # by the type of device
     others: tuple[OtherModel, ...] = ()
-    not_live: str = ""
-    """Why activations are kept although checkpointing is requested; empty if nothing is wrong."""
-
+    not_live: str = ""  # why activations are kept although checkpointing is requested; else empty
     is_cut_off: bool = False  # whether reentrant checkpointing gets inputs that need no gradient
     attention: str = ""  # the implementation that its config names: sdpa, eager
     takes_sdpa: bool = False
     uses_cache: bool = False  # whether a training forward returns keys and values of each layer
     optimizer: str = ""  # the class of the optimizer
     optimizer_state_bytes: int = 0  # the size of its existing states, as after a resume
-    stray_bytes: int = 0
-    """The size of tensors that the optimizer updates and the model does not have."""
+    stray_bytes: int = 0  # tensors that the optimizer updates and the model does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +153,7 @@ class DataFacts:
     batch_bytes: int = 0  # the size of a batch of the longest sampled rows
     collator_error: str = ""  # what the collator raised for that batch
     unseen: str = ""  # why no rows could be sampled
-    longest_target: int = 0
-    """The most tokens of a row that get logits: in an encoder-decoder, those of its labels."""
-
+    longest_target: int = 0  # the most tokens of a row that get logits: of labels, if they differ
     longest_evaluation: int = 0  # the same for the evaluation
     num_evaluation_rows: int = 0
 
@@ -152,27 +165,19 @@ class RunSettings:
     values: Mapping[str, object]
     has_metrics: bool = False  # whether there is a `compute_metrics`
     reduces_logits: bool = False  # whether there is a `preprocess_logits_for_metrics`
-    logits_to: str = ""
-    """Where an EvaluationGuard puts logits that do not fit: cpu, argmax; empty if it does not."""
-
-    num_cards: int | None = None
-    """The cards that this process uses (more than one is DataParallel); None before the launch."""
-
+    logits_to: str = ""  # where an EvaluationGuard puts logits that do not fit: cpu, argmax
+    num_cards: int | None = None  # used by this process (DataParallel); None before launch
     local_ranks: int = 1  # the ranks on this machine
     strategy: Strategy | None = None  # the strategy in force; None before the launch
-    gathers_on_save: str = ""
-    """Which setting gathers all weights on the first rank to save them; empty if none does."""
-
+    gathers_on_save: str = ""  # which setting gathers all weights on the first rank to save them
     folder_trouble: str = ""  # why nothing can be written to the output directory
     disk_free_bytes: int | None = None  # free space on the disk of the output directory
 
     def flag(self, name: str) -> bool:
-        """Return whether an argument is switched on."""
         value = self.values.get(name)
         return bool(value) and str(getattr(value, "value", value)).lower() not in ("no", "false")
 
     def number(self, name: str, default: int) -> int:
-        """Return an argument that is a whole number, or the default."""
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
 
@@ -186,12 +191,10 @@ class RunSettings:
 
     @property
     def evaluates(self) -> bool:
-        """Return whether the run evaluates."""
         return self.flag("eval_strategy") or self.flag("do_eval")
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves checkpoints, which is the default."""
         return self.values.get("save_strategy") is None or self.flag("save_strategy")
 
 
@@ -202,53 +205,41 @@ class Facts:
     cards: tuple[CardFacts, ...] = ()
     no_cards: str = ""  # why there are none
     driver_trouble: str = ""  # why the driver that is there does not answer
-    own_pids: frozenset[int] = frozenset()
-    """The processes of this run on this machine; empty before the launch."""
-
+    own_pids: frozenset[int] = frozenset()  # of this run on this machine; empty before launch
     device_bytes: int | None = None  # the memory of the training device
     device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
-    capability: tuple[int, int] | None = None
-    """Its compute capability; None if unknown, or not CUDA."""
-
+    capability: tuple[int, int] | None = None  # of the training device, if it is CUDA
     main: MainMemory | None = None
     environment: Environment | None = None
     model: ModelFacts | None = None
     data: DataFacts | None = None
     run: RunSettings | None = None
     plan: MemoryPlan | None = None
-    streamed_plan: MemoryPlan | None = None
-    """The plan of the same run with its frozen base streamed, if the run does not fit."""
-
+    streamed_plan: MemoryPlan | None = None  # with its frozen base streamed, if it does not fit
     no_plan: str = ""  # why there is no plan, if one was requested
     failed: tuple[str, ...] = ()  # which facts could not be read, and why
 
     @property
     def values(self) -> Mapping[str, object]:
-        """Return TrainingArguments by name; empty if they are unknown."""
         return {} if self.run is None else self.run.values
 
     @property
     def strategy(self) -> Strategy | None:
-        """Return the strategy in force; None before the launch."""
         return None if self.run is None else self.run.strategy
 
     @property
     def shape(self) -> Shape | None:
-        """Return the sizes of the model; None if they are unknown."""
         return None if self.model is None else self.model.shape
 
     @property
     def document(self) -> Document | None:
-        """Return the launch file, if one was named."""
         return None if self.environment is None else self.environment.document
 
     @property
     def free_main_bytes(self) -> int | None:
-        """Return the free main memory; None if it is unknown."""
         return None if self.main is None else self.main.reading.free_bytes
 
     def flag(self, name: str) -> bool:
-        """Return whether one of TrainingArguments is switched on; False if they are unknown."""
         return self.run is not None and self.run.flag(name)
 
 
@@ -261,8 +252,7 @@ class Line:
     findings: tuple[Finding, ...] = ()
 
 
-Check = Callable[[Facts], Line | None]
-"""Judges one thing; None if its facts are unknown."""
+Check = Callable[[Facts], Line | None]  # None if its facts are unknown
 
 
 def severity_of(need_bytes: int, free_bytes: int) -> Severity:

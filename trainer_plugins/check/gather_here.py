@@ -16,13 +16,13 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.environment import SWITCHES
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
+from trainer_plugins.devices.nvml import NvmlErrorKind
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
-from trainer_plugins.devices.nvml_errors import NvmlErrorKind
 from trainer_plugins.devices.patience import Patience
-from trainer_plugins.launch.about import installed_versions
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
 from trainer_plugins.launch.lint import Document
 from trainer_plugins.launch.masked import masked_command
+from trainer_plugins.launch.place import installed_versions
 
 T = TypeVar("T")
 
@@ -123,7 +123,6 @@ def _existing(folder: Path) -> Path:
 
 
 def _cards() -> Facts:
-    """Look at the cards alone."""
     try:
         return Facts(cards=tuple(map(_card, _nvml_calls.call(installed_cards))))
     except TimeoutError as error:

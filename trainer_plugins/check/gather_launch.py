@@ -1,21 +1,29 @@
 """Gathers the facts of a run that a command line describes. Without a model it imports no torch."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainer_plugins.check.facts import DataFacts, Facts, ModelFacts, RunSettings, folder_of
+from trainer_plugins.check.facts import (
+    DataFacts,
+    Facts,
+    ModelFacts,
+    RunSettings,
+    Shape,
+    folder_of,
+    predicts_tokens,
+)
 from trainer_plugins.check.gather_here import folder_trouble, gather_here
 from trainer_plugins.check.machine import cards_in_use
-from trainer_plugins.check.shape import predicts_tokens, shape_of
 from trainer_plugins.launch.argument_names import unknown_argument
 from trainer_plugins.launch.lint import read_document, training_arguments
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
-from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.predict import predict_one
-from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH, PlanRequest
+from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH
 from trainer_plugins.units import MIB
 
 
@@ -26,10 +34,7 @@ def gather_launch(
     inputs: RunInputs,
     timeout_seconds: float,
 ) -> Facts:
-    """Look at this machine, and gather what a command line names.
-
-    `model` is a config.json, its folder, or a name on the hub; None checks only the machine. The
-    `training_args` of `details` are flags.
+    """Look at this machine, and gather what a command line names; without a model, only flags.
 
     Raises:
         ConfigError: the launch file or the flags cannot be read.
@@ -93,11 +98,7 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
 
 
 def _with_plan(
-    facts: Facts,
-    model: str,
-    details: ConfigInputs,
-    inputs: RunInputs,
-    timeout_seconds: float,
+    facts: Facts, model: str, details: ConfigInputs, inputs: RunInputs, timeout_seconds: float
 ) -> Facts:
     """Add a plan, and if it does not fit, one with its frozen base streamed."""
     if inputs.gpu is None and facts.device_bytes is not None:
@@ -107,15 +108,11 @@ def _with_plan(
         plan = predict_one(request, timeout_seconds)
     except NotPredicted as error:
         return replace(facts, no_plan=str(error))
-    streamed = _streamed(request, timeout_seconds) if plan.fits_card is False else None
+    streamed = None
+    if plan.fits_card is False:
+        with suppress(PlanError):
+            streamed = predict_one(with_base_streamed(request), timeout_seconds)
     return replace(facts, plan=plan, streamed_plan=streamed)
-
-
-def _streamed(request: PlanRequest, timeout_seconds: float) -> MemoryPlan | None:
-    try:
-        return predict_one(with_base_streamed(request), timeout_seconds)
-    except PlanError:
-        return None
 
 
 def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
@@ -123,7 +120,7 @@ def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     return ModelFacts(
         name=name,
-        shape=shape_of(config),
+        shape=Shape.of(config),
         predicts_tokens=predicts_tokens(name) or not name,
         makes_no_logits=run.flag("use_liger_kernel"),
         attention=str(config.get("_attn_implementation") or "sdpa"),  # transformers' default

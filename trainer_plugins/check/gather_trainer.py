@@ -20,7 +20,9 @@ from trainer_plugins.check.facts import (
     ModelFacts,
     OtherModel,
     RunSettings,
+    Shape,
     folder_of,
+    predicts_tokens,
 )
 from trainer_plugins.check.gather_here import (
     Notes,
@@ -30,7 +32,6 @@ from trainer_plugins.check.gather_here import (
     main_memory,
     owner_of,
 )
-from trainer_plugins.check.shape import predicts_tokens, shape_of
 from trainer_plugins.devices import Device
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.in_force import read_in_force
@@ -43,19 +44,14 @@ from trainer_plugins.wrapped import base_model, local_tensor
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 1.0
-"""The time limit for reading rows one by one if no column holds their lengths."""
-
+_SECONDS = 1.0  # time limit for reading rows one by one if no column holds their lengths
 _MOST_MASKS = 64
 
 
 def gather_trainer(
     trainer: HfTrainer, model: nn.Module, optimizer: object, device: Device
 ) -> Facts:
-    """Look at a Trainer when training begins. It takes up to a second, most of it for rows.
-
-    The model has no wrappers; the optimizer may have accelerate's.
-    """
+    """Look at a Trainer when training begins, in up to a second; the model has no wrappers."""
     notes = Notes()
     facts = _around(notes, device)
     run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings(values={}))
@@ -70,7 +66,6 @@ def gather_trainer(
 
 
 def _around(notes: Notes, device: Device) -> Facts:
-    """Look at the card, at main memory and at the environment."""
     reading = device.read()
     is_card = device.name != "cpu"
     card = notes.tried("the card", partial(_card, device, reading), None) if is_card else None
@@ -156,7 +151,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
     states = inner.state.values() if hasattr(inner, "state") else ()
     return ModelFacts(
         name=type(base).__name__,
-        shape=shape_of(config.to_dict()) if hasattr(config, "to_dict") else None,
+        shape=Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None,
         predicts_tokens=predicts_tokens(type(base).__name__),
         makes_no_logits=_has_fused_loss(trainer, base),
         trainable_bytes=trainable,
@@ -175,21 +170,15 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
 
 
 def _optimizer_name(optimizer: object) -> str:
-    """Name the class of an optimizer, with its package if that is not torch.
-
-    Classes of bitsandbytes have the names of torch's, and keep smaller states.
-    """
+    """Name the class of an optimizer, with its package: those of bitsandbytes are called alike."""
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 
 
 def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
     """Return whether checkpointing is active, and whether none of its inputs needs a gradient."""
-    live: list[Any] = [
-        module
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False) is True
-    ]
+    modules: list[Any] = [*model.modules()]
+    live = [each for each in modules if getattr(each, "gradient_checkpointing", False) is True]
     function = getattr(live[0], "_gradient_checkpointing_func", None) if live else None
     if getattr(function, "keywords", {}).get("use_reentrant") is not True:
         return bool(live), False
@@ -200,30 +189,23 @@ def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
 
 
 def _has_fused_loss(trainer: HfTrainer, base: nn.Module) -> bool:
-    """Return whether the loss is computed without whole logits: by Liger, or TRL's fused head.
-
-    trl/trainer/utils.py, add_fused_lm_head, replaces the forward of the model.
-    """
+    """Return whether the loss is computed without whole logits: by Liger, or TRL's fused head."""
+    # trl/trainer/utils.py, add_fused_lm_head, replaces the forward of the model.
     code = getattr(vars(base).get("forward"), "__code__", None)
     return trainer.args.use_liger_kernel or (code is not None and "fused" in code.co_name)
 
 
 def _others(trainer: HfTrainer, model: nn.Module, device_type: str) -> Iterator[OtherModel]:
-    """Find other live models of the same architecture, with storages of their own.
-
-    Tied weights, wrappers and adapters share storages, so they are not second copies.
-    """
+    """Find other live models of the same architecture, with storages of their own."""
     inside = {id(module) for each in (model, trainer.model_wrapped) for module in each.modules()}
     own = _storages(model, device_type)
     shapes = Counter(tuple(each.shape) for each in model.parameters())
     for root in root_modules():
         if id(root) in inside or any(id(each) in inside for each in root.modules()):
             continue
-        others = {
-            address: num_bytes
-            for address, num_bytes in _storages(root, device_type).items()
-            if address not in own
-        }
+        # Tied weights, wrappers and adapters share storages, so they are not second copies.
+        there = _storages(root, device_type).items()
+        others = {address: num_bytes for address, num_bytes in there if address not in own}
         alike = Counter(tuple(each.shape) for each in root.parameters()) & shapes
         if others and alike.total() * 2 >= shapes.total():
             names = [f"trainer.{name}" for name, value in vars(trainer).items() if value is root]
@@ -295,7 +277,6 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
 
 
 def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
-    """Look at the rows of the evaluation, if there will be one."""
     dataset = trainer.eval_dataset
     if isinstance(dataset, Mapping):
         sized = [each for each in dataset.values() if isinstance(each, Sized)]
@@ -328,13 +309,10 @@ def _mask_of(row: object) -> list[int]:
 
 
 def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) -> tuple[int, str]:
-    """Return the size of the batch of some rows, and the collator's error.
-
-    The collator is copied, since it may keep a generator of its own; a model that it keeps is not.
-    """
+    """Return the size of the batch of some rows, and the collator's error."""
     if collate is None or not indices:
         return 0, ""
-    try:
+    try:  # the collator is copied, since it may keep a generator; a model that it keeps is not
         collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
         return _tensor_bytes(collate([dataset[index] for index in indices])), ""
     except Exception as error:

@@ -1,8 +1,4 @@
-"""Judges the cards of a machine: which are visible, and what else holds memory on them.
-
-CUDA reads CUDA_VISIBLE_DEVICES from the left and stops at the first entry that names nothing: CUDA
-C++ Programming Guide, "CUDA Environment Variables". Numbers, UUIDs and MIG slices cannot be mixed.
-"""
+"""Judges the cards of a machine: which are visible, and what else holds memory on them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,15 +33,11 @@ def cards(facts: Facts) -> Line:
         return Line("cards", facts.no_cards or "none")
     if facts.own_pids:  # this process has its card already
         return Line("cards", _named(facts.cards))
-    silent = [
-        _silent(
-            card.name or card.uuid,
-            card.trouble,
-            f"Leave {card.uuid} out of {_VISIBLE} until it does",
-        )
-        for card in facts.cards
-        if card.trouble
-    ]
+    silent = []
+    for card in facts.cards:
+        if card.trouble:
+            remedy = f"Leave {card.uuid} out of {_VISIBLE} until it does"
+            silent.append(_silent(card.name or card.uuid, card.trouble, remedy))
     seen = f"{_named(cards_in_use(facts))} of {len(facts.cards)}"
     return Line("cards", seen, (*_visibility(facts, _visible(facts)), *silent))
 
@@ -77,19 +69,19 @@ def earlier_runs(facts: Facts) -> Line | None:
 
 def precision(facts: Facts) -> Line | None:
     """Judge whether the cards support the requested precision."""
-    known = [card for card in cards_in_use(facts) if card.capability is not None]
+    known = [(each.capability, each.name) for each in cards_in_use(facts) if each.capability]
     if not known:
         return None
-    old = [card for card in known if card.capability and card.capability < _AMPERE]
-    if not old:
+    capability, name = min(known, key=lambda each: each[0] >= _AMPERE)  # the first old one
+    if capability >= _AMPERE:
         return Line("precision", "bf16, TF32 and flash attention")
     seen = "no bf16, TF32 or flash attention: fp16"
     if not facts.flag("bf16"):
         return Line("precision", seen)
-    number = ".".join(map(str, old[0].capability or ()))
+    number = ".".join(map(str, capability))
     finding = Finding.warning(
         code="bf16-emulated",
-        summary=f"{old[0].name} emulates bf16 in float32",
+        summary=f"{name} emulates bf16 in float32",
         evidence=f"compute capability {number}; bf16 and flash attention need 8.0",
         remedy="Use --fp16 instead of --bf16",
     )
@@ -203,7 +195,8 @@ def _strays(facts: Facts) -> Iterator[Finding]:
 
 
 def _visible(facts: Facts) -> Visible:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does."""
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: from the left, up to an entry that names nothing."""
+    # CUDA C++ Programming Guide, "CUDA Environment Variables"
     cards = facts.cards
     text = facts.environment.visible if facts.environment is not None else None
     if text is None:
@@ -237,12 +230,9 @@ def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str
         if entry.isdecimal() and int(entry) < len(cards):
             return cards[int(entry)].uuid, ""
         return None, f"there is no card {entry}: this machine has {len(cards)}"
-    there = [
-        each
-        for card in cards
-        for each in (card.slices if _kind(entry) == _SLICE else (card.uuid,))
-        if each.startswith(entry)
-    ]
+    is_slice = _kind(entry) == _SLICE
+    uuids = (each for card in cards for each in (card.slices if is_slice else (card.uuid,)))
+    there = [uuid for uuid in uuids if uuid.startswith(entry)]
     if len(there) == 1:
         return there[0], ""
     what = "no card or slice has the UUID" if not there else f"{len(there)} cards begin with"

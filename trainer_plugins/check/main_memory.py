@@ -7,14 +7,10 @@ from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import Check, Facts, Line, severity_of
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import GIB, MIB, size
-from trainer_plugins.watch.host import host_pressure, shared_memory
-from trainer_plugins.watch.pressure import Budget
+from trainer_plugins.watch.pressure import Budget, host_pressure, shared_memory
 
-_PREFETCH = 2
-"""Batches that each worker holds ready: `prefetch_factor` of torch's DataLoader."""
-
-_SMALL_LOCK_BYTES = 64 * MIB
-"""The usual default of `ulimit -l`: 64 KiB to 8 MiB, by distribution."""
+_PREFETCH = 2  # batches that each worker holds ready: `prefetch_factor` of torch's DataLoader
+_SMALL_LOCK_BYTES = 64 * MIB  # `ulimit -l` is usually 64 KiB to 8 MiB, by distribution
 
 
 def main_memory(facts: Facts) -> Line | None:

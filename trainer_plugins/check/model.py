@@ -6,11 +6,11 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import LITTLE, MUCH, Check, Facts, Line, ModelFacts, Shape
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.kernels import Kernel, attention_kernel
+from trainer_plugins.planner.cards import Kernel, attention_kernel
 from trainer_plugins.units import percent, size
 
+# The fewest copies of the trainable weights that an optimizer keeps; others are unknown.
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
-"""The fewest copies of the trainable weights that an optimizer keeps; others are unknown."""
 
 
 def copies(facts: Facts) -> Line | None:
@@ -174,16 +174,7 @@ def states(facts: Facts) -> Line | None:
     return Line("optimizer", seen, (finding, *_strayed(model)))
 
 
-CHECKS: tuple[Check, ...] = (
-    copies,
-    dtypes,
-    frozen,
-    states,
-    checkpoints,
-    attention,
-    cache,
-    logits,
-)
+CHECKS: tuple[Check, ...] = (copies, dtypes, frozen, states, checkpoints, attention, cache, logits)
 
 
 def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) -> int:
@@ -220,13 +211,10 @@ def _dtype(facts: Facts, model: ModelFacts) -> str:
 
 
 def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
-    """Return the kernel for these shapes; None if it is not torch's attention, or not on CUDA.
-
-    Rows of different lengths get a mask; with one, transformers repeats shared keys.
-    """
+    """Return the kernel for these shapes; None if it is not torch's attention, or not on CUDA."""
     if model.attention != "sdpa" or facts.capability is None:
         return None
-    data = facts.data
+    data = facts.data  # rows of different lengths get a mask, with which shared keys are repeated
     are_padded = data is not None and not data.is_packed and len(set(data.lengths)) > 1
     dtype, head = _dtype(facts, model), shape.head_size
     return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
@@ -234,9 +222,8 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
 
 def _is_whole(facts: Facts) -> bool:
     """Return whether each rank has all weights, gradients and states on its card."""
-    return facts.strategy is not None and (
-        facts.strategy.family in ("nothing", "DDP", "DataParallel")
-    )
+    families = ("nothing", "DDP", "DataParallel")
+    return facts.strategy is not None and facts.strategy.family in families
 
 
 def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
@@ -261,9 +248,8 @@ def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
 def _unscalable(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
     halves = model.trainable_bytes.get("float16", 0)
     if halves and facts.flag("fp16") and _is_whole(facts):
-        yield Finding(
+        yield Finding.error(
             code="trainable-fp16",
-            severity=Severity.ERROR,
             summary="--fp16 cannot train weights that are float16 already: the first step raises",
             evidence=f"{size(halves)} of them; torch: 'Attempting to unscale FP16 gradients.'",
             remedy="Load the model with dtype=torch.float32, or use --bf16",
@@ -280,11 +266,11 @@ def _scattered(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
             remedy="Load the checkpoint into the model before the Trainer is made",
         )
     elif len(model.homes) > 1 and _is_whole(facts):
-        where = ", ".join(f"{size(num_bytes)} on {home}" for home, num_bytes in model.homes.items())
+        homes = model.homes.items()
         yield Finding.warning(
             code="mixed-devices",
             summary="the parameters of the model are on devices of different kinds",
-            evidence=where,
+            evidence=", ".join(f"{size(num_bytes)} on {home}" for home, num_bytes in homes),
             remedy="Load it without device_map, which leaves some weights on the CPU",
         )
 

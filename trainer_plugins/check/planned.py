@@ -60,7 +60,6 @@ def _unplanned(facts: Facts) -> Line | None:
 
 
 def _too_large(plan: MemoryPlan) -> Finding | None:
-    """Judge whether a plan fits on an empty card."""
     if plan.fits_card is not False:
         return None
     return Finding.error(
@@ -73,7 +72,6 @@ def _too_large(plan: MemoryPlan) -> Finding | None:
 
 
 def _tight(plan: MemoryPlan) -> Finding | None:
-    """Judge whether a plan leaves enough of the card free."""
     if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
         return None
     return Finding.warning(
@@ -91,7 +89,6 @@ def _numbers(plan: MemoryPlan) -> str:
 
 
 def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
-    """Judge whether a plan that fits on an empty card fits next to other processes."""
     free = facts.device_free_bytes
     if free is None or plan.device != "cuda" or plan.nvidia_smi_peak_bytes <= free:
         return None
@@ -105,7 +102,6 @@ def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
 
 
 def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
-    """Report that the run fits if its frozen base waits in main memory."""
     if streamed is None or streamed.streamed is None or not streamed.fits:
         return None
     base = streamed.streamed
@@ -127,7 +123,6 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
 
 
 def _adapters(plan: MemoryPlan) -> Finding | None:
-    """Report that adapters do not help if activations fill the card."""
     frozen = plan.num_parameters - plan.num_trainable_parameters
     if plan.fits_card is not False or frozen < plan.num_trainable_parameters:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainer_plugins.cli.plan_options import PinnedMemory
+from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def check(
         str | None,
         typer.Option(help="Main memory, as in 128GiB (default: of this machine)."),
     ] = None,
-    pinned_memory: PinnedMemory = None,
+    pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a launch file before the launch, and find extension builds that would block it.

@@ -60,7 +60,7 @@ def env(
 
 
 def _print_info(as_json: bool) -> None:
-    from trainer_plugins.launch.about import about
+    from trainer_plugins.launch.place import about
 
     facts = about(os.environ)
     if as_json:

@@ -1,5 +1,6 @@
 """`trainer-plugins exec`: run any command, with callbacks on every Trainer built under it."""
 
+import json
 import os
 import sys
 from typing import Annotated
@@ -39,8 +40,6 @@ def exec_(
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
     """
-    import json
-
     from trainer_plugins.launch.environment import gather, launch_environment
     from trainer_plugins.launch.extensions import lock_findings
     from trainer_plugins.plug_in import _site

@@ -1,5 +1,8 @@
 """`trainer-plugins explain`: explain why a run ran out of memory, and what would have helped."""
 
+import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +12,7 @@ if TYPE_CHECKING:
     from trainer_plugins.explain.answer import Explanation
 
 _NO_OOM = 1
-_PICKLE = b"\x80"
-"""The first byte of a pickle (protocol 2 and later), which no log begins with."""
+_PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
 
 def explain(
@@ -41,7 +43,11 @@ def explain(
 
     Exit codes: 0 explained, or a snapshot was read; 1 there is no OOM; 2 unreadable.
     """
-    paths = paths or [_piped()]
+    if not paths and sys.stdin.isatty():
+        raise typer.BadParameter(
+            "give a log, the output_dir of a run or a snapshot, or pipe a log in"
+        )
+    paths = paths or ["-"]
     try:
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if html is not None:
@@ -53,25 +59,12 @@ def explain(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if is_json:
-        _print_json(answer)
-    elif answer.causes:
-        _print(answer)
+        print(json.dumps(asdict(answer), indent=2))
     else:
-        _print_facts(answer, is_snapshot=is_snapshot)
+        _print(answer, is_snapshot)
     is_oom = answer.causes and answer.causes[0].code != "not-an-oom"
     if not is_oom and not is_snapshot:
         raise typer.Exit(_NO_OOM)
-
-
-def _piped() -> str:
-    """Return the name of standard input, unless it is a terminal."""
-    import sys
-
-    if sys.stdin.isatty():
-        raise typer.BadParameter(
-            "give a log, the output_dir of a run or a snapshot, or pipe a log in"
-        )
-    return "-"
 
 
 def _is_pickle(path: Path) -> bool:
@@ -82,8 +75,6 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _explained(path: str, predicts: bool) -> "Explanation":
-    import sys
-
     from trainer_plugins.explain.log import explain_log
     from trainer_plugins.record.oom_record import read_oom_record
 
@@ -122,7 +113,6 @@ def _drawn(paths: list[str], html: Path) -> "Explanation":
 
 
 def _grown(paths: list[str]) -> "Explanation":
-    """Compare two snapshots."""
     from trainer_plugins.explain.snapshot import compare_snapshots
 
     if len(paths) > 2:
@@ -130,29 +120,8 @@ def _grown(paths: list[str]) -> "Explanation":
     return compare_snapshots(Path(paths[0]), Path(paths[1]))
 
 
-def _print_json(answer: "Explanation") -> None:
-    import json
-    from dataclasses import asdict
-
-    print(json.dumps(asdict(answer), indent=2))
-
-
-def _print_facts(answer: "Explanation", *, is_snapshot: bool) -> None:
-    """Print the facts if there is no cause; those of a snapshot come first."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from trainer_plugins.printable import printable
-    from trainer_plugins.report.page import show
-
-    heading, facts = "no out-of-memory error was found in it", [*answer.facts]
-    if is_snapshot and facts:
-        heading = facts.pop(0)
-    lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
-    show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
-
-
-def _print(answer: "Explanation") -> None:
+def _print(answer: "Explanation", is_snapshot: bool) -> None:
+    """Print causes and remedies; without a cause the facts, those of a snapshot first."""
     from rich.console import Group
     from rich.text import Text
 
@@ -160,6 +129,13 @@ def _print(answer: "Explanation") -> None:
     from trainer_plugins.report.page import Indented, show
     from trainer_plugins.report.words import GRADES
 
+    if not answer.causes:
+        heading, facts = "no out-of-memory error was found in it", [*answer.facts]
+        if is_snapshot and facts:
+            heading = facts.pop(0)
+        lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
+        show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
+        return
     first, *others = answer.causes
     summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
     parts = [Indented(summary, 5, Text("Why"))]

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from trainer_plugins.cli.plan_options import RunOptions
-from trainer_plugins.cli.typed_options import MOST_USED, with_options
+from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -30,37 +30,25 @@ class AnswerOptions:
 
     panel: ClassVar[str] = "Other answers"
 
-    search: Annotated[
-        bool,
-        Option(
-            "--search",
-            help="Find the largest micro-batches that fit, at the same effective batch.",
-            rich_help_panel=MOST_USED,
-        ),
-    ] = False
-    html: Annotated[
-        Path | None,
-        Option(help="Write the plan to this file, as a page.", rich_help_panel=MOST_USED),
-    ] = None
-    search_lengths: Annotated[
-        str | None,
-        Option(help="With --search: row lengths to try, with commas (default: --seq-length)."),
-    ] = None
-    explain_change: Annotated[
-        list[str] | None,
-        Option(
-            metavar="SWITCH",
-            help="Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
-        ),
-    ] = None
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        Option(metavar="A B", help="Compare two plans as JSON, or two folders of runs."),
-    ] = None
-    calibrate: Annotated[
-        Path | None,
-        Option(help="Compare with the real run in this output_dir, and store its context size."),
-    ] = None
+    search: bool = option(
+        "Find the largest micro-batches that fit, at the same effective batch.",
+        default=False,
+        panel=MOST_USED,
+    )
+    html: Path | None = option("Write the plan to this file, as a page.", panel=MOST_USED)
+    search_lengths: str | None = option(
+        "With --search: row lengths to try, with commas (default: --seq-length)."
+    )
+    explain_change: list[str] | None = option(
+        "Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
+        metavar="SWITCH",
+    )
+    compare: tuple[Path, Path] | None = option(
+        "Compare two plans as JSON, or two folders of runs.", metavar="A B"
+    )
+    calibrate: Path | None = option(
+        "Compare with the real run in this output_dir, and store its context size."
+    )
 
 
 @with_options()
@@ -143,10 +131,9 @@ def _show_plan(
     """Print one plan, and return whether the run fits."""
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.predict import predict_one
-    from trainer_plugins.report.beside import calibration_report
     from trainer_plugins.report.html.plan_page import plan_page
     from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan_text import plan_report
+    from trainer_plugins.report.plan_text import calibration_report, plan_report
 
     found = predict_one(request, timeout_seconds, partial(print, file=sys.stderr, flush=True))
     compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
@@ -164,8 +151,8 @@ def _show_plan(
 
 def _show_compared(a: Path, b: Path, as_json: bool) -> None:
     from trainer_plugins.planner.compare.beside import beside
-    from trainer_plugins.report.beside import beside_report
     from trainer_plugins.report.page import show
+    from trainer_plugins.report.plan_text import beside_report
 
     found = beside(a, b)
     if as_json:

@@ -1,19 +1,12 @@
 """Lists the options of `trainer-plugins plan` that describe a run; `check` takes them too."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from typer import Option
+from trainer_plugins.cli.typed_options import MOST_USED, option
 
-from trainer_plugins.cli.typed_options import MOST_USED
-
-_often_used = partial(Option, rich_help_panel=MOST_USED)
-
-PinnedMemory = Annotated[
-    str | None, Option(help="How much of it can be pinned, as in 2GiB (WSL has a limit).")
-]
+PINNED_MEMORY_HELP = "How much of it can be pinned, as in 2GiB (WSL has a limit)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +15,19 @@ class ModelOptions:
 
     panel: ClassVar[str] = "Model"
 
-    model: Annotated[
-        str | None,
-        _often_used(help="A config.json, its folder, or org/name in the local hub cache."),
-    ] = None
-    from_hub: Annotated[
-        bool, Option("--from-hub", help="Download the config.json of --model org/name.")
-    ] = False
-    dtype: Annotated[
-        str | None,
-        Option(help="Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."),
-    ] = None
-    trainer: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Trainer of TRL: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo or tpo; it"
-            " takes all flags of its config (default: transformers.Trainer).",
-        ),
-    ] = None
-    num_labels: Annotated[
-        int | None, Option(help="Number of labels (default: from the config).")
-    ] = None
+    model: str | None = option(
+        "A config.json, its folder, or org/name in the local hub cache.", panel=MOST_USED
+    )
+    from_hub: bool = option("Download the config.json of --model org/name.", default=False)
+    dtype: str | None = option(
+        "Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."
+    )
+    trainer: str | None = option(
+        "Trainer of TRL: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo or tpo; it takes all"
+        " flags of its config (default: transformers.Trainer).",
+        metavar="NAME",
+    )
+    num_labels: int | None = option("Number of labels (default: from the config).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,34 +36,24 @@ class DataOptions:
 
     panel: ClassVar[str] = "Data and evaluation"
 
-    seq_length: Annotated[int, _often_used(help="Tokens in each row.")] = 2048
-    target_length: Annotated[
-        int | None,
-        Option(help="Tokens in each label of an encoder-decoder (default: --seq-length)."),
-    ] = None
-    images_per_row: Annotated[
-        int | None, Option(help="Images in each row of a vision-language model (default: 1).")
-    ] = None
-    image_size: Annotated[
-        str | None,
-        Option(
-            metavar="HxW",
-            help="Pixels of an image (default: from the config; printed).",
-        ),
-    ] = None
-    sound_seconds: Annotated[
-        float | None,
-        Option(metavar="S", help="Seconds of audio in each row, at 16,000 samples a second."),
-    ] = None
-    padding: Annotated[
-        bool | None,
-        Option(help="Whether batches have padding (default: if a batch has several rows)."),
-    ] = None
-    eval_batches: Annotated[int, Option(help="Number of batches in an evaluation.")] = 8
-    metrics: Annotated[
-        bool,
-        Option("--metrics", help="A compute_metrics makes evaluations keep all outputs."),
-    ] = False
+    seq_length: int = option("Tokens in each row.", default=2048, panel=MOST_USED)
+    target_length: int | None = option(
+        "Tokens in each label of an encoder-decoder (default: --seq-length)."
+    )
+    images_per_row: int | None = option(
+        "Images in each row of a vision-language model (default: 1)."
+    )
+    image_size: str | None = option(
+        "Pixels of an image (default: from the config; printed).", metavar="HxW"
+    )
+    sound_seconds: float | None = option(
+        "Seconds of audio in each row, at 16,000 samples a second.", metavar="S"
+    )
+    padding: bool | None = option(
+        "Whether batches have padding (default: if a batch has several rows)."
+    )
+    eval_batches: int = option("Number of batches in an evaluation.", default=8)
+    metrics: bool = option("A compute_metrics makes evaluations keep all outputs.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,27 +62,22 @@ class AdapterOptions:
 
     panel: ClassVar[str] = "Adapters and a frozen base"
 
-    lora_r: Annotated[
-        int | None, _often_used(help="Rank of LoRA adapters (default: train all weights).")
-    ] = None
-    lora_target: Annotated[
-        str, Option(help="Modules that get an adapter: all-linear, or names with commas.")
-    ] = "all-linear"
-    peft_config: Annotated[
-        Path | None, Option(help="An adapter_config.json of PEFT, instead of --lora-r.")
-    ] = None
-    prepare_kbit: Annotated[
-        bool | None,
-        Option(help="Prepare a quantised base for k-bit training (default: yes)."),
-    ] = None
-    stream_base: Annotated[
-        int | None,
-        Option(metavar="K", help="Stream the frozen base: keep K layers on the card."),
-    ] = None
-    stream_embeddings: Annotated[
-        bool,
-        Option("--stream-embeddings", help="With --stream-base: stream embeddings and head too."),
-    ] = False
+    lora_r: int | None = option(
+        "Rank of LoRA adapters (default: train all weights).", panel=MOST_USED
+    )
+    lora_target: str = option(
+        "Modules that get an adapter: all-linear, or names with commas.", default="all-linear"
+    )
+    peft_config: Path | None = option("An adapter_config.json of PEFT, instead of --lora-r.")
+    prepare_kbit: bool | None = option(
+        "Prepare a quantised base for k-bit training (default: yes)."
+    )
+    stream_base: int | None = option(
+        "Stream the frozen base: keep K layers on the card.", metavar="K"
+    )
+    stream_embeddings: bool = option(
+        "With --stream-base: stream embeddings and head too.", default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,26 +86,16 @@ class QuantisationOptions:
 
     panel: ClassVar[str] = "Quantisation"
 
-    load_in_4bit: Annotated[
-        bool,
-        _often_used("--load-in-4bit", help="Quantise the base to 4 bits (QLoRA)."),
-    ] = False
-    load_in_8bit: Annotated[bool, Option("--load-in-8bit", help="Quantise the base to int8.")] = (
-        False
+    load_in_4bit: bool = option(
+        "Quantise the base to 4 bits (QLoRA).", default=False, panel=MOST_USED
     )
-    bnb_4bit_quant_type: Annotated[
-        str | None, Option(help="Data type of 4-bit weights: nf4 or fp4 (default: fp4).")
-    ] = None
-    bnb_4bit_use_double_quant: Annotated[
-        bool,
-        Option("--bnb-4bit-use-double-quant", help="Quantise the scales too."),
-    ] = False
-    bnb_4bit_compute_dtype: Annotated[
-        str | None, Option(help="Dtype of matrix products (default: float32).")
-    ] = None
-    bnb_4bit_quant_storage: Annotated[
-        str | None, Option(help="Dtype that packs 4-bit weights (default: uint8).")
-    ] = None
+    load_in_8bit: bool = option("Quantise the base to int8.", default=False)
+    bnb_4bit_quant_type: str | None = option(
+        "Data type of 4-bit weights: nf4 or fp4 (default: fp4)."
+    )
+    bnb_4bit_use_double_quant: bool = option("Quantise the scales too.", default=False)
+    bnb_4bit_compute_dtype: str | None = option("Dtype of matrix products (default: float32).")
+    bnb_4bit_quant_storage: str | None = option("Dtype that packs 4-bit weights (default: uint8).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,31 +104,26 @@ class MachineOptions:
 
     panel: ClassVar[str] = "Machine"
 
-    gpu: Annotated[
-        str | None, _often_used(help="The card: a name as in h100-80gb, or a size as in 24GiB.")
-    ] = None
-    num_gpus: Annotated[
-        int | None,
-        _often_used(help="Cards that train together (default: from --accelerate-config, else 1)."),
-    ] = None
-    accelerate_config: Annotated[
-        Path | None, _often_used(help="The config file for accelerate launch.")
-    ] = None
-    host_memory: Annotated[
-        str | None, Option(help="Main memory of a machine, as in 252GB (default: not judged).")
-    ] = None
-    pinned_memory: PinnedMemory = None
-    vllm_utilization: Annotated[
-        float | None,
-        Option(help="Share of the card for vLLM, with --trainer grpo, rloo or gmpo."),
-    ] = None
-    calibration: Annotated[
-        bool, Option(help="Use the context size that was measured here for this card.")
-    ] = True
-    timeout: Annotated[
-        float,
-        Option(metavar="SECONDS", help="Time limit; in a search, for each way to run."),
-    ] = 600
+    gpu: str | None = option(
+        "The card: a name as in h100-80gb, or a size as in 24GiB.", panel=MOST_USED
+    )
+    num_gpus: int | None = option(
+        "Cards that train together (default: from --accelerate-config, else 1).", panel=MOST_USED
+    )
+    accelerate_config: Path | None = option(
+        "The config file for accelerate launch.", panel=MOST_USED
+    )
+    host_memory: str | None = option("Main memory of a machine, as in 252GB (default: not judged).")
+    pinned_memory: str | None = option(PINNED_MEMORY_HELP)
+    vllm_utilization: float | None = option(
+        "Share of the card for vLLM, with --trainer grpo, rloo or gmpo."
+    )
+    calibration: bool = option(
+        "Use the context size that was measured here for this card.", default=True
+    )
+    timeout: float = option(
+        "Time limit; in a search, for each way to run.", default=600, metavar="SECONDS"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

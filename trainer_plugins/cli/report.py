@@ -1,5 +1,7 @@
 """`trainer-plugins report`: print what happened to memory in a run."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,16 +68,14 @@ def report(
 
 
 def _print_json(history: "History", ending: "Finding | None") -> None:
-    import json
-    from dataclasses import asdict
-
     from trainer_plugins.report.summary import summary
 
-    runs = [asdict(summary(run)) for run in history.runs]
-    files = {rank: str(path) for rank, path in history.files.items()}
-    last = None if ending is None else asdict(ending)
-    skipped = dict(history.num_passed_over)
-    facts = {"runs": runs, "ending": last, "files": files, "skipped_lines": skipped}
+    facts = {
+        "runs": [summary(run) for run in history.runs],
+        "ending": None if ending is None else asdict(ending),
+        "files": {rank: str(path) for rank, path in history.files.items()},
+        "skipped_lines": dict(history.num_passed_over),
+    }
     print(json.dumps(facts, indent=2))
 
 
@@ -87,7 +87,6 @@ def _write(
     plan: Path | None,
     predicts: bool,
 ) -> None:
-    """Write the page."""
     from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.report.html.run_page import run_page
 
@@ -96,9 +95,8 @@ def _write(
     except OSError as error:
         raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(
-            f"--plan: {plan} is not a plan printed with --json: {error}"
-        ) from error
+        what = "not a plan printed with --json"
+        raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
     try:
         page = run_page(history, run_dir, ending, planned, predicts)
         html.write_text(page, encoding="utf-8")

@@ -1,7 +1,12 @@
 """`trainer-plugins top`: show the memory of a run while it runs, one line a rank."""
 
+import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from time import sleep, time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,16 +38,13 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    import sys
-
     from trainer_plugins.record.follow import Follower
 
     if is_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
-        raise typer.BadParameter(
-            f"--every is {_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds, got {every}"
-        )
+        span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
+        raise typer.BadParameter(f"--every is {span}, got {every}")
     if not once and not sys.stdout.isatty():
         raise typer.BadParameter("standard output is no terminal to draw in: give --once")
     if run_dir.exists() and not run_dir.is_dir():
@@ -57,17 +59,12 @@ def top(
 
 
 def _show_once(follower: "Follower", *, is_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
     from trainer_plugins.report.page import show
 
     run = follower.look()
     if not run:
-        raise typer.BadParameter(
-            f"{_nothing_yet(follower)}: give the output_dir of a run that has"
-            " MemoryWatchdog, once it has begun"
-        )
+        wanted = "give the output_dir of a run that has MemoryWatchdog, once it has begun"
+        raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if is_json:
         print(json.dumps(asdict(page), indent=2))
@@ -76,9 +73,6 @@ def _show_once(follower: "Follower", *, is_json: bool) -> None:
 
 
 def _show_live(follower: "Follower", every_seconds: float) -> None:
-    from contextlib import suppress
-    from time import sleep
-
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -97,8 +91,6 @@ def _nothing_yet(follower: "Follower") -> str:
 
 
 def _page(follower: "Follower", run: Mapping[int, "RankRun"]) -> "TopPage":
-    from time import time
-
     from trainer_plugins.report.top import TopPage, rank_lines
 
     return TopPage(

@@ -1,14 +1,21 @@
 """Turns the fields of dataclasses into options of a command."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import update_wrapper
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args
 
-MOST_USED = "Most used"
-"""The first panel of a long help."""
+import typer
+
+MOST_USED = "Most used"  # the first panel of a long help
+
+
+def option(
+    help: str, *, default: object = None, metavar: str | None = None, panel: str | None = None
+) -> Any:
+    """Make a field of a dataclass an option of a command; by default in the panel of its class."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "panel": panel})
 
 
 def with_options(
@@ -16,9 +23,7 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command take dataclasses: each of their fields is an option of the command line.
 
-    A field is annotated as a parameter of a typer command is. The help lists it in the panel that
-    its option names, else in the panel that its class names (`panel`); `MOST_USED` comes first. It
-    lists only the options in `shown`, if that is given.
+    The help lists the panel `MOST_USED` first, and only the options in `shown`, if that is given.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -43,19 +48,24 @@ def with_options(
 
 def _options_of(kind: Any, shown: Container[str] | None) -> Iterator[Parameter]:
     """Make a typer option of each field of a dataclass, and of the dataclasses in it."""
-    for field in fields(kind):
-        if is_dataclass(field.type):
-            yield from _options_of(field.type, shown)
+    for each in fields(kind):
+        if is_dataclass(each.type):
+            yield from _options_of(each.type, shown)
             continue
-        value_type, info = get_args(field.type)
-        info = copy(info)
-        info.rich_help_panel = info.rich_help_panel or kind.panel
-        info.hidden = shown is not None and field.name not in shown
+        # A switch that is off by default has no --no- form.
+        flags = [f"--{each.name.replace('_', '-')}"] if each.default is False else []
+        info = typer.Option(
+            *flags,
+            help=each.metadata["help"],
+            metavar=each.metadata["metavar"],
+            rich_help_panel=each.metadata["panel"] or kind.panel,
+            hidden=shown is not None and each.name not in shown,
+        )
         yield Parameter(
-            field.name,
+            each.name,
             Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=Annotated[value_type, info],
+            default=each.default,
+            annotation=Annotated[each.type, info],
         )
 
 

@@ -23,11 +23,10 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_SECONDS = 60.0
 
 # A healthy driver answers in microseconds, and opens in milliseconds once the process has a CUDA
-# context. A process loads the library once, so all its callers share this queue.
+# context.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
-_logged: set[tuple[str, str]] = set()
-"""Driver failures already logged, by card: a card that is opened again fails the same way."""
+_logged: set[tuple[str, str]] = set()  # by card: one that is opened again fails the same way
 
 # All callbacks of a process share a card's AcceleratorDevice: so a failing driver is asked and
 # reported once.
@@ -71,10 +70,10 @@ def open_device(device: torch.device | str) -> Device:
 class AcceleratorDevice:
     """Reads one card of this process, of any kind that `torch.accelerator` drives.
 
-    torch's allocator knows what this process holds. NVML knows what all processes hold together; it
-    takes about 10 microseconds and no device sync. Where NVML cannot answer (missing, a MIG slice,
-    no permission, see `NvmlError`), `get_memory_info` does, which counts the same bytes. A failing
-    driver is logged once, asked again later if that may help, and never raises.
+    torch's allocator knows what this process holds. NVML knows what all processes hold together,
+    without a device sync. Where NVML cannot answer (missing, a MIG slice, no permission),
+    `get_memory_info` does, which counts the same bytes. A failing driver is logged once, asked
+    again later if that may help, and never raises.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,17 +81,13 @@ class AcceleratorDevice:
             torch.accelerator.current_device_index() if device.index is None else device.index
         )
         self._type = device.type
-        self._name = f"{self._type}:{self._index}"
+        self.name = f"{self._type}:{self._index}"
         properties = torch.get_device_module(self._type).get_device_properties(self._index)
         self._uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
         self._nvml: NvmlDevice | None = None
         self._nvml_wait_seconds = 0.0
         self._ask_nvml_at = 0.0 if self._uuid else inf
         self._ask_nvml_processes = True
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def uuid(self) -> str | None:
@@ -110,7 +105,7 @@ class AcceleratorDevice:
             num_retries = stats["num_alloc_retries"]
         total_bytes, free_bytes = self._driver_memory() or self._torch_memory()
         return MemoryReading(
-            device=self._name,
+            device=self.name,
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             reserved_bytes=reserved_bytes,
@@ -138,11 +133,8 @@ class AcceleratorDevice:
             return None
 
     def _torch_memory(self) -> tuple[int, int]:
-        # torch 2.9 has this only in the device's own module.
-        memory_info = getattr(torch.accelerator, "get_memory_info", None)
-        if memory_info is None:
-            module: Any = torch.get_device_module(self._type)
-            memory_info = module.mem_get_info
+        module: Any = torch.get_device_module(self._type)  # all that torch 2.9 has
+        memory_info = getattr(torch.accelerator, "get_memory_info", None) or module.mem_get_info
         free_bytes, total_bytes = memory_info(self._index)
         return total_bytes, free_bytes
 
@@ -154,9 +146,7 @@ class AcceleratorDevice:
             if self._nvml is None:
                 self._nvml = self._call_nvml(partial(NvmlDevice.open, str(self._uuid)))
             if self._nvml.is_mig:
-                # The driver may list the slice's processes, but only torch's numbers are certain
-                # to be the slice's own.
-                return None
+                return None  # only torch's numbers are certain to be the slice's own
             memory = self._call_nvml(self._nvml.memory)
         except NvmlError as error:
             self._postpone_nvml(error)
@@ -178,7 +168,7 @@ class AcceleratorDevice:
         is_first = self._nvml_wait_seconds == 0.0
         self._nvml_wait_seconds = min(LONGEST_WAIT_SECONDS, max(1.0, 2 * self._nvml_wait_seconds))
         self._ask_nvml_at = inf if error.permanent else monotonic() + self._nvml_wait_seconds
-        failure = (self._name, str(error))
+        failure = (self.name, str(error))
         if failure in _logged or not (is_first or error.permanent):
             return
         _logged.add(failure)
@@ -186,6 +176,6 @@ class AcceleratorDevice:
             logging.INFO if self._nvml is None else logging.WARNING,
             "%s: NVML does not answer (%s); free memory now comes from torch, which counts the same"
             " bytes",
-            self._name,
+            self.name,
             error,
         )

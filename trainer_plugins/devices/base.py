@@ -36,7 +36,4 @@ class Device(Protocol):
         """Return cached memory to the device, and say how many bytes that was."""
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """List the processes that hold memory here; None if that is unknown.
-
-        It takes up to milliseconds, so ask only on suspicion.
-        """
+        """List, in up to milliseconds, the processes that hold memory here; None if unknown."""

@@ -1,8 +1,8 @@
 """HostDevice: main memory as a device, and the numbers that the kernel's OOM killer uses."""
 
 import gc
-import logging
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,22 +13,15 @@ from trainer_plugins.devices.base import GpuProcess
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import KIB
 
-logger = logging.getLogger(__name__)
-
-# cgroup v1 writes "no limit" as the largest multiple of a page below 2**63.
-_NO_LIMIT = 1 << 60
+_NO_LIMIT = 1 << 60  # cgroup v1 writes the largest multiple of a page below 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
     """Holds other reasons for a run to end on the host; sizes in bytes."""
 
-    num_oom_kills: int
-    """Processes of this container that the kernel killed for memory; 0 if no cgroup counts them."""
-
-    shm_total_bytes: int
-    """Size of /dev/shm, through which dataloader workers pass batches; 0 if there is none."""
-
+    num_oom_kills: int  # processes of this container killed for memory; 0 if no cgroup counts them
+    shm_total_bytes: int  # /dev/shm, through which dataloader workers pass batches; 0 without one
     shm_free_bytes: int
 
 
@@ -36,8 +29,7 @@ class HostDevice:
     """Reads main memory as the kernel's OOM killer counts it for this process.
 
     `total` is the machine's memory, or the tightest limit of a control group (v1 or v2) around this
-    process if that is smaller. `allocated` is the resident set, and nothing counts as cached. A
-    reading takes about 0.2 ms, most of it for the files of the control groups.
+    process if that is smaller. `allocated` is the resident set, and nothing counts as cached.
 
     Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat,
     memory.events), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
@@ -51,7 +43,7 @@ class HostDevice:
         self._process: psutil.Process | None = None
         self._limits = _limits_around(proc, cgroups)
         self._peak_bytes = 0
-        self._kernel_peak = True
+        self._kernel_peak = True  # whether we may reset the kernel's peak; else readings count
 
     def read(self) -> MemoryReading:
         resident_bytes = self.resident_bytes()
@@ -62,7 +54,6 @@ class HostDevice:
             if limit_bytes is not None:
                 total_bytes = min(total_bytes, limit_bytes)
                 free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
-        # The kernel keeps the true peak; if we may not reset it, use the highest reading.
         if self._kernel_peak:
             self._peak_bytes = _high_water_bytes()
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
@@ -92,7 +83,7 @@ class HostDevice:
         return None
 
     def resident_bytes(self) -> int:
-        """Return the bytes of main memory that this process holds; takes about 10 microseconds."""
+        """Return the bytes of main memory that this process holds, in about 10 microseconds."""
         if self._process is None or self._process.pid != os.getpid():  # a copy, or a forked child
             self._process = psutil.Process()
         return int(self._process.memory_info().rss)
@@ -102,18 +93,14 @@ class HostDevice:
         return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
-        """Read the kernel's kill count and shared memory; takes about 0.1 ms."""
+        """Read the kernel's kill count and shared memory, in about 0.1 ms."""
         try:
-            shm = os.statvfs("/dev/shm")
-            shm_total, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+            shm_total_bytes, _, shm_free_bytes = shutil.disk_usage("/dev/shm")
         except OSError:
-            shm_total = shm_free = 0
-        return HostFacts(
-            # The innermost group: outer groups also count the kills of all groups inside them.
-            num_oom_kills=self._limits[0].num_oom_kills() if self._limits else 0,
-            shm_total_bytes=shm_total,
-            shm_free_bytes=shm_free,
-        )
+            shm_total_bytes = shm_free_bytes = 0
+        # The innermost group: outer groups also count the kills of all groups inside them.
+        num_oom_kills = self._limits[0].num_oom_kills() if self._limits else 0
+        return HostFacts(num_oom_kills, shm_total_bytes, shm_free_bytes)
 
 
 class _Names(NamedTuple):
@@ -145,7 +132,7 @@ class _Limit:
         return int(text)
 
     def working_set_bytes(self) -> int:
-        """Return what counts against the limit and cannot be dropped, computed as kubelet does."""
+        """Return what counts towards the limit and cannot be dropped, computed as kubelet does."""
         text = _text(self.folder / self.names.current)
         if not text:
             return 0
@@ -176,10 +163,7 @@ def _limits_around(proc: Path, cgroups: Path) -> tuple[_Limit, ...]:
 
 
 def _high_water_bytes() -> int:
-    """Return the peak resident set since the last reset.
-
-    getrusage does not help: its maximum includes the parent's from before exec.
-    """
+    # getrusage does not help: its maximum includes the parent's from before exec.
     with open("/proc/self/status") as lines:
         return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM")), 0)
 

@@ -1,23 +1,112 @@
-"""NvmlDevice: a card's memory as the driver reports it through NVML, for all processes."""
+"""NvmlDevice: a card's memory as the driver reports it through NVML, and the driver's errors."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Protocol, TypeVar
 
 import psutil
 import pynvml  # importing it reads and starts nothing
 
 from trainer_plugins.devices.base import GpuProcess
-from trainer_plugins.devices.nvml_errors import NvmlError, NvmlErrorKind, explained
 from trainer_plugins.reading import MemoryReading
-
-__all__ = ["MAX_PID", "NvmlDevice", "NvmlError", "NvmlErrorKind"]
 
 T = TypeVar("T")
 
-MAX_PID = 1 << 22
-"""No pid on 64-bit Linux is this high: PID_MAX_LIMIT in linux/threads.h."""
+_MAX_PID = 1 << 22  # no pid on 64-bit Linux is this high: PID_MAX_LIMIT in linux/threads.h
+
+
+class NvmlErrorKind(Enum):
+    """Classifies failures of the driver by what the user can do about them."""
+
+    MISSING = "missing"  # there is no driver library
+    DRIVER = "driver"  # the library cannot reach the kernel driver: not loaded, or another version
+    NOT_SUPPORTED = "not supported"  # this driver or card does not have that number
+    NO_PERMISSION = "no permission"  # this user or container may not know that
+    LOST = "lost"  # the card fell off the bus, needs a reset, or is another device than before
+    TIMEOUT = "timeout"  # no answer this time: the driver is busy, or fails without a reason
+    NOT_FOUND = "not found"  # no card has that UUID, or this process may not see it
+    NONSENSE = "nonsense"  # the answer is impossible, such as more free memory than there is
+    HANGS = "hangs"  # the driver has not answered for seconds, and may never do so
+
+
+class NvmlError(RuntimeError):
+    """Reports that the driver did not answer; the message says why and what to do."""
+
+    def __init__(self, kind: NvmlErrorKind, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+    @property
+    def permanent(self) -> bool:
+        """Return whether asking again in this process is useless."""
+        return self.kind is not NvmlErrorKind.TIMEOUT
+
+
+def explained(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
+    """Turn pynvml's error into one that says what to do; `what` is what was asked of the card."""
+    kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
+    for known_kind, texts in _EXPLANATIONS.items():
+        for code, known_text in texts.items():
+            # Earlier versions of pynvml lack some of these codes.
+            if error.value == getattr(pynvml, f"NVML_ERROR_{code}", None):
+                kind, text = known_kind, known_text
+    bare_uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    return NvmlError(kind, text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error))
+
+
+# Codes that are missing below are temporary: timeout, in use, out of memory, unknown.
+_NO_ANSWER = (
+    "the driver did not report the {what} of {uuid} ({error}); ask again later, and read `dmesg` if"
+    " it keeps failing"
+)
+
+_NOT_TOLD = "the driver does not report the {what} of {uuid}: "
+
+_EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
+    NvmlErrorKind.MISSING: {
+        "LIBRARY_NOT_FOUND": "there is no NVIDIA driver library here, libnvidia-ml.so.1; install"
+        " the driver, or give the container the cards (docker --gpus) and"
+        " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    },
+    NvmlErrorKind.DRIVER: {
+        "DRIVER_NOT_LOADED": "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia),"
+        " and read `dmesg` if that fails",
+        "LIB_RM_VERSION_MISMATCH": "the NVIDIA library and the loaded kernel driver have different"
+        " versions, as after an update; reboot the machine, or restart the container if only that"
+        " is older",
+    },
+    NvmlErrorKind.NOT_SUPPORTED: {
+        "NOT_SUPPORTED": _NOT_TOLD + "this card does not support it; do without",
+        "FUNCTION_NOT_FOUND": _NOT_TOLD + "it is too old; update it or do without",
+        "ARGUMENT_VERSION_MISMATCH": _NOT_TOLD
+        + "its version and that of nvidia-ml-py do not match; update the older one",
+    },
+    NvmlErrorKind.NO_PERMISSION: {
+        "NO_PERMISSION": _NOT_TOLD
+        + "this user may not know it; run as a user who can open /dev/nvidia*",
+        "OPERATING_SYSTEM": _NOT_TOLD
+        + "the system or the container forbids it; allow access to /dev/nvidia*",
+    },
+    NvmlErrorKind.LOST: {
+        "GPU_IS_LOST": "{uuid} has fallen off the bus, and its memory is lost; look for Xid in"
+        " `dmesg`, then reboot",
+        "RESET_REQUIRED": "{uuid} needs a reset; stop what runs on it, then `nvidia-smi --gpu-reset"
+        " -i {uuid}` or reboot the machine",
+        "INVALID_ARGUMENT": "{uuid} is no longer the device that was opened, as after MIG slices"
+        " were recreated; start the run on a device that exists",
+    },
+    NvmlErrorKind.NOT_FOUND: {
+        "NOT_FOUND": "no card or MIG slice here has the UUID {bare_uuid}; compare the full UUID"
+        " with `nvidia-smi -L`, and check whether this container was given that card",
+        "GPU_NOT_FOUND": "there is no NVIDIA card here; check whether this container was given one",
+    },
+}
+"""What each code of pynvml means for the user, by kind; `NVML_ERROR_` is left out."""
 
 
 class _MemoryInfo(Protocol):
@@ -38,14 +127,13 @@ class NvmlDevice:
     """Reads one card, or one MIG slice, from its driver; needs neither torch nor CUDA.
 
     It finds the card by UUID, never by index: NVML numbers cards by PCI address, CUDA by speed
-    unless told otherwise (pytorch #86539). It never waits for the card. Every failure is an
-    `NvmlError`. A forked child finds the card again by itself.
+    unless told otherwise (pytorch #86539). Every failure is an `NvmlError`.
     """
 
     def __init__(self, uuid: str, name: str | None = None) -> None:
         """Open the card with exactly this UUID; `open` also accepts torch's bare form."""
-        self._uuid = uuid
-        self._name = name or uuid
+        self.uuid = uuid
+        self.name = name or uuid
         self._peak_bytes = 0
         self._memory_version: int | None = pynvml.nvmlMemory_v2
         self._handle: object = None
@@ -54,17 +142,11 @@ class NvmlDevice:
 
     @classmethod
     def open(cls, uuid: str, name: str | None = None) -> "NvmlDevice":
-        """Open a card by its UUID.
+        """Open a card by its complete UUID: `GPU-…`, `MIG-…`, or bare as torch has it.
 
-        Args:
-            uuid: as `nvidia-smi -L` prints it, `GPU-…` or `MIG-…`, or bare as torch has it: in a
-                MIG slice `torch.cuda.get_device_properties(i).uuid` is the slice's
-                (cuDeviceGetUuid_v2), elsewhere the card's. It must be complete: NVML does not take
-                a prefix, which CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
-            name: the device name in readings, such as `cuda:0`; None takes the UUID.
-
-        Raises:
-            NvmlError: there is no such card, or the driver does not answer; see its `kind`.
+        In a MIG slice `torch.cuda.get_device_properties(i).uuid` is the slice's
+        (cuDeviceGetUuid_v2), elsewhere the card's. NVML does not take a prefix of a UUID, which
+        CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
         """
         if uuid.startswith(("GPU-", "MIG-")):
             return cls(uuid, name)
@@ -86,17 +168,9 @@ class NvmlDevice:
         return card
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def uuid(self) -> str:
-        return self._uuid
-
-    @property
     def is_mig(self) -> bool:
         """Return whether this is a MIG slice; its totals and processes are the slice's."""
-        return self._uuid.startswith("MIG-")
+        return self.uuid.startswith("MIG-")
 
     def memory(self) -> tuple[int, int]:
         """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104).
@@ -104,16 +178,13 @@ class NvmlDevice:
         The total is what processes can use, without the 300 to 600 MiB that the driver keeps for
         itself. Drivers before 510 only have version 1 of the call: its total includes that part,
         which counts as used.
-
-        Raises:
-            NvmlError: the driver does not answer, or its numbers are impossible.
         """
         info = self._ask("memory", self._ask_memory)
         total_bytes, free_bytes = info.total - getattr(info, "reserved", 0), info.free
         if not 0 <= free_bytes <= total_bytes or not total_bytes:
             raise NvmlError(
                 NvmlErrorKind.NONSENSE,
-                f"the driver reports {free_bytes} of {total_bytes} bytes of {self._uuid} as free,"
+                f"the driver reports {free_bytes} of {total_bytes} bytes of {self.uuid} as free,"
                 " which cannot be true; update the driver, or nvidia-ml-py if that is older",
             )
         return total_bytes, free_bytes
@@ -121,18 +192,14 @@ class NvmlDevice:
     def read(self) -> MemoryReading:
         """Take a reading; `reserved_bytes` is what the driver lists for us, including the context.
 
-        It is 0 if the driver lists nothing. This asks for the list of processes: `memory` is
-        cheaper if only the card's own numbers matter.
-
-        Raises:
-            NvmlError: the driver does not answer.
+        It asks for the list of processes; `memory` is cheaper.
         """
         total_bytes, free_bytes = self.memory()
         processes = self._processes(total_bytes, named=False) or ()
         own_bytes = sum(each.used_bytes or 0 for each in processes if each.pid == os.getpid())
         self._peak_bytes = max(self._peak_bytes, own_bytes)
         return MemoryReading(
-            device=self._name,
+            device=self.name,
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             reserved_bytes=own_bytes,
@@ -154,12 +221,8 @@ class NvmlDevice:
         does not mean an idle card: drivers leave out processes outside the container. We do not ask
         for graphics processes: that call holds the driver's lock for milliseconds, during which no
         process can launch a kernel (MangoHud #2104).
-
-        Raises:
-            NvmlError: the driver does not answer now, or the card is lost.
         """
-        total_bytes, _free_bytes = self.memory()
-        return self._processes(total_bytes, named=True)
+        return self._processes(self.memory()[0], named=True)
 
     def close(self) -> None:
         """End this device's use of NVML, which counts its users; the next question reopens it."""
@@ -181,7 +244,7 @@ class NvmlDevice:
             return None
         used_bytes: dict[int, int | None] = {}
         for row in rows:
-            if row.pid >= MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
+            if row.pid >= _MAX_PID or (row.usedGpuMemory or 0) > total_bytes:
                 # The rows were decoded with a wrong layout; even those that look right may not be.
                 return None
             if row.pid == 0:
@@ -189,10 +252,8 @@ class NvmlDevice:
             # A process may be listed several times, each time with all its memory, because the
             # driver compares pids of different namespaces (open-gpu-kernel-modules, gpu_rmapi.c).
             # So take the largest, not the sum.
-            seen = used_bytes.get(row.pid)
-            used_bytes[row.pid] = (
-                row.usedGpuMemory if seen is None else max(seen, row.usedGpuMemory or 0)
-            )
+            listed = (used_bytes.get(row.pid), row.usedGpuMemory)
+            used_bytes[row.pid] = max((each for each in listed if each is not None), default=None)
         return tuple(
             GpuProcess(pid, num_bytes, self._process_name(pid) if named else None)
             for pid, num_bytes in used_bytes.items()
@@ -244,15 +305,15 @@ class NvmlDevice:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise explained("presence", self._uuid, error) from error
+            raise explained("presence", self.uuid, error) from error
         try:
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
         except pynvml.NVMLError as error:
             pynvml.nvmlShutdown()
             # NVML's answer to a text that is not a UUID at all.
             if error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT:
                 error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-            raise explained("presence", self._uuid, error) from error
+            raise explained("presence", self.uuid, error) from error
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
@@ -266,4 +327,4 @@ class NvmlDevice:
             self._connect()  # other code in this process has shut NVML down once too often
             return query(self._handle)
         except pynvml.NVMLError as error:
-            raise explained(what, self._uuid, error) from error
+            raise explained(what, self.uuid, error) from error

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pynvml  # importing it reads and starts nothing
 
-from trainer_plugins.devices.nvml import NvmlDevice
-from trainer_plugins.devices.nvml_errors import NvmlError, explained
+from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, explained
 from trainer_plugins.units import size
 
 
@@ -18,9 +17,7 @@ class InstalledCard:
     uuid: str
     name: str = ""
     slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
-    capability: tuple[int, int] | None = None
-    """The compute capability; None if the driver does not report it."""
-
+    capability: tuple[int, int] | None = None  # compute capability; None if not reported
     trouble: str = ""  # why the driver does not answer for it; empty if it does
 
 

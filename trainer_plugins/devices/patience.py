@@ -15,12 +15,8 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 class Patience:
     """Runs calls on a thread of its own, so that a call that hangs blocks only that thread.
 
-    The thread is a daemon (an executor's would keep Python from ending), created at the first call
-    in this process; a forked child creates its own. A call costs some tens of microseconds more.
-
-    Args:
-        name: the thread's name.
-        seconds: how long a call may take.
+    The thread is a daemon, because an executor's would keep Python from ending. A forked child
+    creates its own. A call costs some tens of microseconds more.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
@@ -32,8 +28,7 @@ class Patience:
     def call(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, or raise what it raises.
 
-        Raises:
-            TimeoutError: it took too long, or an earlier call has still not returned.
+        It raises TimeoutError if that took too long, or if an earlier call has still not returned.
         """
         if self._pid != os.getpid():
             self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()

@@ -9,11 +9,11 @@ from trainer_plugins.advice.vendors import Vendor
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.printable import printable
 
+# What `survive_oom` writes where it cannot help.
 SURVIVAL_REFUSED = re.compile(
     r"survive_oom (could not help|cannot help|does nothing in this run)"
     r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
 )
-"""What `survive_oom` writes where it cannot help."""
 
 
 def remedy(
@@ -24,14 +24,9 @@ def remedy(
     by_arithmetic: object = False,
     **values: object,
 ) -> Remedy:
-    """Make a remedy of an advice.
+    """Make a remedy of an advice, as it is typed or by the door where it is typed.
 
-    Args:
-        advice: the entry of the table.
-        do: how it is typed, or the door where it is typed.
-        effect: what it does in this case; empty for what it always does.
-        by_arithmetic: whether the effect follows from the case's own numbers.
-        values: what fills its spelling at the door.
+    `effect` is empty for what it always does; `values` fill its spelling at the door.
     """
     if isinstance(do, Door):
         do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)

@@ -6,11 +6,8 @@ from trainer_plugins.explain.answer import Cause, Certainty
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
-IMPOSSIBLE_BYTES = 1 << 40
-"""No card is this large; one request above it means a wrong shape or index."""
-
-FRAGMENTED_FRACTION = 0.04
-"""Of the card: less than this, unused, would help no request."""
+IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
+FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
 
 SUMMARIES: Mapping[str, str] = {
     "adapter-delta": "LoRA makes a delta as large as the weights that it adapts",
@@ -58,13 +55,8 @@ def cause(
 ) -> Cause:
     """Make a cause whose words are harmless.
 
-    Args:
-        code: its stable name.
-        evidence: what shows it; an empty text is left out.
-        summary: what is wrong; empty for what `SUMMARIES` says.
-        doubt: what is open; empty if nothing is.
-        is_sure: whether this case leaves no such doubt.
-        grade: how sure it is; None for likely with a doubt, else certain.
+    Empty evidence is left out, an empty summary is that of `SUMMARIES`, and `is_sure` tells that
+    this case leaves no such doubt. Without a grade it is likely with a doubt, else certain.
     """
     if is_sure:
         doubt = ""

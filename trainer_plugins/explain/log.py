@@ -22,29 +22,19 @@ _NAMED = re.compile(
 
 
 class _Named(NamedTuple):
-    """Holds how a log names a record."""
-
-    words: str  # which rank it is of, and when that ran out of memory
+    words: str  # which rank the record is of, and when that ran out of memory
     record: str
     folder: str  # the output_dir of the run
 
 
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
-    """Explain the first OOM of a log of any size.
-
-    If the log names a record of `OOMReporter` that is there, the record is explained: by the path
-    in the log, or by one from the log's folder on. Only regular files are read.
-
-    Args:
-        stream: the log.
-        subject: its path, or what it is.
-        predicts: whether the planner says what each remedy of a record brings.
+    """Explain the first OOM of a log, or the record of `OOMReporter` that the log names.
 
     Raises:
         ValueError: it is empty, or is not text.
     """
     excerpt = find_first(stream)
-    named = dict.fromkeys(_named(excerpt))
+    named = list(dict.fromkeys(_named(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):
             record = read_oom_record(path)

@@ -61,6 +61,10 @@ class Call:
     """A folder to delete if the calling process is killed."""
 
 
+Files: TypeAlias = Mapping[int, int]
+"""The file descriptors of this process that become 0, 1 and so on in the one that is started."""
+
+
 class ForkServer:
     """Starts processes that need the same imports.
 
@@ -97,7 +101,7 @@ class ForkServer:
 
     def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
         """Return whether it can start processes with these imports and this environment."""
-        if self._refusal == "" and self._process and self._process.poll() is not None:
+        if self.forks and self._process and self._process.poll() is not None:
             return False  # it was idle and has ended
         return self._needs == _needs(imports, environ)
 
@@ -110,12 +114,30 @@ class ForkServer:
                 self._refuse("" if said == READY else said)
         return self._refusal is not None
 
-    def start(self, call: Call, stdin: int, output: int) -> "Running":
-        """Start a process that reads from one file descriptor and writes to the other."""
-        if self._refusal == "":
+    @property
+    def forks(self) -> bool:
+        """Return whether the imports are over and a fork is safe."""
+        return self._refusal == ""
+
+    def start(self, call: Call, files: Files) -> "Running":
+        """Start a process for a call, once `is_ready`."""
+        if self.forks:
             with contextlib.suppress(OSError):  # the server has just ended, idle
-                return Forked(self, self._control, call, stdin, output)
-        return NewPython(call, stdin, output)
+                return Forked(self, call, files)
+        return NewPython(call, files)
+
+    def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
+        """Have the server fork for a call, and tell `answers` the process id, then the exit code.
+
+        Raises:
+            OSError: the server has ended.
+        """
+        with tempfile.TemporaryFile("w+") as asked:
+            json.dump([call.words, call.folder, dict(call.environ), [*files]], asked)
+            asked.seek(0)
+            message = [b"+", os.fsencode(call.scratch)]
+            fds = [answers.fileno(), asked.fileno(), *files.values()]
+            socket.send_fds(self._control, message, fds)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -192,17 +214,12 @@ def _become_a_fork() -> None:
 class Forked:
     """Stands for a process that the server has forked: it leads a group of its own."""
 
-    def __init__(
-        self, server: ForkServer, control: socket.socket, call: Call, stdin: int, output: int
-    ) -> None:
+    def __init__(self, server: ForkServer, call: Call, files: Files) -> None:
         self._server = server  # a reference, so that the server does not end first
         self._code: int | None = None
         self._answers, theirs = _socketpair()
-        with theirs, tempfile.TemporaryFile("w+") as asked:
-            json.dump([call.words, call.folder, dict(call.environ)], asked)
-            asked.seek(0)
-            fds = [theirs.fileno(), asked.fileno(), stdin, output]
-            socket.send_fds(control, [b"+", os.fsencode(call.scratch)], fds)
+        with theirs:
+            server.hand_over(call, files, theirs)
         self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -241,12 +258,12 @@ class Forked:
 class NewPython:
     """Stands for a process that was started without a server: it leads a group of its own."""
 
-    def __init__(self, call: Call, stdin: int, output: int) -> None:
+    def __init__(self, call: Call, files: Files) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", *call.words],
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
+            stdin=files[0],
+            stdout=files[1],
+            stderr=files[2],
             env=dict(call.environ),
             cwd=call.folder,
             start_new_session=True,

@@ -1,8 +1,10 @@
 """The process that imports modules, then forks for each call."""
 
 import contextlib
+import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -79,8 +81,7 @@ class _Received(NamedTuple):
     scratch: bytes
     answers: int
     asked: int
-    stdin: int
-    output: int
+    files: Sequence[int]
 
 
 class _Child(NamedTuple):
@@ -142,7 +143,7 @@ class _Server:
             for each in (answers, self._control, self._bell, self._ring, *self._children):
                 each.close()
             return True
-        for fd in (received.asked, received.stdin, received.output):
+        for fd in (received.asked, *received.files):
             os.close(fd)
         if pid == -1:
             answers.close()
@@ -169,8 +170,11 @@ class _Server:
 
 
 def _receive(control: socket.socket) -> _Received | None:
-    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 4)
-    return _Received(message[1:], *fds) if message else None
+    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 250)  # Linux passes 253 at most
+    if not message:
+        return None
+    answers, asked, *files = fds
+    return _Received(message[1:], answers, asked, files)
 
 
 def _tell(answers: socket.socket, number: int) -> None:
@@ -178,15 +182,35 @@ def _tell(answers: socket.socket, number: int) -> None:
         answers.sendall(NUMBER.pack(number))
 
 
+def _open_streams() -> None:
+    """Open the standard streams again: they have to know whether they can seek."""
+    for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
+        before = getattr(sys, name)
+        size = 0 if before.write_through else -1
+        file = open(before.fileno(), mode, size, closefd=False)  # noqa: SIM115 - as long as the process
+        stream = io.TextIOWrapper(
+            file,
+            before.encoding,
+            before.errors,
+            line_buffering=before.line_buffering or file.isatty(),
+            write_through=before.write_through,
+        )
+        setattr(sys, name, stream)
+
+
 def _run(received: _Received) -> None:
     """Become what `python -m` would have started, and run it."""
     os.setsid()
-    for target, fd in ((0, received.stdin), (1, received.output), (2, received.output)):
-        os.dup2(fd, target)
-    os.close(received.stdin)
-    os.close(received.output)
     with open(received.asked) as asked:
-        words, folder, environ = json.load(asked)
+        words, folder, environ, numbers = json.load(asked)
+    # first out of the way of all numbers, one of which may be that of another file
+    files = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received.files]
+    for fd in received.files:
+        os.close(fd)
+    for number, fd in zip(numbers, files, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    _open_streams()
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # it was that of the server

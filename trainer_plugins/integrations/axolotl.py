@@ -1,7 +1,6 @@
 """A plugin for axolotl: `plugins: [trainer_plugins.integrations.axolotl.MemoryPlugin]` in its YAML.
 
-It is written for the plugin interface that axolotl documents
-(`axolotl.integrations.base.BasePlugin`), but has not run in axolotl yet.
+It follows the documentation of `axolotl.integrations.base.BasePlugin`; it has not run in axolotl.
 """
 
 from collections.abc import Mapping
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
 
 _OPTIONS = {option.name: (kind_of(option) | None, None) for option in fields(MemoryArguments)}
+# The keys that we add to axolotl's YAML: the fields of `MemoryArguments`.
 MemoryInput = create_model("MemoryInput", **_OPTIONS)  # type: ignore[call-overload]
-"""The keys that we add to axolotl's YAML: the fields of `MemoryArguments`."""
 
 
 class MemoryPlugin(BasePlugin):
@@ -36,12 +35,9 @@ class MemoryPlugin(BasePlugin):
     def add_callbacks_post_trainer(
         self, cfg: Mapping[str, object], trainer: "Trainer"
     ) -> "list[TrainerCallback]":
-        """Protect the Trainer that axolotl has built.
-
-        It returns no callbacks: axolotl would add them after its trackers.
-        """
+        """Protect the Trainer that axolotl has built."""
         protect(trainer, **_given(cfg))
-        return []
+        return []  # axolotl would add them after its trackers
 
 
 def _given(cfg: Mapping[str, Any]) -> dict[str, Any]:

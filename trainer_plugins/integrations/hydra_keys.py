@@ -20,10 +20,8 @@ _OWN_KEY = re.compile(r"\+{1,2}(\w+)=")
 
 
 def say_what_was_meant(words: Iterable[str]) -> None:
-    """Write a line to stderr for each word of a command line whose key is probably misspelt.
-
-    Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
-    """
+    """Write a line to stderr for each word of a command line whose key is probably misspelt."""
+    # Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
     for word in words:
         if (override := _OVERRIDE.match(word)) and override[1] not in _known():
             line = f"our configs have no key {override[1]}.{_meant(override[1])}"
@@ -36,11 +34,7 @@ def say_what_was_meant(words: Iterable[str]) -> None:
 
 
 def refuse_unknown(config: Any) -> None:
-    """Refuse unknown keys below `trainer_plugins`, and suggest the nearest known one.
-
-    Raises:
-        ValueError: the key would be ignored, or its callback would not take it.
-    """
+    """Refuse unknown keys below `trainer_plugins`, and suggest the nearest known one."""
     for key in _keys(config):
         if key != "callbacks":
             raise ValueError(f"trainer_plugins.{key} is not used.{_meant(key)}")

@@ -30,16 +30,12 @@ def argument_names() -> frozenset[str]:
     found = find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
-    folder = Path(found.origin).parent
-    classes = (
-        node
-        for file in _FILES
-        for node in ast.parse((folder / file).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    )
+    texts = (Path(found.origin).with_name(file).read_text(encoding="utf-8") for file in _FILES)
     return frozenset(
         line.target.id
-        for each in classes
+        for text in texts
+        for each in ast.parse(text).body
+        if isinstance(each, ast.ClassDef)
         for line in each.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     )
@@ -52,7 +48,6 @@ def unknown_argument(names: Iterable[str]) -> str:
         if name not in known:
             meant = CALLED_ELSEWHERE.get(name.replace("_", "-"))
             near = [meant] if meant else [f"--{n}" for n in get_close_matches(name, known, n=1)]
-            return f"neither plan nor TrainingArguments knows --{name}" + (
-                f": is it {near[0]}?" if near else ""
-            )
+            hint = f": is it {near[0]}?" if near else ""
+            return f"neither plan nor TrainingArguments knows --{name}{hint}"
     return ""

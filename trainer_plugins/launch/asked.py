@@ -36,11 +36,9 @@ class Asked:
     one_process_for: str | None = None  # why `accelerate launch` starts only one process: `--cpu`
     use_cpu: bool = False  # whether ACCELERATE_USE_CPU is set
     multinode_launcher: str | None = None  # accelerate's `deepspeed_multinode_launcher`
+    # Unknown keys under `deepspeed_config`, and the known ones that they resemble.
     misspelt: Mapping[str, str] = field(default_factory=dict)
-    """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
-
-    flags_beside_json: tuple[str, ...] = ()
-    """Flags that `accelerate launch` ignores because a DeepSpeed JSON is named."""
+    flags_beside_json: tuple[str, ...] = ()  # flags that accelerate ignores next to a JSON
 
     @property
     def family(self) -> str | None:
@@ -53,6 +51,7 @@ class Asked:
         return {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "NO": "nothing"}.get(kind)
 
 
+# The flag of `accelerate launch` for each distributed_type.
 _KIND_FLAGS = {
     "DEEPSPEED": "use_deepspeed",
     "FSDP": "use_fsdp",
@@ -60,21 +59,14 @@ _KIND_FLAGS = {
     "MEGATRON_LM": "use_megatron_lm",
     "XLA": "tpu",
 }
-"""The flag of `accelerate launch` for each distributed_type."""
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
     """Read the request of `accelerate launch`, the environment and TrainingArguments.
 
     `accelerate launch` passes neither its flags nor its file to the script, so they are read from
-    the command line of the process that launched this one; if there is none, the environment
-    counts.
-
-    Args:
-        environ: the environment of this process.
-        deepspeed: `TrainingArguments.deepspeed`, a path or a mapping. In transformers it overrides
-            the launch file.
-        fsdp: `TrainingArguments.fsdp`.
+    the command line of the process that launched this one; without one, the environment counts.
+    `deepspeed` and `fsdp` are TrainingArguments, which override the launch file in transformers.
     """
     launcher = find_launcher()
     asked = of_launcher(launcher) if launcher is not None else None
@@ -106,14 +98,11 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
 
 
 def of_launcher(launcher: Launcher) -> Asked | None:
-    """Read the flags and the file of `accelerate launch`; flags win, as they do there.
-
-    None if this version of accelerate does not know the flags.
-    """
+    """Read flags and file of `accelerate launch`; None if accelerate does not know the flags."""
     flags = launcher.flags()
     if flags is None:
         return None
-    # The flags on the command line, by accelerate/commands/utils.py.
+    # The flags on the command line, by accelerate/commands/utils.py. They win, as they do there.
     given: set[str] = getattr(flags, "nondefault", set())
     file = _read_file(launcher, flags)
     config = file.config
@@ -126,7 +115,7 @@ def of_launcher(launcher: Launcher) -> Asked | None:
     for section, known in keys.ACCELERATE_SECTIONS.items():
         written = {key: _plain(getattr(flags, key)) for key in known if key in given}
         if has_json:
-            ignored |= keys.REFUSED_BESIDE_JSON.intersection(written)
+            ignored |= written.keys() & set(keys.REFUSED_BESIDE_JSON)
         config[section] = _prefixed(config.get(section), section) | written
     for key in ("num_processes", "num_machines"):
         if key in given:
@@ -152,12 +141,9 @@ def of_launcher(launcher: Launcher) -> Asked | None:
 
 
 class _File(NamedTuple):
-    """Holds a launch file."""
-
     name: str
     config: dict[str, Any]
-    misspelt: dict[str, str]
-    """Unknown keys under `deepspeed_config`, and the known ones that they resemble."""
+    misspelt: dict[str, str]  # as in `Asked`
 
 
 def _read_file(launcher: Launcher, flags: Namespace) -> _File:
@@ -169,10 +155,9 @@ def _read_file(launcher: Launcher, flags: Namespace) -> _File:
         config = {}
     if path is None or not config:
         return _File("accelerate launch", {}, {})
-    section = config.get("deepspeed_config")
+    section, misspelt = config.get("deepspeed_config"), {}
     if not isinstance(section, dict):
         return _File(path.name, config, {})
-    misspelt = {}
     free = set(keys.ACCELERATE_DEEPSPEED) - set(section)
     for key in section:
         match = get_close_matches(str(key), free, 1, 0.8)
@@ -192,9 +177,7 @@ def _prefixed(section: object, name: str) -> dict[str, Any]:
 
 def _plain(value: object) -> object:
     """Convert the value of a flag to the value that YAML would have."""
-    if not isinstance(value, str):
-        return value
-    return {"true": True, "false": False}.get(value.lower(), value)
+    return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
 def _of_document(document: Document) -> Asked:

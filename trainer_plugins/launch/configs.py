@@ -27,12 +27,12 @@ def path(name: str) -> Path:
     Raises:
         ConfigError: there is none of this name; the message names the nearest one.
     """
-    known = names()
-    if name.removesuffix(".yaml") not in known:
+    known, stem = names(), name.removesuffix(".yaml")
+    if stem not in known:
         near = get_close_matches(name, known, 1, 0.4)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
         raise ConfigError(f"no config is named {name!r}: {hint}")
-    return _HOME / f"{name.removesuffix('.yaml')}.yaml"
+    return _HOME / f"{stem}.yaml"
 
 
 def read(name: str) -> str:
@@ -48,18 +48,11 @@ def headline(name: str) -> str:
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
     """Write a copy of a shipped file into a folder, with changed values; an error leaves no file.
 
-    Args:
-        name: the shipped file's name.
-        folder: the target; it is made if the folder around it exists.
-        overrides: `key=value`, where key is one of accelerate (`num_processes`,
-            `fsdp_config.fsdp_offload_params`) or of DeepSpeed
-            (`zero_optimization.reduce_bucket_size`). The result is checked before anything is
-            written.
-        force: replace an existing file.
+    An override is `key=value`: `num_processes`, `fsdp_config.fsdp_offload_params`, or one of
+    DeepSpeed (`zero_optimization.reduce_bucket_size`).
 
     Raises:
-        ConfigError: an unknown name or key, a value that does not fit, an existing file, a folder
-            that cannot be written.
+        ConfigError: the name, an override or the folder is wrong, or the file exists.
     """
     target = folder / f"{path(name).stem}.yaml"
     text = read(name)
@@ -72,29 +65,21 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
         with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
             draft = Path(temporary) / target.name
             draft.write_text(text, encoding="utf-8")
-            if overrides:
-                _refuse_errors(draft)
+            findings = judge(read_document(draft)) if overrides else ()  # the worst come first
+            if findings and findings[0].severity is Severity.ERROR:
+                raise ConfigError(f"the resulting file would not run: {findings[0]}")
             os.replace(draft, target)
     except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror or error}. Name another folder"
-        ) from None
+        why = error.strerror or error
+        raise ConfigError(f"{target} cannot be written: {why}. Name another folder") from None
     return target
-
-
-def _refuse_errors(draft: Path) -> None:
-    for finding in judge(read_document(draft)):
-        if finding.severity >= Severity.ERROR:
-            raise ConfigError(f"the resulting file would not run: {finding}")
 
 
 def _overridden(text: str, override: str, name: str) -> str:
     key, _, written = override.partition("=")
     if not (key and written):
-        raise ConfigError(
-            "--set takes key=value, as in zero_optimization.reduce_bucket_size=2e8, got"
-            f" {override!r}"
-        )
+        takes = "key=value, as in zero_optimization.reduce_bucket_size=2e8"
+        raise ConfigError(f"--set takes {takes}, got {override!r}")
     value, config = _value(written), yaml.safe_load(text)
     section, _, rest = key.partition(".")
     if rest in keys.ACCELERATE_SECTIONS.get(section, ()) and rest != "deepspeed_config_file":
@@ -103,24 +88,21 @@ def _overridden(text: str, override: str, name: str) -> str:
         return _with_line(text, rest, value, section)
     if key in keys.ACCELERATE and key not in keys.ACCELERATE_SECTIONS:
         return _with_line(text, key, value, None)
+    in_blocks = [f"{block}.{each}" for block, known in keys.BLOCKS.items() for each in known]
+    of_deepspeed = [*keys.DEEPSPEED, *in_blocks]
     is_parameter = key.startswith(("optimizer.params.", "scheduler.params."))
-    if key not in _deepspeed_names() and not is_parameter:
-        raise ConfigError(f"--set {key}: there is no such key{_did_you_mean(key)}")
+    if key not in of_deepspeed and not is_parameter:
+        raise ConfigError(f"--set {key}: there is no such key{_did_you_mean(key, of_deepspeed)}")
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
 
 
-def _deepspeed_names() -> list[str]:
-    in_blocks = [f"{block}.{key}" for block, known in keys.BLOCKS.items() for key in known]
-    return [*keys.DEEPSPEED, *in_blocks]
-
-
-def _did_you_mean(key: str) -> str:
+def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:
     """Suggest a key: one that ends with the given name, else a similar one."""
     sections = keys.ACCELERATE_SECTIONS.items()
     in_sections = [f"{section}.{name}" for section, known in sections for name in known]
-    choices = [*_deepspeed_names(), *keys.ACCELERATE, *in_sections]
+    choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
     same_end = [each for each in choices if each.split(".")[-1] == key]
     near = same_end or get_close_matches(key, choices, 1, 0.6)
     return f", did you mean {near[0]}?" if near else ""

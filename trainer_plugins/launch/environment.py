@@ -65,10 +65,7 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
 
 
 def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> LaunchEnvironment:
-    """Choose the exports.
-
-    Variables that are set stay as they are; allocator settings are copied to their other names.
-    """
+    """Choose the exports; variables that are set stay as they are."""
     variables = Variables.of(environ)
     choice = choose(variables, facts.machine)
     why = choice.why
@@ -81,10 +78,7 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 
 def _others(facts: LaunchFacts) -> Iterator[Export]:
-    """Yield the exports that are not the allocator's.
-
-    TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
-    """
+    # TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
     # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
     # slower than too few.
     if facts.num_cards:

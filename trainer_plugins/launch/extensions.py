@@ -1,13 +1,13 @@
 """Finds interrupted builds of torch's C++ extensions, which block later launches.
 
-`torch.utils.cpp_extension.load`, which DeepSpeed uses to compile CPUAdam and others on first use,
-uses a file named `lock`: every other process waits until it is gone (`FileBaton.wait`). A process
-that is killed while it compiles leaves the file behind, and every later launch waits forever. While
-a build runs, its process has the file open.
+`torch.utils.cpp_extension.load`, which DeepSpeed uses on first use of CPUAdam and others, makes a
+file named `lock`, for whose end all others wait (`FileBaton.wait`). A process that is killed while
+it compiles leaves the file behind. While a build runs, its process has the file open.
 """
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,24 +22,10 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 
 # Other machines share these file systems, and their processes are invisible here.
-_SHARED = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "ceph",
-    "gluster",
-    "fuse",
-    "9p",
-    "virtiofs",
-)
+_SHARED = re.compile("nfs|cifs|smb|lustre|beegfs|gpfs|ceph|gluster|fuse|9p|virtiofs")
 
 
 class _Build(NamedTuple):
-    """Describes an extension of DeepSpeed."""
-
     purpose: str
     duration: str = "one minute to several"
 
@@ -51,6 +37,7 @@ _DEEPSPEED = {
     "fused_adam": _Build("optimizer on the card"),
     "async_io": _Build("access to a drive", "three minutes on two quiet cores"),
 }
+_OTHER = _Build("")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
@@ -61,15 +48,11 @@ class ExtensionLock:
     path: Path
     age_seconds: float
     holder: int | None = None  # the process that has it open: it is building the extension
-    unseen: str = ""
-    """Why a process that holds it may be invisible; empty if all processes are visible."""
+    unseen: str = ""  # why a process that holds it may be invisible; empty if all are visible
 
 
 def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
-    """Find the locks in the folder where this Python builds extensions of torch.
-
-    It lists a folder; if there is a lock, it also reads the open files of all processes.
-    """
+    """Find the locks in the folder where this Python builds extensions of torch."""
     files = sorted(_extension_files("*/lock", environ))
     if not files or not _existence_locks():
         return ()
@@ -102,13 +85,10 @@ def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
 
 
 def announce_builds() -> None:
-    """Have torch write a line to stderr before it compiles an extension, which it does silently.
-
-    DeepSpeed looks the wrapped function up at each use. A second call does nothing.
-    """
+    """Have torch write a line to stderr before it compiles an extension, which it does silently."""
     from torch.utils import cpp_extension
 
-    load = cpp_extension.load
+    load = cpp_extension.load  # which DeepSpeed looks up at each use
     if hasattr(load, "announces"):
         return
 
@@ -116,12 +96,11 @@ def announce_builds() -> None:
     def announced(name: str, *args: Any, **kwargs: Any) -> Any:
         # An extension that was compiled for another version of its source counts too.
         if not any(_extension_files(f"{name}/{name}.so", os.environ)):
-            build = _DEEPSPEED.get(name)
-            purpose = f" (DeepSpeed's {build.purpose})" if build else ""
-            duration = build.duration if build else "one minute to several"
+            build = _DEEPSPEED.get(name, _OTHER)
+            purpose = f" (DeepSpeed's {build.purpose})" if build.purpose else ""
             sys.stderr.write(
                 f"trainer_plugins: torch compiles {printable(name)} first{purpose}: usually"
-                f" {duration}, without output, and once for this Python\n"
+                f" {build.duration}, without output, and once for this Python\n"
             )
         return load(name, *args, **kwargs)
 
@@ -140,10 +119,7 @@ def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]
 
 
 def _existence_locks() -> bool:
-    """Return whether this torch takes a file that exists for a lock.
-
-    Later versions lock its content (pytorch#190543).
-    """
+    """Return whether this torch takes a file for a lock; later ones lock it (pytorch#190543)."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return True
@@ -158,9 +134,8 @@ def _read_lock(file: Path) -> ExtensionLock | None:
         file.stat()  # a build that ended meanwhile has closed the file, then removed it
     except OSError:
         return None
-    return ExtensionLock(
-        path=file, age_seconds=max(0.0, time.time() - found.st_mtime), holder=holder, unseen=unseen
-    )
+    age_seconds = max(0.0, time.time() - found.st_mtime)
+    return ExtensionLock(path=file, age_seconds=age_seconds, holder=holder, unseen=unseen)
 
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
@@ -182,9 +157,8 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
 
 def _may_hold(process: psutil.Process, owner: int) -> bool:
     """Return whether a process with unreadable open files may have created this user's file."""
-    if process.info["status"] == psutil.STATUS_ZOMBIE:
-        return False
-    if process.pid == 1 and _sees_all_processes():
+    is_first = process.pid == 1 and _sees_all_processes()
+    if is_first or process.info["status"] == psutil.STATUS_ZOMBIE:
         return False
     return process.info["uids"] is None or owner in process.info["uids"]
 
@@ -204,7 +178,7 @@ def _why_unseen(file: Path) -> str:
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     mounted = (kinds[str(folder)] for folder in file.resolve().parents if str(folder) in kinds)
     kind = next(mounted, "")
-    if kind.startswith(_SHARED):
+    if _SHARED.match(kind):
         return f"its folder is on {kind}, which other machines may share"
     if kind != "overlay" and not _sees_all_processes():
         return "this container sees its own processes only"

@@ -14,10 +14,9 @@ import torch
 
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
-from trainer_plugins.launch.about import installed_versions
 from trainer_plugins.launch.launcher import launch_of
 from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
-from trainer_plugins.launch.place import place
+from trainer_plugins.launch.place import installed_versions, place
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
 from trainer_plugins.strategy import Strategy
@@ -27,8 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_FEWEST_NAMES = 2
-"""A part of a Hydra config with one name of TrainingArguments, such as `seed`, may be anything."""
+_FEWEST_NAMES = 2  # a part of a Hydra config that has only one of them, as `seed`, may be anything
 
 
 def tried(read: Callable[[], T], default: T) -> T:
@@ -55,15 +53,11 @@ def typed(arguments: list[str], given: list[str]) -> list[str]:
 def facts_of_process(
     device: Device | None, rank: int, world_size: int, time_seconds: float, step: int = 0
 ) -> RunFacts:
-    """Gather the facts of a run that need no Trainer. It takes some milliseconds.
-
-    The time and the step are those at which the run began. The device is None if it is unreadable.
-    """
+    """Gather the facts of a run that need no Trainer; its device is None if it is unreadable."""
     name = "" if device is None else device.name
     properties: Any = tried(lambda: _properties(name), None)
-    allocator = {**Variables.of(os.environ).texts}
-    if _VISIBLE in os.environ:
-        allocator[_VISIBLE] = os.environ[_VISIBLE]
+    visible = {_VISIBLE: os.environ[_VISIBLE]} if _VISIBLE in os.environ else {}
+    allocator = {**Variables.of(os.environ).texts, **visible}
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,
@@ -117,7 +111,6 @@ def _built_class(model: object) -> str:
 
 
 def _config(model: object) -> dict[str, object]:
-    """Return the config of a model as JSON, without secrets; empty if it has none."""
     config = getattr(model, "config", None)
     as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
     if (attention := getattr(config, "_attn_implementation", None)) is not None:
@@ -149,18 +142,16 @@ def _properties(name: str) -> object:
 
 
 def _driver() -> str:
-    """Return the version of the card's driver as Linux shows it; empty elsewhere."""
-    with suppress(OSError):
+    with suppress(OSError):  # only Linux has it
         return masked_text(Path("/proc/driver/nvidia/version").read_text().splitlines()[0])
     return ""
 
 
 def override_of(names: Collection[str]) -> str:
-    """Return the prefix of a Hydra override of one of these names, such as `++trainer.args.`.
+    """Return the prefix of a Hydra override of these names, such as `++trainer.args.`, or nothing.
 
-    It is the part of the job's config that has most of the names. It is empty outside Hydra's jobs,
-    and if no part has two of them. Hydra writes the config of a job to a file before the job
-    begins; that file is read.
+    It is the part of the job's config that has most of them, by the file that Hydra writes before a
+    job begins.
     """
     module: Any = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():

@@ -26,12 +26,8 @@ def read_in_force(
 ) -> Strategy:
     """Read the strategy from the objects that do the work, not from their settings.
 
-    Args:
-        wrapper: what training calls, `trainer.model_wrapped`.
-        optimizer: with accelerate's wrapper or without.
-        distributed_type: accelerate's name for it.
-        world_size: accelerate's count. The process group may be larger, if each rank trains alone.
-        device: the device's type, such as `cuda`.
+    `wrapper` is `trainer.model_wrapped`. `world_size` is accelerate's count: the process group may
+    be larger, if each rank trains alone. `device` is a type, such as `cuda`.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -74,9 +70,8 @@ def _names(obj: object) -> set[str]:
 
 
 def _family(wrapper: nn.Module) -> str:
-    return next(
-        (family for name, family in _FAMILIES.items() if name in _names(wrapper)), "nothing"
-    )
+    names = _names(wrapper)
+    return next((family for name, family in _FAMILIES.items() if name in names), "nothing")
 
 
 def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:

@@ -14,11 +14,7 @@ from trainer_plugins.launch.lint.document import document_of
 from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
 from trainer_plugins.record.run_facts import Launch
 
-_LAUNCHERS = {
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
-    "deepspeed": "deepspeed",
-}
+_LAUNCHERS = {"torchrun": "torchrun", "torch.distributed.run": "torchrun", "deepspeed": "deepspeed"}
 _EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -72,14 +68,12 @@ def launched_by() -> list[str]:
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Gather how this process was launched, without secrets. It takes a few milliseconds.
-
-    The variables are what accelerate exports of its file and flags, and what it reads in each rank:
-    they count even if the launcher itself cannot be found, or the file has changed since.
-    """
+    """Gather how this process was launched, without secrets. It takes a few milliseconds."""
     launcher = find_launcher()
     flags = launcher.flags() if launcher is not None else None
     file = launcher.file(flags) if launcher is not None and flags is not None else None
+    # What accelerate exports of its file and flags counts even if the launcher cannot be found, or
+    # the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
     document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})
@@ -127,11 +121,10 @@ def launch_arguments(command: list[str]) -> list[str] | None:
     >>> launch_arguments(["python", "train.py"])
     """
     for place, word in enumerate(command[:4]):
-        stem = Path(word).stem
-        if stem == "accelerate" and command[place + 1 : place + 2] == ["launch"]:
+        path = Path(word)
+        if path.stem == "accelerate" and command[place + 1 : place + 2] == ["launch"]:
             return command[place + 2 :]
-        if stem == "accelerate-launch" or word == "accelerate.commands.launch":
-            return command[place + 1 :]
-        if Path(word).parts[-3:] == ("accelerate", "commands", "launch.py"):
+        is_file = path.parts[-3:] == ("accelerate", "commands", "launch.py")
+        if is_file or path.stem == "accelerate-launch" or word == "accelerate.commands.launch":
             return command[place + 1 :]
     return None

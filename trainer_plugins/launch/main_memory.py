@@ -1,10 +1,6 @@
-"""Compares the main memory that the ranks of a machine need with the memory that it has.
+"""Compares the main memory that ranks need with what their machine has, in linter and planner."""
 
-The linter and the planner both judge by this file. The linter counts tensors by arithmetic from the
-number of parameters (`lint/host_memory.py`), the planner by running the Trainer.
-"""
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainer_plugins.units import MIB, parse_size, size
 
@@ -22,8 +18,7 @@ class HostNeed:
     pinned_bytes: int  # the part of `tensor_bytes` that is pinned: it cannot be swapped
     num_ranks: int  # the ranks of this machine
     save_bytes: int = 0  # what a save gathers in addition to `tensor_bytes`, in one of the ranks
-    until_resume_bytes: int | None = None
-    """The peak of the tensors if the run is never resumed; None: the same."""
+    until_resume_bytes: int | None = None  # `tensor_bytes` of a run that is never resumed, if less
 
     @property
     def process_bytes(self) -> int:
@@ -32,7 +27,6 @@ class HostNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Return the total."""
         return self.tensor_bytes + self.save_bytes + self.process_bytes
 
 
@@ -41,8 +35,7 @@ class HostLimits:
     """Holds the main memory of a machine, in bytes; None: unknown."""
 
     total_bytes: int | None = None  # main memory of the machine, or of its container
-    pinned_bytes: int | None = None
-    """How much of it can be pinned, if that is less. Under WSL it is."""
+    pinned_bytes: int | None = None  # how much of it can be pinned, if that is less, as under WSL
 
     @classmethod
     def of(
@@ -61,23 +54,16 @@ class HostLimits:
     def shortage(self, need: HostNeed) -> str | None:
         """Say in a few words what is short; None if nothing is, or if the limits are unknown."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
-            return (
-                f"it needs {size(need.total_bytes)} of main memory on a machine, "
-                f"which has {size(self.total_bytes)}{_without_resuming(need)}"
-            )
+            what = f"it needs {size(need.total_bytes)} of main memory on a machine, which has"
+            what += f" {size(self.total_bytes)}"
+            if need.until_resume_bytes in (None, need.tensor_bytes):
+                return what
+            never = need.total_bytes - need.tensor_bytes + (need.until_resume_bytes or 0)
+            return f"{what}; a run that is never resumed needs {size(never)}"
         if self.pinned_bytes is not None and need.pinned_bytes > self.pinned_bytes:
-            return (
-                f"it pins {size(need.pinned_bytes)} of main memory on a machine, "
-                f"where {size(self.pinned_bytes)} can be pinned"
-            )
+            what = f"it pins {size(need.pinned_bytes)} of main memory on a machine, where"
+            return f"{what} {size(self.pinned_bytes)} can be pinned"
         return None
-
-
-def _without_resuming(need: HostNeed) -> str:
-    if need.until_resume_bytes in (None, need.tensor_bytes):
-        return ""
-    never = replace(need, tensor_bytes=need.until_resume_bytes, until_resume_bytes=None)
-    return f"; a run that is never resumed needs {size(never.total_bytes)}"
 
 
 def _size(flag: str, text: str) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-from trainer_plugins.launch.secret_words import Kind, is_drawn, is_several, kind_of
+from trainer_plugins.launch.secret_words import Kind, is_drawn, kind_of
 from trainer_plugins.record.webhook import VARIABLE
 
 HIDDEN = "(hidden)"
@@ -74,7 +74,8 @@ def masked_command(command: Iterable[str]) -> tuple[str, ...]:
     flag, num_values = "", 0
     for argument in command:
         if _is_value(argument, flag):
-            kind = kind_of(flag) if not num_values or is_several(flag) else Kind.PLAIN
+            is_plural = flag.rstrip("0123456789_").lower().endswith("s")
+            kind = kind_of(flag) if not num_values or is_plural else Kind.PLAIN
             shown.append(_masked(argument, kind))
             num_values += 1
         else:
@@ -112,20 +113,17 @@ def masked_fields(
     fields: Mapping[str, object], kind: Kind = Kind.PLAIN, depth: int = 0
 ) -> dict[str, object]:
     """Return a mapping as JSON has it, without secrets; see `masked`."""
+    kinds = {name: kind if kind.is_secret else kind_of(str(name)) for name in fields}
     return {
-        masked_text(str(name)): masked(
-            value, kind if kind.is_secret else kind_of(str(name)), depth + 1
-        )
+        masked_text(str(name)): masked(value, kinds[name], depth + 1)
         for name, value in fields.items()
     }
 
 
 def _is_value(argument: str, flag: str) -> bool:
     """Return whether an argument is a value of the flag before it: some values begin with `-`."""
-    if not flag.startswith("-"):
-        return False
-    if not argument.startswith("-"):
-        return True
+    if not flag.startswith("-") or not argument.startswith("-"):
+        return flag.startswith("-")
     if not kind_of(flag).is_secret:
         return False
     looks_like_flag = _FLAG.fullmatch(argument) and not is_drawn(argument.strip("-"))
@@ -134,10 +132,7 @@ def _is_value(argument: str, flag: str) -> bool:
 
 
 def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
-    """Hide the secrets of a text, which is the value of a name of this kind.
-
-    In code, and in errors that quote it, a bare word after a name is a name itself.
-    """
+    """Hide the secrets of a text; in code, a bare word after a name is a name itself."""
     if kind.hides(text):
         return HIDDEN
     if webhook := os.environ.get(VARIABLE, "").strip():
@@ -201,19 +196,18 @@ def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tu
             end = text.find(quote, end + 1)
         end = len(text) if end < 0 else end
         # Behind a name the quote may also be the end of a text: `print("token: ", x)`.
-        is_end = is_code and text[start : start + 1] in (",", ")", "")
-        return (start, end) if not is_end and kind.hides(text[start:end]) else (start, start)
-    if text[start : start + 1] in ("[", "{"):
+        is_shown = is_code and text[start : start + 1] in (",", ")", "")
+    elif text[start : start + 1] in ("[", "{"):
         end = _closed(text, start)
         is_shown = is_code and (kind is Kind.LIKELY or not re.search("[\"']", text[start:end]))
-        return (start, start) if is_shown or not kind.hides(text[start:end]) else (start, end)
-    is_header = name.lower().endswith(("authorization", "cookie"))
-    bare = (_LINE if is_header else _BARE).match(text, start)
-    if bare is None or not kind.hides(bare[0]):
-        return start, start
-    if is_code and (kind is Kind.LIKELY or _CODE.match(bare[0]) or kind_of(bare[0]).is_secret):
-        return start, start
-    return start, bare.end()
+    else:
+        is_header = name.lower().endswith(("authorization", "cookie"))
+        bare = (_LINE if is_header else _BARE).match(text, start)
+        end, word = (start, "") if bare is None else (bare.end(), bare[0])
+        is_shown = is_code and bool(
+            kind is Kind.LIKELY or _CODE.match(word) or kind_of(word).is_secret
+        )
+    return (start, start) if is_shown or not kind.hides(text[start:end]) else (start, end)
 
 
 def _closed(text: str, start: int) -> int:

@@ -1,16 +1,22 @@
-"""Describes where a process runs, and tells whether a recorded run is still there."""
+"""Describes where a process runs: for the record of a run, and for a bug report."""
 
 import os
 import platform
 import socket
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
 from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import HostDevice
+from trainer_plugins.devices.nvml import NvmlError
+from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 
@@ -21,6 +27,17 @@ _LIMITS = (
     "SLURM_MEM_PER_GPU",
     "SLURM_CPUS_ON_NODE",
 )
+_PACKAGES = (
+    "trainer-plugins", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed",
+    "bitsandbytes", "liger-kernel", "flash-attn", "unsloth", "vllm", "datasets", "triton",
+)  # fmt: skip
+# Files in every container of Docker and Podman (podman-run(1), "/run/.containerenv").
+_CONTAINERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+    "RAY_JOB_ID": "Ray",
+}
 
 
 def place() -> Place:
@@ -50,13 +67,43 @@ def kernel() -> str:
 
 
 def is_running(facts: RunFacts, here: Place) -> bool:
-    """Return whether the process that wrote these facts still runs here.
-
-    Process numbers are reused: a process that began after the run is another one.
-    """
+    """Return whether the process that wrote these facts still runs here."""
     if facts.place is None or facts.place.kernel != here.kernel:
         return False
-    try:
+    try:  # numbers are reused: a process that began after the run is another one
         return bool(psutil.Process(facts.place.pid).create_time() <= facts.time_seconds)
     except psutil.Error:
         return False
+
+
+def about(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the facts in groups for a bug report: no paths, no names of people, no secrets."""
+    try:
+        driver, cards = driver_version(), Counter(cards_in_words())
+        shown = "; ".join(f"{count} x {card}" for card, count in cards.items())
+        of_cards = {"driver": driver, "cards": shown or "none"}
+    except NvmlError as error:
+        of_cards = {"driver": f"none: {error}"}
+    around = [name for variable, name in _SCHEDULERS.items() if variable in environ]
+    if gather_machine(environ).is_wsl:
+        around.append("WSL")
+    if any(map(os.path.exists, _CONTAINERS)):
+        around.append("a container")
+    inside = ", ".join(around) or "none found"
+    return {
+        "versions": {"python": platform.python_version(), **installed_versions()},
+        "machine": {"system": platform.platform(), "inside": inside},
+        "cards": of_cards,
+        "allocator": {
+            name: masked_text(text) for name, text in Variables.of(environ).texts.items()
+        },
+    }
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that matter for memory, without importing them."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

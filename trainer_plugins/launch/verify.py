@@ -1,8 +1,4 @@
-"""Compares the requested strategy with the running one, and names the usual cause.
-
-Each of these launches trains in another way and ends with exit code 0; the causes were found by
-running them.
-"""
+"""Compares the requested strategy with the running one; the causes were found by running them."""
 
 from collections.abc import Iterator
 
@@ -30,7 +26,16 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     lacks_machines = runs.num_machines is not None and machines > runs.num_machines
     if not lacks_machines and runs.world_size >= (asked.world_size or 1):
         return
-    summary, remedy = _missing_machines(asked) if lacks_machines else _missing_ranks(asked, runs)
+    if not lacks_machines:
+        summary, remedy = _missing_ranks(asked, runs)
+    else:
+        summary = f"{asked.num_machines} machines were requested, but each trains alone"
+        remedy = "Give --num_machines, --machine_rank and --main_process_ip on every machine"
+        if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
+            remedy = (
+                "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it"
+                " and without a hostfile DeepSpeed finds this machine only"
+            )
     yield Finding.error(
         code="world-size-not-in-force",
         summary=summary,
@@ -41,16 +46,6 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
 
 def _evidence(asked: Asked, runs: Strategy) -> str:
     return f"requested by {asked.source}; runs {runs}"
-
-
-def _missing_machines(asked: Asked) -> tuple[str, str]:
-    summary = f"{asked.num_machines} machines were requested, but each trains alone"
-    if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
-        return summary, (
-            "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it and"
-            " without a hostfile DeepSpeed finds this machine only"
-        )
-    return summary, "Give --num_machines, --machine_rank and --main_process_ip on every machine"
 
 
 def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
@@ -72,10 +67,8 @@ def _missing_ranks(asked: Asked, runs: Strategy) -> tuple[str, str]:
     summary += ": each process trains alone, all on the same rows"
     if runs.device != "cpu":
         return summary, _OWN_ACCELERATOR
-    return summary, (
-        "accelerate found no accelerator, so it did not connect the processes: give --use_cpu to"
-        " the script"
-    )
+    why = "accelerate found no accelerator, so it did not connect the processes"
+    return summary, f"{why}: give --use_cpu to the script"
 
 
 def _wrapper(asked: Asked, runs: Strategy) -> Iterator[Finding]:
@@ -147,8 +140,7 @@ def _why_lost(asked: Asked) -> tuple[str, str]:
         remedy = f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys"
         return f": `{wrong}` is not a known key", remedy
     if asked.flags_beside_json:
-        flags = ", ".join(asked.flags_beside_json)
-        why = f": accelerate ignores {flags} next to a DeepSpeed JSON"
+        why = f": accelerate ignores {', '.join(asked.flags_beside_json)} next to a DeepSpeed JSON"
         return why, "Change the DeepSpeed JSON instead"
     remedy = "Check which file was read: a default_config.yaml, or `deepspeed` in TrainingArguments"
     return "", remedy
@@ -165,7 +157,6 @@ def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
 
 
 def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    """Judge whether everything is offloaded to where it was requested."""
     for what, where in asked.offload.items():
         in_force = runs.offload.get(what)
         if in_force != where:

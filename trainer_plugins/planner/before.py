@@ -1,4 +1,4 @@
-"""plan_before: what was planned of a Trainer before it trained, for the record of its error."""
+"""Remember what was planned for a Trainer before it trained, for the record of its error."""
 
 import json
 from contextlib import suppress
@@ -12,18 +12,18 @@ from trainer_plugins.record.oom_record import Planned
 from trainer_plugins.record.typed import from_json
 
 FILE = "plan.json"
-"""Where a plan of a run is looked for, in its output_dir."""
+"""The plan of a run, in its output_dir."""
 
 _plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
 
 
 def remember(trainer: object, plan: MemoryPlan) -> None:
-    """Keep the plan of a Trainer as long as the Trainer is there."""
+    """Keep the plan of a Trainer as long as the Trainer lives."""
     _plans[trainer] = plan
 
 
 def plan_before(trainer: object, folder: Path) -> Planned | None:
-    """Return what `plan_run` predicted of this Trainer, else what the folder's `plan.json` says."""
+    """Return what `plan_run` predicted for this Trainer, else the plan in the run's folder."""
     if (plan := _plans.get(trainer)) is not None:
         return _planned(plan, "plan_run")
     with suppress(OSError, ValueError, TypeError):
@@ -32,5 +32,5 @@ def plan_before(trainer: object, folder: Path) -> Planned | None:
 
 
 def _planned(plan: MemoryPlan, source: str) -> Planned:
-    # Anybody may have written the file: a value of another type would spoil the record.
+    # Another program may have written the file: a value of another type would spoil the record.
     return from_json(Planned, {**asdict(plan), "source": source})

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from trainer_plugins.planner.contexts import remember
+from trainer_plugins.planner.cards import keep_context
 from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak, PlanError
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
@@ -18,15 +19,18 @@ MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "generate": ("generation",),
     "save": ("save",),
 }
-"""The moments that the watchdog tells apart, and those of a plan that each of them covers.
+"""The moments that the watchdog distinguishes, and those of a plan that each of them covers.
 
-What comes before and after them has no steps. Where a run tells generation apart, `eval` covers no
-generation: see `tells_generation`.
+What comes before and after them has no steps. In a run that reports generation separately, `eval`
+covers no generation: see `tells_generation`.
 """
 
 _SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
 # more than this includes memory of other processes
 _LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29
+
+_Ranks: TypeAlias = Mapping[int, Sequence[Entry]]
+"""The timelines of a run, by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +49,23 @@ class Difference:
     @property
     def fraction(self) -> float:
         """Return the error as a fraction of the measurement; negative if the plan is too low."""
-        return (
-            (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
-            if self.measured_bytes
-            else 0.0
-        )
+        if not self.measured_bytes:
+            return 0.0
+        return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Holds the comparison of a plan with a run."""
 
-    differences: tuple[Difference, ...]
-    """All differences, the worst first."""
-
+    differences: tuple[Difference, ...]  # all differences, the worst first
     context_bytes: int
     """The most memory of the card in use outside the allocator: context, NCCL, other processes."""
 
     kept_in: Path | None
-    """The file from which later plans for this card take that context; None if it is not kept."""
+    """The file in which that context is kept for later plans; None if it is not kept."""
 
-    remarks: tuple[str, ...]
-    """Notes on how to read these numbers."""
+    remarks: tuple[str, ...]  # notes on how to read these numbers
 
 
 def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
@@ -74,7 +73,7 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
 
     Only the context is kept, for this kind of card and version of torch. No prediction is ever
     scaled by a factor. Of several runs in one folder the last one counts, and of several ranks the
-    one that has most.
+    one with the most memory.
 
     Args:
         plan: the plan that was made for the run.
@@ -88,16 +87,15 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     ranks = timelines_of(run_dir)
     refuse_another_run(plan, ranks)
     differences = differences_of(plan, ranks)
-    context_bytes = max(
-        each.reading.non_torch_bytes for each in _all(ranks) if isinstance(each, Sample)
-    )
+    samples = [each for each in _all(ranks) if isinstance(each, Sample)]
+    context_bytes = max(each.reading.non_torch_bytes for each in samples)
     remarks = _remarks(ranks)
     doubt = _doubt_about_context(plan, ranks, context_bytes)
     kept_in = None
     if doubt is not None:
         remarks.append(f"the context is not kept: {doubt}")
     elif plan.gpu is not None:
-        kept_in = remember(plan.gpu, context_bytes, run_dir.absolute())
+        kept_in = keep_context(plan.gpu, context_bytes, run_dir.absolute())
     return Calibration(
         differences=tuple(sorted(differences, key=lambda each: -abs(each.fraction))),
         context_bytes=context_bytes,
@@ -106,16 +104,8 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     )
 
 
-def timelines_of(run_dir: Path, flag: str = "--calibrate") -> Mapping[int, Sequence[Entry]]:
-    """Read the timelines of the last run in a folder, by rank.
-
-    Args:
-        run_dir: the output_dir of a run that had MemoryWatchdog.
-        flag: what named the folder, for the words of an error.
-
-    Raises:
-        PlanError: there are none, or they hold nothing that can be compared.
-    """
+def timelines_of(run_dir: Path, flag: str = "--calibrate") -> _Ranks:
+    """Read the timelines of the last run in a folder; errors name the flag that named it."""
     try:
         runs = read_history(run_dir).runs
     except (OSError, ValueError) as error:
@@ -128,7 +118,7 @@ def timelines_of(run_dir: Path, flag: str = "--calibrate") -> Mapping[int, Seque
     return ranks
 
 
-def differences_of(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> list[Difference]:
+def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
     """Compare each counter of each moment."""
     found = []
     for moment, peak in peaks_as_seen(plan, tells_generation(ranks)).items():
@@ -136,41 +126,29 @@ def differences_of(plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]]) -> li
         if not seen:
             continue
         held = readings_in(ranks, moment, before_evaluation=moment == "train") or seen
-        pairs = {
-            "allocated": (
-                peak.allocated_bytes,
-                max(reading.peak_allocated_bytes for reading in seen),
-            ),
-            "reserved": (peak.reserved_bytes, max(reading.reserved_bytes for reading in held)),
-            "card": (
-                peak.reserved_bytes + plan.context_bytes,
-                max(reading.total_bytes - reading.free_bytes for reading in held),
-            ),
-        }
-        found += [
-            Difference(
+        on_card = peak.reserved_bytes + plan.context_bytes
+        for counter, predicted, measured in (
+            ("allocated", peak.allocated_bytes, max(each.peak_allocated_bytes for each in seen)),
+            ("reserved", peak.reserved_bytes, max(each.reserved_bytes for each in held)),
+            ("card", on_card, max(each.total_bytes - each.free_bytes for each in held)),
+        ):
+            difference = Difference(
                 moment=moment, counter=counter, predicted_bytes=predicted, measured_bytes=measured
             )
-            for counter, (predicted, measured) in pairs.items()
-        ]
+            found.append(difference)
     return found
 
 
-def tells_generation(ranks: Mapping[int, Sequence[Entry]]) -> bool:
-    """Return whether generation is a moment of its own in these timelines.
+def tells_generation(ranks: _Ranks) -> bool:
+    """Return whether these timelines have generation as a separate moment.
 
-    It is none in those of earlier versions, of runs that generate nothing, or only after training.
+    Those of earlier versions do not, nor of runs that generate nothing, or only after training.
     """
     return any(isinstance(each, Sample) and each.moment == "generate" for each in _all(ranks))
 
 
 def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
-    """Return the peaks of a plan by the moments that MemoryWatchdog tells apart.
-
-    Args:
-        plan: the plan.
-        is_apart: whether generation is one of them.
-    """
+    """Return the peaks of a plan by the watchdog's moments; `is_apart`: generation is one."""
     found = {}
     covered = dict(MOMENTS_SEEN)
     if is_apart:
@@ -186,16 +164,14 @@ def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
     return found
 
 
-def readings_in(
-    ranks: Mapping[int, Sequence[Entry]], moment: str, before_evaluation: bool = False
-) -> list[MemoryReading]:
+def readings_in(ranks: _Ranks, moment: str, before_evaluation: bool = False) -> list[MemoryReading]:
     """Return the readings of all ranks in a moment.
 
-    In a plan, evaluation comes after the training. In a run it may come between, and what it has
+    In a plan, evaluation comes after the training. In a run it may come in between, and what it has
     reserved stays reserved: with `before_evaluation`, only readings before the first one count.
 
-    Where a run tells generation apart, it does so inside training alone: an evaluation after that
-    is both in one, and is left out.
+    A run reports generation separately only inside training: an evaluation after that is both in
+    one, and is left out.
     """
     found = []
     is_apart = moment == "eval" and tells_generation(ranks)
@@ -212,17 +188,11 @@ def readings_in(
     return found
 
 
-def refuse_another_run(
-    plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]], flag: str = "--calibrate"
-) -> None:
-    """Refuse the timelines of a run that cannot be the planned one.
-
-    Raises:
-        PlanError: they are of another model, world size or card, or of one card of several.
-    """
+def refuse_another_run(plan: MemoryPlan, ranks: _Ranks, flag: str = "--calibrate") -> None:
+    """Refuse the timelines of a run that cannot be the planned one."""
     if plan.cards:
         raise PlanError(
-            f"{flag}: the plan is of the fullest of {len(plan.cards)} cards of one process, and a"
+            f"{flag}: the plan is for the fullest of {len(plan.cards)} cards of one process, and a"
             " timeline is of its first: compare max_memory_reserved of each with plan.cards"
         )
     for rank, entries in ranks.items():
@@ -255,9 +225,7 @@ def refuse_another_run(
         )
 
 
-def _doubt_about_context(
-    plan: MemoryPlan, ranks: Mapping[int, Sequence[Entry]], context_bytes: int
-) -> str | None:
+def _doubt_about_context(plan: MemoryPlan, ranks: _Ranks, context_bytes: int) -> str | None:
     if plan.gpu is None or plan.capacity_bytes is None:
         return "name the card with --gpu"
     if any(
@@ -273,15 +241,14 @@ def _doubt_about_context(
     return None
 
 
-def _remarks(ranks: Mapping[int, Sequence[Entry]]) -> list[str]:
+def _remarks(ranks: _Ranks) -> list[str]:
     flushes = sum(isinstance(each, Flush) for each in _all(ranks))
     if not flushes:
         return []
     return [
-        f"the run gave its cache back {flushes} times: "
-        "between two readings it may have reserved more"
+        f"the run emptied its cache {flushes} times: between two readings it may have reserved more"
     ]
 
 
-def _all(ranks: Mapping[int, Sequence[Entry]]) -> Iterable[Entry]:
+def _all(ranks: _Ranks) -> Iterable[Entry]:
     return (entry for entries in ranks.values() for entry in entries)

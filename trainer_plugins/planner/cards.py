@@ -1,13 +1,29 @@
-"""List cards by name: the memory of each, and what a process loses before the first tensor."""
+"""List cards by name: their memory, what a process loses before its first tensor, their kernels.
 
+A context that was measured on this machine is kept in a small file per card and torch version;
+delete the file to forget the measurement. Imports no torch.
+"""
+
+import json
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
 
+from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
+
+Kernel = Literal["flash", "memory-efficient", "all scores"]
+"""An attention kernel, or what torch falls back to: all scores in memory, as in eager attention."""
+
+_FLASH_MAX_HEAD = 256
+_AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +36,7 @@ class Card:
 
     capability: tuple[int, int] = (9, 0)
     num_multiprocessors: int = 132
-    """By which kernels of Triton divide their work; each may keep a sum of its own."""
+    """Kernels of Triton divide their work by it; each may keep a sum of its own."""
 
     context_bytes: int = GUESSED_CONTEXT_BYTES
     """What CUDA, its libraries and their code take in one process.
@@ -28,8 +44,7 @@ class Card:
     It depends on the driver and on what the process imports.
     """
 
-    context_source: str | None = None
-    """Who measured the context; None if it is a guess."""
+    context_source: str | None = None  # who measured the context; None if it is a guess
 
 
 def about_context(card: Card) -> str:
@@ -43,15 +58,15 @@ def about_context(card: Card) -> str:
 
 
 def about_size(card: Card) -> str:
-    """Say what a size in GB was taken for; empty for a card with a name, and for GiB.
+    """Say how a size in GB was read; empty for a card with a name, and for GiB.
 
     >>> about_size(card_of("24GB")).partition(";")[0]
-    '24GB is taken for 24,000,000,000 bytes, which are 22.35 GiB'
+    '24GB is read as 24,000,000,000 bytes, which are 22.35 GiB'
     """
     if not re.fullmatch(r"[\d.]+\s*[kmg]b", card.name.strip(), re.IGNORECASE):
         return ""
     return (
-        f"{card.name} is taken for {card.capacity_bytes:,} bytes, which are"
+        f"{card.name} is read as {card.capacity_bytes:,} bytes, which are"
         f" {size(card.capacity_bytes)}; cards that are sold with that number differ: name the card,"
         " or give GiB"
     )
@@ -62,15 +77,16 @@ def _card(
     capacity_gib: float,
     capability: tuple[int, int],
     num_multiprocessors: int,
-    context: tuple[int, str] | None = None,
+    context_bytes: int = GUESSED_CONTEXT_BYTES,
+    context_source: str | None = None,
 ) -> Card:
     return Card(
         name=name,
         capacity_bytes=int(capacity_gib * GIB),
         capability=capability,
         num_multiprocessors=num_multiprocessors,
-        context_bytes=context[0] if context is not None else GUESSED_CONTEXT_BYTES,
-        context_source=context[1] if context is not None else None,
+        context_bytes=context_bytes,
+        context_source=context_source,
     )
 
 
@@ -78,15 +94,13 @@ def _card(
 # Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
 # A6000, which has as many memory chips. Multiprocessors are those of NVIDIA's data sheets.
 CARDS = (
-    _card("t4", 14.56, (7, 5), 40, (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4")),
+    _card("t4", 14.56, (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
     _card("v100-16gb", 15.77, (7, 0), 80),
     _card("v100-32gb", 31.73, (7, 0), 80),
     _card("rtx3090", 23.68, (8, 6), 82),
     _card("rtx4090", 23.51, (8, 9), 128),
     _card("rtx5090", 31.36, (12, 0), 170),
-    _card(
-        "rtxa6000", 47.40, (8, 6), 84, (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000")
-    ),
+    _card("rtxa6000", 47.40, (8, 6), 84, 750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
     _card("rtx6000ada", 47.40, (8, 9), 142),
     _card("a10g", 21.98, (8, 6), 80),
     _card("l4", 21.95, (8, 9), 58),
@@ -121,6 +135,66 @@ def card_of(text: str) -> Card:
     near = [each for each in _BY_NAME if name and name in each]
     near = near or get_close_matches(name, _BY_NAME, n=1)
     hint = f"is it {' or '.join(near)}?" if near else f"known cards are {', '.join(_BY_NAME)}."
-    raise PlanError(
-        f"no card is known by the name {text!r}: {hint} You can also give a size, as in 24GiB"
-    )
+    raise PlanError(f"no card is named {text!r}: {hint} You can also give a size, as in 24GiB")
+
+
+def context_file(card_name: str) -> Path:
+    """Return the file for the context of this card with the installed torch; it may not exist."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", card_name)
+    return cache_folder() / "contexts" / f"{name}-torch{version('torch')}.json"
+
+
+def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
+    """Keep a context that was measured in the folder of a run, and return its file."""
+    file = context_file(card_name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"context_bytes": context_bytes, "measured_in": str(measured_in)}))
+    draft.replace(file)
+    return file
+
+
+def with_measured_context(card: Card) -> Card:
+    """Return the card with the context measured on this machine, or unchanged if there is none."""
+    file = context_file(card.name)
+    try:
+        kept = json.loads(file.read_text())
+        measured, folder = int(kept["context_bytes"]), kept["measured_in"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return card
+    source = f"measured in {folder} and kept in {file}; --no-calibration plans without it"
+    return replace(card, context_bytes=measured, context_source=source)
+
+
+def attention_kernel(
+    dtype: str,
+    head_size: int,
+    value_size: int,
+    capability: tuple[int, int],
+    has_mask: bool,
+    has_groups: bool = False,
+) -> Kernel:
+    """Return the kernel that `scaled_dot_product_attention` takes on a card.
+
+    In half precision without a mask, that is flash, which can share keys among groups of heads.
+    With a mask or in float32 it is the memory-efficient kernel, which cannot. On compute capability
+    9 and 10 some builds prefer cuDNN's kernel, which keeps the same as flash.
+
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+
+    Args:
+        dtype: what is computed in, as torch names it: `bfloat16`.
+        head_size: the numbers of a head in a query.
+        value_size: the numbers of a head in a value.
+        capability: the compute capability of the card.
+        has_mask: whether there is a mask other than a causal one.
+        has_groups: whether groups of heads share keys.
+    """
+    is_half = dtype in ("float16", "bfloat16")
+    fits_flash = is_half and value_size == head_size <= _FLASH_MAX_HEAD
+    if fits_flash and capability >= _AMPERE and not has_mask:
+        return "flash"
+    has_kernel = dtype != "float64" and (dtype != "bfloat16" or capability >= _AMPERE)
+    if has_kernel and head_size % (8 if is_half else 4) == 0 and not has_groups:
+        return "memory-efficient"
+    return "all scores"

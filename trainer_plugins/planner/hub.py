@@ -1,4 +1,4 @@
-"""Finds the config of a model by its name on the hub: in the local cache, or there if asked to."""
+"""Find the config of a model by its name on the hub: in the local cache, or there on request."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def config_file(name: str, from_hub: bool) -> Path:
     Raises:
         PlanError: it is not there, or cannot be fetched.
     """
-    # Else it also asks the hub for a list of agents, for what it says of itself in each request.
+    # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
@@ -38,7 +38,7 @@ def config_file(name: str, from_hub: bool) -> Path:
             return Path(hf_hub_download(name, _FILE))
         found = try_to_load_from_cache(name, _FILE)
     except (OSError, ValueError) as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _line(error)
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _one_line(error)
         raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
     if isinstance(found, str):
         return Path(found)
@@ -49,5 +49,5 @@ def config_file(name: str, from_hub: bool) -> Path:
     )
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())

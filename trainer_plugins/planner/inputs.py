@@ -16,8 +16,7 @@ from typing import Any
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
-from trainer_plugins.planner.cards import card_of
-from trainer_plugins.planner.contexts import with_measured_context
+from trainer_plugins.planner.cards import card_of, with_measured_context
 from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
@@ -28,10 +27,11 @@ from trainer_plugins.planner.request import (
     TRL_TRAINERS,
     ConfigSource,
     PlanRequest,
+    fields_of,
 )
-from trainer_plugins.planner.trainer import fields_of
 
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
+_ITS_MODEL = "its model is planned as it is"
 _OF_A_TRAINER = {
     "training_args": "its own count (trainer.args)",
     "seq_length": _ITS_BATCH,
@@ -40,16 +40,15 @@ _OF_A_TRAINER = {
     "image_size": _ITS_BATCH,
     "sound_seconds": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
-    "peft_config": "its model is planned as it is: make the Trainer with a model of peft",
-    "quantization_config": "its model is planned as it is: load it quantised",
-    "prepare_kbit": "its model is planned as it is: prepare it before the Trainer is made",
+    "peft_config": f"{_ITS_MODEL}: make the Trainer with a model of peft",
+    "quantization_config": f"{_ITS_MODEL}: load it quantised",
+    "prepare_kbit": f"{_ITS_MODEL}: prepare it before the Trainer is made",
     "accelerate_config": (
         "how it is launched is read from the process that made it; "
         "num_gpus changes the number of cards"
     ),
 }
 """What belongs to a config, and why a Trainer does not take it."""
-
 
 _COUNTS = (
     "per_device_train_batch_size",
@@ -68,55 +67,31 @@ _OF_BITSANDBYTES = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigInputs:
-    """Holds what is given with the config of a model, and not with a Trainer."""
+    """Holds what is given with the config of a model, and not with a Trainer.
+
+    The fields are options of `trainer-plugins plan`, and most are arguments of `plan_run`.
+    """
 
     training_args: object = None
     """TrainingArguments, a dict of their fields, or a sequence of flags."""
 
     seq_length: int | None = None
-    """Tokens of each row; None is 2048."""
-
     target_length: int | None = None
-    """Tokens of each label of an encoder-decoder; None is `seq_length`."""
-
     dtype: str | None = None
-    """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
-
     peft_config: object = None
-    """A PeftConfig, or a dict of its fields."""
-
     accelerate_config: str | os.PathLike[str] | None = None
-    """accelerate's config file."""
-
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
-
     has_metrics: bool = False
-    """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
-
     quantization_config: object = None
-    """A BitsAndBytesConfig, or a dict of its fields, for a base that is quantised as it loads."""
-
     prepare_kbit: bool | None = None
-    """Whether a quantised base is given to `prepare_model_for_kbit_training`; None is yes."""
-
     num_labels: int | None = None
-    """The classes of a classifier; None is as the config says."""
-
     images_per_row: int | None = None
-    """The pictures of each row, for a vision-language model; None is one."""
-
-    image_size: str | None = None
-    """Height and width of a picture, as in "448x672"."""
-
+    image_size: str | None = None  # height and width of a picture, as in "448x672"
     sound_seconds: float | None = None
-    """How long the sound of each row is, for a model that takes samples."""
-
     resident_layers: int | None = None
     """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
 
     streams_embeddings: bool = False
-    """Whether embeddings and head are streamed with it."""
-
     trainer: str | None = None
     """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
 
@@ -126,38 +101,19 @@ class ConfigInputs:
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """Holds what is given with a config or with a Trainer."""
+    """Holds what is given with a config or with a Trainer; see `plan_run`."""
 
     gpu: str | None = None
-    """The name or the size of a card; None is the Trainer's card, or no card."""
-
     calibration: bool = True
-    """Whether to use the context that was measured here for this card."""
-
     allocator: str | None = None
-    """The allocator settings; None takes those of this process."""
-
     num_gpus: int | None = None
-    """How many cards train together; None takes the number from the launch."""
-
     has_padding: bool | None = None
-    """Whether batches have padding; None looks at the batch, or assumes it for several rows."""
-
     host_memory: str | None = None
-    """The size of a machine's main memory; None is this machine's, if the card is the Trainer's."""
-
     pinned_memory: str | None = None
-    """How much of it can be pinned; None sets no limit."""
 
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
-    """Make the request for a run.
-
-    Args:
-        trainer_or_config: a Trainer before training; or a PretrainedConfig, a dict, the path of a
-            config.json or of its folder, or a name on the hub.
-        details: what belongs to a config.
-        run: the cards and the launch.
+    """Make the request for a run: of a Trainer before training, or of the config of a model.
 
     Raises:
         PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
@@ -190,8 +146,8 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     length, file = details.seq_length, details.accelerate_config
     arguments = arguments_to_send(details.training_args)
-    if isinstance(fields := details.training_args, Mapping):
-        _check_flags([f"--{name}={value}" for name, value in fields.items()])
+    if isinstance(given_fields := details.training_args, Mapping):
+        _check_flags([f"--{name}={value}" for name, value in given_fields.items()])
     elif isinstance(arguments, tuple):
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
@@ -236,11 +192,11 @@ def _check_flags(flags: Sequence[str]) -> None:
         if flag.startswith("--") and not isfinite(number):
             raise PlanError(f"{flag} needs a finite number, got {text}")
         if name in _COUNTS and number < 1:
-            raise PlanError(f"{flag} is a number from 1 on, got {text}")
+            raise PlanError(f"{flag} must be at least 1, got {text}")
 
 
 def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:
-    """Check how the base is to be quantised, as far as torch is not needed for it."""
+    """Check how the base is to be quantised, as far as that needs no torch."""
     fields = _fields(details.quantization_config)
     if fields is None:
         if details.prepare_kbit is not None and not of_config:
@@ -249,7 +205,7 @@ def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object]
             _check_quantisation(of_config)
         return None
     if of_config:
-        raise PlanError("the config has a quantization_config of its own: quantise it once")
+        raise PlanError("the config already has a quantization_config: quantise it once")
     _check_quantisation(fields)
     if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
         raise PlanError("a base is quantised by one of --load-in-4bit and --load-in-8bit: give one")
@@ -278,10 +234,7 @@ def _settings(run: RunInputs) -> str:
 
 
 def allocator_text() -> str:
-    """Return the allocator settings of this process.
-
-    Which environment variable counts depends on the version of torch.
-    """
+    """Return the allocator settings of this process, from the variable that this torch reads."""
     variables = Variables.of(os.environ)
     name = variables.read_by(gather_machine(os.environ))
     return variables.texts[name] if name is not None else ""
@@ -335,7 +288,7 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
 
 
 def _trainer_of(details: ConfigInputs) -> str | None:
-    """Return the Trainer of TRL's that is named, or whose config the arguments are."""
+    """Return the TRL Trainer that is named, or to whose config class the arguments belong."""
     name = type(details.training_args).__name__
     of_config = name.removesuffix("Config").lower() if name.endswith("Config") else ""
     return details.trainer or (of_config if of_config in TRL_TRAINERS else None)

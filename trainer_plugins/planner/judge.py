@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
@@ -20,12 +21,15 @@ from trainer_plugins.planner.plan import (
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.events import Storage, Trace
-from trainer_plugins.planner.tracing.replay import Replay, live_at_peak, replay
+from trainer_plugins.planner.tracing.replay import Replay, by_card, live_at_peak, replay
 from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+
+_Live: TypeAlias = list[tuple[Storage, int]]
+"""Storages that are live at the peak, with the sizes of their blocks."""
 
 
 def rules_of(request: PlanRequest) -> AllocatorRules:
@@ -34,8 +38,10 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
     Raises:
         PlanError: torch would refuse them, or they name a backend that is not modelled.
     """
+    rules = AllocatorRules()
     try:
-        rules = AllocatorRules.of(parse(request.allocator))
+        if request.allocator:
+            rules = AllocatorRules.of(parse(request.allocator))
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
     if request.device == "simgpu":  # it has rules of its own, whatever the settings say
@@ -51,7 +57,7 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
     progress.step("replaying its allocations")
     plans = {
         card: _judge_card(request, replace(watched, trace=trace), rules)
-        for card, trace in watched.trace.by_card().items()
+        for card, trace in by_card(watched.trace).items()
     }
     worst = max(
         plans, key=lambda card: (plans[card].fits is False, plans[card].reserved_peak_bytes)
@@ -59,37 +65,39 @@ def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> Memo
     if len(plans) == 1:
         return plans[worst]
     nothing = MomentPeak(allocated_bytes=0, reserved_bytes=0)
-    peaks = {card: _whole_peak(plan) for card, plan in plans.items()}
+    peaks = {
+        card: MomentPeak(
+            allocated_bytes=plan.allocated_peak_bytes, reserved_bytes=plan.reserved_peak_bytes
+        )
+        for card, plan in plans.items()
+    }
+    each = ", ".join(f"card {card}: {size(peak.reserved_bytes)}" for card, peak in peaks.items())
+    line = (
+        "one process spreads the model over its cards (device_map), which are assumed to be equal;"
+        f" they reserve at the peak {each}, and all other figures are of card {worst}"
+    )
     return replace(
         plans[worst],
         cards=tuple(peaks.get(card, nothing) for card in range(max(plans) + 1)),
-        assumptions=(*plans[worst].assumptions, _about_cards(peaks, worst)),
-    )
-
-
-def _whole_peak(plan: MemoryPlan) -> MomentPeak:
-    return MomentPeak(
-        allocated_bytes=plan.allocated_peak_bytes, reserved_bytes=plan.reserved_peak_bytes
-    )
-
-
-def _about_cards(peaks: Mapping[int, MomentPeak], worst: int) -> str:
-    each = ", ".join(f"card {card}: {size(peak.reserved_bytes)}" for card, peak in peaks.items())
-    return (
-        f"one process spreads the model over its cards (device_map), which are taken as alike; "
-        f"they reserve at the peak {each}, and all other figures are of card {worst}"
+        assumptions=(*plans[worst].assumptions, line),
     )
 
 
 def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
     card, trace, versions = request.card, watched.trace, installed()
     unlimited = replay(trace, None, rules)
-    on_card = _on_card(card, watched, rules)
-    shown = on_card if on_card is not None and on_card.failed is None else unlimited
-    context = card.context_bytes if card is not None else 0
+    on_card, context = None, 0
+    if card is not None:
+        context = card.context_bytes
+        on_card = replay(trace, card.capacity_bytes - context, rules)
+    fits_card = on_card is not None and on_card.failed is None
+    shown = on_card if on_card is not None and fits_card else unlimited
     live = live_at_peak(trace, unlimited)
     planned, said = _about_experts(request, watched, live)
     shortage = request.host.shortage(watched.host)
+    fits = None
+    if on_card is not None or request.host != HostLimits():
+        fits = shortage is None and (on_card is None or fits_card)
     return MemoryPlan(
         allocated_peak_bytes=unlimited.allocated_peak_bytes,
         reserved_peak_bytes=shown.reserved_peak_bytes,
@@ -101,7 +109,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         host_capacity_bytes=request.host.total_bytes,
         host_shortage=shortage,
         capacity_bytes=card.capacity_bytes if card is not None else None,
-        fits=_fits(on_card, request.host, shortage),
+        fits=fits,
         moment=unlimited.peak_moment,
         breakdown=_breakdown(live),
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
@@ -120,11 +128,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
             *_about_card(card),
             *_about_order(trace, rules, unlimited),
         ),
-        known_error=(
-            known_error(versions, is_quantised="quantised" in watched.planned)
-            if request.device == "cuda"
-            else "in the tests, plans for the simulated card are within 1 %"
-        ),
+        known_error=_known_error(request, watched, versions),
         device=request.device,
         gpu=card.name if card is not None else None,
         num_gpus=watched.num_gpus,
@@ -136,50 +140,34 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
     )
 
 
-def _on_card(card: Card | None, watched: Watched, rules: AllocatorRules) -> Replay | None:
-    if card is None:
-        return None
-    return replay(watched.trace, card.capacity_bytes - card.context_bytes, rules)
+def _known_error(request: PlanRequest, watched: Watched, versions: Mapping[str, str]) -> str:
+    if request.device == "cuda":
+        return known_error(versions, is_quantised="quantised" in watched.planned)
+    return "in the tests, plans for the simulated card are within 1 %"
 
 
-def _fits(on_card: Replay | None, host: HostLimits, shortage: str | None) -> bool | None:
-    if on_card is None and host == HostLimits():
-        return None
-    return shortage is None and (on_card is None or on_card.failed is None)
-
-
-def _breakdown(live: list[tuple[Storage, int]]) -> dict[Category, int]:
+def _breakdown(live: _Live) -> dict[Category, int]:
     found: dict[Category, int] = defaultdict(int)
     for storage, num_bytes in live:
         found[storage.category] += num_bytes
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def _groups(live: list[tuple[Storage, int]]) -> tuple[TensorsAtPeak, ...]:
+def _groups(live: _Live) -> tuple[TensorsAtPeak, ...]:
     """Put storages together that are alike, those with the most bytes first."""
     alike = Counter(
-        (
-            num_bytes,
-            storage.category,
-            _part(storage.module),
-            storage.operation,
-            storage.moment,
-            storage.dtype,
+        TensorsAtPeak(
+            count=1,
+            num_bytes=num_bytes,
+            category=storage.category,
+            part=_part(storage.module),
+            operation=storage.operation,
+            moment=storage.moment,
+            dtype=storage.dtype,
         )
         for storage, num_bytes in live
     )
-    found = [
-        TensorsAtPeak(
-            count=count,
-            num_bytes=num_bytes,
-            category=category,
-            part=part,
-            operation=operation,
-            moment=moment,
-            dtype=dtype,
-        )
-        for (num_bytes, category, part, operation, moment, dtype), count in alike.items()
-    ]
+    found = [replace(one, count=count) for one, count in alike.items()]
     return tuple(sorted(found, key=lambda each: -each.total_bytes)[:_TOP_TENSORS])
 
 
@@ -216,9 +204,9 @@ def _failed_request(on_card: Replay | None) -> str | None:
 
 
 def _about_experts(
-    request: PlanRequest, watched: Watched, live: list[tuple[Storage, int]]
+    request: PlanRequest, watched: Watched, live: _Live
 ) -> tuple[Mapping[str, str], list[str]]:
-    """Return what was planned, and what to know of it, with the experts that are not quantised."""
+    """Return what was planned, and a line about experts that are not quantised."""
     experts = [
         (storage.dtype, num_bytes)
         for storage, num_bytes in live
@@ -236,7 +224,7 @@ def _about_experts(
     )
     if dtype == "float32" and getattr(request.source, "prepares_kbit", False):
         line += "; --no-prepare-kbit leaves them in the dtype that they are loaded in"
-    quantised = f"{watched.planned['quantised']}, but for {many} in {_BITS[dtype]} bits"
+    quantised = f"{watched.planned['quantised']}, except {many} in {_BITS[dtype]} bits"
     return {**watched.planned, "quantised": quantised}, [line]
 
 
@@ -245,8 +233,7 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
     if rules.segments != "chunks" or rules.expandable_segments:
         return []
     rising = replay(trace, None, replace(rules, segments="rising")).reserved_peak_bytes
-    here = unlimited.reserved_peak_bytes
-    low, high = sorted((here, rising))
+    low, high = sorted((unlimited.reserved_peak_bytes, rising))
     if size(low) == size(high):
         return []
     return [
@@ -259,5 +246,5 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
 def _about_card(card: Card | None) -> list[str]:
     if card is None:
         return []
-    said = [about_size(card), about_context(card) if card.context_bytes else ""]
-    return [line for line in said if line]
+    lines = [about_size(card), about_context(card) if card.context_bytes else ""]
+    return [line for line in lines if line]

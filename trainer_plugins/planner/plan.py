@@ -1,7 +1,7 @@
 """Define MemoryPlan: what a run is predicted to need, as a value."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -45,7 +45,7 @@ def known_moment(name: _Name) -> _Name:
     """Return the name of a moment unchanged.
 
     Raises:
-        ValueError: there is no such moment. Its peak would be missing in the plan.
+        ValueError: there is no such moment, and the plan would leave its peak out.
     """
     if name not in MOMENTS:
         raise ValueError(f"a run has no moment {name!r}; it has {', '.join(MOMENTS)}")
@@ -64,7 +64,7 @@ def known_category(name: _Name) -> _Name:
 
 
 def peak_until_resume(peaks: Mapping[Moment, int]) -> int:
-    """Return the highest of these peaks that a run has which is never resumed."""
+    """Return the highest peak of a run that is never resumed."""
     return max((peak for moment, peak in peaks.items() if moment != "resume"), default=0)
 
 
@@ -89,17 +89,9 @@ class TensorAtPeak:
 
     num_bytes: int
     category: Category
-    """What the memory is used for, one of `CATEGORIES`."""
-
-    module: str
-    """The module that made it, by its name in the model; empty if none did."""
-
-    operation: str
-    """The operation that made it, as torch names it: `aten::mm`."""
-
+    module: str  # the name of the module that made it; empty if none did
+    operation: str  # the operation that made it, as torch names it: `aten::mm`
     moment: Moment
-    """The moment in which it was made, one of `MOMENTS`."""
-
     shape: tuple[int, ...]
     dtype: str
 
@@ -110,20 +102,16 @@ class TensorAtPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtPeak:
-    """Describes storages at the peak that are alike: one size, one use, one part of the model.
+    """Describes equal storages at the peak: one size, one use, one part of the model.
 
     Raises:
         ValueError: there is no such category or moment.
     """
 
     count: int
-    num_bytes: int
-    """The size of each."""
-
+    num_bytes: int  # the size of each
     category: Category
-    part: str
-    """The part of the model, without the numbers of layers: `mlp`, `lm_head`; empty if none."""
-
+    part: str  # the part of the model without layer numbers: `mlp`, `lm_head`; empty if none
     operation: str
     moment: Moment
     dtype: str
@@ -148,23 +136,15 @@ class MomentPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Describes a change with which a run fits, as it is predicted. Sizes in bytes, for one card.
+    """Describes a change that is predicted to make a run fit. Sizes in bytes, for one card.
 
-    The effective batch is kept.
+    The effective batch stays the same.
     """
 
-    changes: tuple[str, ...]
-    """What is changed, in words: "1 row x 16", "checkpointing"."""
-
+    changes: tuple[str, ...]  # what changes, in words: "1 row x 16", "checkpointing"
     price: str
-    """What the change costs."""
-
-    flags: str
-    """What to add to the command of the plan to get it; of a flag given twice the last counts."""
-
-    micro_batch: int
-    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
-
+    flags: str  # what to add to the plan's command; if a flag is given twice, the last one counts
+    micro_batch: int  # rows of one forward pass on one card (`per_device_train_batch_size`)
     accumulation_steps: int
     sequence_length: int
     reserved_peak_bytes: int
@@ -179,7 +159,7 @@ BUS_BYTES_PER_SECOND = 25_000_000_000
 
 
 def at_least(copy_seconds: float) -> str:
-    """Say that a step cannot be faster than its copies over the bus."""
+    """Say how long a step takes at least because of its copies over the bus."""
     rate = f"{BUS_BYTES_PER_SECOND / 1e9:.0f} GB/s (PCIe 4.0 x16)"
     digits = 1 if copy_seconds >= 1 else 3
     return f"at least {copy_seconds:.{digits}f} s a step at {rate}, not yet measured on a GPU"
@@ -190,21 +170,14 @@ class Streamed:
     """Describes a frozen base that is streamed. Sizes in bytes, for one card."""
 
     num_layers: int
-    resident_layers: int
-    """How many of them are on the card."""
-
-    num_bytes: int
-    """The weights that wait in main memory."""
-
-    copied_bytes_per_micro_batch: int
-    """What its forward and backward copy over the bus."""
-
+    resident_layers: int  # how many of them are on the card
+    num_bytes: int  # the weights that wait in main memory
+    copied_bytes_per_micro_batch: int  # what its forward and backward copy over the bus
     copied_bytes_per_step: int = 0
-    copy_seconds_per_step: float = 0.0
-    """How long that takes at `BUS_BYTES_PER_SECOND`."""
+    copy_seconds_per_step: float = 0.0  # how long that takes at `BUS_BYTES_PER_SECOND`
 
     def with_step_of(self, num_micro_batches: int) -> "Streamed":
-        """Return the same for steps of so many micro-batches."""
+        """Return the same with this number of micro-batches in a step."""
         copied_bytes = num_micro_batches * self.copied_bytes_per_micro_batch
         return replace(
             self,
@@ -217,7 +190,7 @@ class Streamed:
 class MemoryPlan:
     """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
 
-    All of it is predicted; no card was used.
+    Everything is predicted, without a card.
 
     Raises:
         ValueError: a moment or a category does not exist.
@@ -227,13 +200,13 @@ class MemoryPlan:
     """What `max_memory_allocated` will return."""
 
     reserved_peak_bytes: int
-    """What `max_memory_reserved` will return; if the run does not fit, on an unlimited card."""
+    """What `max_memory_reserved` will return; of a run that does not fit, on an unlimited card."""
 
     nvidia_smi_peak_bytes: int
     """What the driver will show for the process: reserved memory and the context."""
 
     host_ram_bytes_per_node: int
-    """The peak of the tensors of all ranks of a node in main memory."""
+    """The peak of all ranks' tensors in a node's main memory."""
 
     host_pinned_bytes_per_node: int = 0
     """The part of the tensors in main memory that is pinned."""
@@ -242,10 +215,10 @@ class MemoryPlan:
     """What Python and its libraries take of main memory, in all ranks of a node."""
 
     host_moments: Mapping[Moment, int] = field(default_factory=dict)
-    """The peak of the tensors in main memory, by moment. One that adds nothing there has none."""
+    """The peak of the tensors in main memory by moment, for the moments that add some."""
 
     host_capacity_bytes: int | None = None
-    """The main memory of a node; None if nobody said."""
+    """The main memory of a node; None if unknown."""
 
     host_shortage: str | None = None
     """What does not fit in main memory, in words; None if nothing is known to be short."""
@@ -257,7 +230,7 @@ class MemoryPlan:
     """Whether the run completes on that card and in that main memory; None if neither is known."""
 
     moment: Moment
-    """The moment of the allocated peak, one of `MOMENTS`."""
+    """The moment of the allocated peak."""
 
     breakdown: Mapping[Category, int]
     """Bytes at the allocated peak by category. They add up to `allocated_peak_bytes`."""
@@ -266,7 +239,7 @@ class MemoryPlan:
     """The ten largest tensors at the allocated peak."""
 
     moments: Mapping[Moment, MomentPeak]
-    """The peak of each moment that the run has."""
+    """The peak of each moment of the run."""
 
     num_flushes: int = 0
     """How often a full card makes the allocator release its cache (`num_alloc_retries`)."""
@@ -278,28 +251,28 @@ class MemoryPlan:
     """The operation, module and moment of the allocation that fails."""
 
     not_predicted: tuple[str, ...] = ()
-    """Memory of the run that this plan leaves out, by name."""
+    """Memory of the run that this plan leaves out."""
 
     not_reliable: tuple[str, ...] = ()
     """Figures that are less reliable than usual, each with the reason."""
 
     assumptions: tuple[str, ...] = ()
-    """Choices that the planner made because the input leaves them open."""
+    """What the planner assumed where the input says nothing."""
 
     known_error: str = ""
     """How far earlier plans were from measured figures."""
 
     device: str = "cuda"
-    """The type of device that is planned for: `cuda`, or `simgpu`, the simulated card."""
+    """`cuda`, or `simgpu` for the simulated card."""
 
     gpu: str | None = None
     """The name of the card; None if no card was named."""
 
     num_gpus: int = 1
-    """How many cards train together, or processes if each has several."""
+    """How many cards train together, or processes if each has several cards."""
 
     cards: tuple[MomentPeak, ...] = ()
-    """The peaks of each card of a process that has several, by index; the rest is of the worst."""
+    """The peaks of each card of a process with several, by index; all else is of the fullest."""
 
     context_bytes: int = 0
     """The part of `nvidia_smi_peak_bytes` that is outside torch's allocator."""
@@ -310,9 +283,9 @@ class MemoryPlan:
     """Versions of torch, transformers and other packages that the run was rehearsed with."""
 
     timeline: tuple[tuple[Moment, int, int], ...] = ()
-    """The run as points in order: the moment, the allocated bytes and the reserved bytes.
+    """Points of the run in order: the moment, the allocated bytes and the reserved bytes.
 
-    One point holds the maximum of up to some hundred consecutive events.
+    A point holds the maximum of up to some hundred consecutive events.
     """
 
     groups_at_peak: tuple[TensorsAtPeak, ...] = ()
@@ -325,10 +298,10 @@ class MemoryPlan:
     """How the frozen base is streamed; None if it is not."""
 
     proposals: tuple[Proposal, ...] = ()
-    """With what the run would fit, if that was asked for; the least costly first."""
+    """Changes with which the run would fit, if asked for; the least costly first."""
 
     tried_without_success: tuple[str, ...] = ()
-    """What was tried to make the run fit and does not, each with what is missing."""
+    """Changes that were tried and do not make the run fit, each with what is missing."""
 
     def __post_init__(self) -> None:
         for moment in (self.moment, *self.moments, *self.host_moments):
@@ -348,15 +321,10 @@ class MemoryPlan:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Return the free bytes of the card at the peak; negative if memory is missing.
-
-        It is None if no card was named.
-        """
-        return (
-            None
-            if self.capacity_bytes is None
-            else self.capacity_bytes - self.nvidia_smi_peak_bytes
-        )
+        """Return the card's free bytes at the peak, negative if short; None without a card."""
+        if self.capacity_bytes is None:
+            return None
+        return self.capacity_bytes - self.nvidia_smi_peak_bytes
 
     def to_json(self) -> str:
         """Write the plan as one JSON object, with flat keys named after the fields."""
@@ -370,29 +338,30 @@ class MemoryPlan:
             ValueError: the text is not the JSON of a plan.
         """
         try:
-            fields: dict[str, Any] = json.loads(text)
-            fields["top_tensors"] = tuple(
-                TensorAtPeak(**{**tensor, "shape": tuple(tensor["shape"])})
-                for tensor in fields["top_tensors"]
-            )
-            fields["moments"] = {
-                name: MomentPeak(**peak) for name, peak in fields["moments"].items()
-            }
+            found: dict[str, Any] = json.loads(text)
+            for tensor in found["top_tensors"]:
+                tensor["shape"] = tuple(tensor["shape"])
+            for proposal in found.get("proposals", ()):
+                proposal["changes"] = tuple(proposal["changes"])
             for name in ("not_predicted", "not_reliable", "assumptions", "tried_without_success"):
-                fields[name] = tuple(fields.get(name, ()))
-            fields["groups_at_peak"] = tuple(
-                TensorsAtPeak(**each) for each in fields.get("groups_at_peak", ())
+                found[name] = tuple(found.get(name, ()))
+            for name, kind in _LISTS.items():
+                found[name] = tuple(kind(**each) for each in found.get(name, ()))
+            found["moments"] = {name: MomentPeak(**peak) for name, peak in found["moments"].items()}
+            found["timeline"] = tuple(
+                (moment, now, held) for moment, now, held in found["timeline"]
             )
-            fields["proposals"] = tuple(
-                Proposal(**{**each, "changes": tuple(each["changes"])})
-                for each in fields.get("proposals", ())
-            )
-            if fields.get("streamed") is not None:
-                fields["streamed"] = Streamed(**fields["streamed"])
-            fields["cards"] = tuple(MomentPeak(**each) for each in fields.get("cards", ()))
-            fields["timeline"] = tuple(
-                (moment, now, held) for moment, now, held in fields["timeline"]
-            )
-            return cls(**fields)
+            if found.get("streamed") is not None:
+                found["streamed"] = Streamed(**found["streamed"])
+            return cls(**found)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a memory plan: {error}") from error
+
+
+_LISTS: dict[str, Callable[..., object]] = {
+    "top_tensors": TensorAtPeak,
+    "groups_at_peak": TensorsAtPeak,
+    "proposals": Proposal,
+    "cards": MomentPeak,
+}
+"""The fields of a plan that are lists of values of one class."""

@@ -214,6 +214,7 @@ class _Work:
     def __init__(self, folder: Path, requests: Sequence[PlanRequest | SearchRequest]) -> None:
         self.folder, self.first = folder, requests[0]
         self.results, self.log, self.step = folder / "results", folder / "log", folder / "step"
+        self.log.touch()  # the time may be over before anything is started
         self.asked = folder / "requests"
         self.asked.write_bytes(pickle.dumps(list(requests)))
 
@@ -249,7 +250,8 @@ def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
             elif server.is_ready(_LOOK_EVERY_SECONDS):
                 with work.log.open("w") as log, open(os.devnull) as nothing:
                     call = work.call(timeout_seconds - seconds)
-                    process = server.start(call, nothing.fileno(), log.fileno())
+                    files = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
+                    process = server.start(call, files)
             progress.show(seconds)
             if process is not None and (held := _held_bytes(process.pid)) > most:
                 raise _TooLargeError(

@@ -1,4 +1,4 @@
-"""Show what a prediction is doing: its subprocess writes the step, the waiting process reads it."""
+"""Show what a prediction is doing: its subprocess writes steps, the waiting process reads them."""
 
 import contextlib
 import json
@@ -10,30 +10,27 @@ from typing import Any
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
 _LINES = "lines"
-"""The file, beside that of the step, to which each line is written when it is found."""
+"""The file, next to that of the step, to which each line is written when it is found."""
 
 _file: Path | None = None
 _part = _step = ""
 
 
 def write_to(file: Path) -> None:
-    """Write each later step of this process to a file, in place of the step before.
-
-    Only the subprocess calls this.
-    """
+    """Write each later step of this process to a file, over the step before: in the subprocess."""
     global _file
     _file = file
 
 
 def part(name: str) -> None:
-    """Write down the part of the work to which the later steps belong, as in "way 2 of 4"."""
+    """Note the part of the work to which the later steps belong, as in "way 2 of 4"."""
     global _part
     _part = name
     step("beginning")
 
 
 def step(name: str) -> None:
-    """Write down the current step, as in "building the model"; do nothing if no process waits."""
+    """Write the current step, as in "building the model"; do nothing if no process waits."""
     global _step
     _step = f"{_part}: {name}" if _part else name
     if _file is not None:
@@ -41,13 +38,13 @@ def step(name: str) -> None:
 
 
 def inside(place: str) -> None:
-    """Write down where in the current step the work is, as in "the forward of lm_head"."""
+    """Write where in the current step the work is, as in "the forward of lm_head"."""
     if _file is not None:
         _file.write_text(f"{_step}, in {place}")
 
 
 def tell(line: Mapping[str, object]) -> None:
-    """Write down what is known before the end, for the process that waits, if one does."""
+    """Write what is known before the end, for the process that waits, if one does."""
     if _file is not None:
         with _file.with_name(_LINES).open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -56,9 +53,7 @@ def tell(line: Mapping[str, object]) -> None:
 class Progress:
     """Reads the current step, and shows it on standard error if that is a terminal.
 
-    Args:
-        file: the file to which the subprocess writes.
-        found: gets each line that it tells.
+    `found` gets each line of `tell`.
     """
 
     def __init__(self, file: Path, found: Callable[[Any], None]) -> None:

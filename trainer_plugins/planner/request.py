@@ -1,8 +1,8 @@
 """Define PlanRequest: what to predict, as a value that can be sent to the subprocess."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import Card
@@ -18,11 +18,19 @@ MOST_PIXELS = 1 << 16
 MOST_LAYERS = 1 << 12
 """The most layers of a model; the deepest that are trained have some hundreds."""
 LAYER_COUNTS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
 )
 """The keys of a config that count its layers."""
-MOST_EVALUATION_BATCHES = MOST_ROWS = 1 << 24
+_COUNTS_OF_A_MODEL = LAYER_COUNTS[:2]
+"""Those that cannot be 0: an encoder or a decoder may have no layers, a model has some."""
+MOST_ROWS = 1 << 24
+"""The most rows of a batch; also the most pictures, labels and batches."""
 
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
 """The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
@@ -32,6 +40,9 @@ RESIDENT_LAYERS = 2
 
 MOST_CARDS = 16
 """The most cards of one process: `kMostCards` of pretend/fake_cuda.cpp."""
+
+GPUS_PER_NODE = 8
+"""Cards of a node, if no number is given."""
 
 OPTIMIZER_STEPS = 3
 """How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
@@ -47,99 +58,90 @@ class ConfigSource:
         PlanError: a length or a number is out of range.
     """
 
-    config: Mapping[str, object]
-    """The content of a config.json."""
-
+    config: Mapping[str, object]  # the content of a config.json
     arguments: tuple[str, ...] | bytes
     """Flags of TrainingArguments; or their class and its fields, pickled."""
 
     sequence_length: int = DEFAULT_SEQUENCE_LENGTH
-    """Length of each row in tokens."""
-
     target_length: int | None = None
-    """Length of the labels of an encoder-decoder in tokens; None is the sequence length."""
+    """Tokens of the labels of an encoder-decoder; None is the sequence length."""
 
     dtype: str | None = None
     """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
 
-    peft: Mapping[str, object] | None = None
-    """The content of an adapter_config.json."""
-
+    peft: Mapping[str, object] | None = None  # the content of an adapter_config.json
     quantisation: Mapping[str, object] | None = None
-    """The fields of a quantization_config given to `from_pretrained`; None: as the config says."""
+    """The quantization_config given to `from_pretrained`; None uses that of the config."""
 
     prepares_kbit: bool = True
     """Whether PEFT's `prepare_model_for_kbit_training` gets a quantised model."""
 
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
-
     has_metrics: bool = False
     """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
 
-    num_labels: int | None = None
-    """The classes of a classifier; None is as the config says."""
-
-    trainer: str | None = None
-    """One of `TRL_TRAINERS`; None is transformers' own."""
-
+    num_labels: int | None = None  # the classes of a classifier; None uses the number in the config
+    trainer: str | None = None  # one of `TRL_TRAINERS`; None is transformers' own
     images_per_row: int | None = None
     """The pictures of each row, for a vision-language model; None is one."""
 
     image_size: tuple[int, int] | None = None
-    """Height and width of a picture; None is as the config says, or a size that the plan says."""
+    """Height and width of a picture; None: from the config, else a size that the plan names."""
 
     sound_seconds: float | None = None
     """How long the sound of each row is, for a model that takes samples."""
 
+    @property
+    def asks_for_pictures(self) -> bool:
+        """Return whether the number or the size of pictures is given."""
+        return self.images_per_row is not None or self.image_size is not None
+
     def __post_init__(self) -> None:
         _check_layers(self.config)
-        if self.trainer not in (None, *TRL_TRAINERS):
-            raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
+        if self.trainer is not None:
+            self._check_trainer()
         for name, length in (("sequence", self.sequence_length), ("target", self.target_length)):
             if length is not None and not 1 <= length <= LONGEST_SEQUENCE:
                 raise PlanError(
                     f"a {name} length is a number of tokens from 1 to {LONGEST_SEQUENCE:,}, "
                     f"got {length:,}"
                 )
-        if self.num_labels is not None and self.trainer is not None:
-            raise PlanError("--num-labels and --trainer do not go together: TRL's make no classes")
-        if self.trainer is not None and (self.images_per_row, self.image_size) != (None, None):
-            raise PlanError("pictures and --trainer do not go together: give plan_run the Trainer")
-        if self.images_per_row is not None and not 0 <= self.images_per_row <= MOST_ROWS:
+        seconds = self.sound_seconds
+        if seconds is not None and not 0 < seconds <= LONGEST_SOUND_SECONDS:
             raise PlanError(
-                f"a row has from 0 to {MOST_ROWS:,} pictures, got {self.images_per_row}"
+                f"a sound has up to {LONGEST_SOUND_SECONDS:,} s (--sound-seconds), got {seconds:g}"
             )
-        if self.sound_seconds is not None:
-            if self.trainer is not None:
-                raise PlanError("sounds and --trainer do not go together: give plan_run a Trainer")
-            if not 0 < self.sound_seconds <= LONGEST_SOUND_SECONDS:
+        for what, least, things, number in (
+            ("a row", 0, "pictures", self.images_per_row),
+            ("a classifier", 1, "labels", self.num_labels),
+            ("an evaluation", 1, "batches", self.num_evaluation_batches),
+        ):
+            if number is not None and not least <= number <= MOST_ROWS:
                 raise PlanError(
-                    f"a sound has up to {LONGEST_SOUND_SECONDS:,} s (--sound-seconds), got "
-                    f"{self.sound_seconds:g}"
+                    f"{what} has from {least} to {MOST_ROWS:,} {things}, got {number:,}"
                 )
-        if self.num_labels is not None and not 1 <= self.num_labels <= MOST_ROWS:
+
+    def _check_trainer(self) -> None:
+        if self.trainer not in TRL_TRAINERS:
+            raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
+        if self.num_labels is not None:
             raise PlanError(
-                f"a classifier has from 1 to {MOST_ROWS:,} labels, got {self.num_labels:,}"
+                "--num-labels and --trainer do not go together: TRL trains no such classifier"
             )
-        if not 1 <= self.num_evaluation_batches <= MOST_EVALUATION_BATCHES:
-            raise PlanError(
-                f"an evaluation has from 1 to {MOST_EVALUATION_BATCHES:,} batches, "
-                f"got {self.num_evaluation_batches:,}"
-            )
+        if self.asks_for_pictures:
+            raise PlanError("pictures and --trainer do not go together: give plan_run the Trainer")
+        if self.sound_seconds is not None:
+            raise PlanError("sounds and --trainer do not go together: give plan_run a Trainer")
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
-    """Refuse a number of layers, of a model or of a part of it, that nobody can mean.
-
-    Raises:
-        PlanError: there are too many, or none.
-    """
+    """Refuse an implausible number of layers, of a model or of a part of it."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, f"{inside}{name}.")
         if name not in LAYER_COUNTS or not isinstance(value, (int, float)):
             continue
-        least = int(name in LAYER_COUNTS[:2])  # an encoder or a decoder may have none
+        least = 1 if name in _COUNTS_OF_A_MODEL else 0
         if not least <= value <= MOST_LAYERS:
             raise PlanError(
                 f"the config's {inside}{name} is {value:,}: a number from {least} to "
@@ -148,34 +150,27 @@ def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
 
 
 class Replaced(NamedTuple):
-    """Names a function, a method or a class, and what stands in its place."""
+    """Names a function, a method or a class, and what replaces it."""
 
     module: str
-    path: str
-    """`name`, or `Class.name`."""
-
-    instead: tuple[str, str]
-    """The module and the qualified name of what is there now."""
+    path: str  # `name`, or `Class.name`
+    instead: tuple[str, str]  # the module and the qualified name of what is there now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSource:
-    """Holds the user's Trainer and its batches, pickled with shapes in place of tensors."""
+    """Holds the user's Trainer and its batches, pickled with shapes instead of tensors."""
 
     trainer: bytes
     batch: bytes
     evaluation_batch: bytes | None = None
     num_evaluation_batches: int = 0
-    left_out: tuple[str, ...] = ()
-    """Attributes of the Trainer that cannot be pickled."""
-
-    unread: tuple[str, ...] = ()
-    """Which rows of its data sets were not read, in words."""
-
+    left_out: tuple[str, ...] = ()  # attributes of the Trainer that cannot be pickled
+    unread: tuple[str, ...] = ()  # which rows of its data sets were not read, in words
     device_map: Mapping[str, int] = field(default_factory=dict)
     """The card of each part of a model that is spread over the cards of a process, by its name."""
-    replaced: tuple[Replaced, ...] = ()
-    """What Liger had replaced before the Trainer was made."""
+
+    replaced: tuple[Replaced, ...] = ()  # what Liger had replaced before the Trainer was made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,23 +178,17 @@ class PlanRequest:
     """Describes one run whose memory is to be predicted."""
 
     source: ConfigSource | TrainerSource
-    device: str = "cuda"
-    """The type of device: `cuda`, or `simgpu`, the simulated card."""
-
+    device: str = "cuda"  # the type of device: `cuda`, or `simgpu`, the simulated card
     card: Card | None = None
     """The card on which the run has to fit; None asks only what the run needs."""
 
     host: HostLimits = field(default_factory=HostLimits)
     """The main memory in which the ranks of a machine have to fit."""
 
-    allocator: str = ""
-    """The allocator settings, as in PYTORCH_ALLOC_CONF."""
-
-    num_gpus: int = 1
-    """How many cards train together; 0 takes the number from the launch file."""
-
+    allocator: str = ""  # the allocator settings, as in PYTORCH_ALLOC_CONF
+    num_gpus: int = 1  # how many cards train together; 0 takes the number from the launch file
     num_nodes: int = 0
-    """How many machines hold these cards, each the same number of them; 0 if nobody said."""
+    """How many machines hold these cards, each the same number of them; 0 if unknown."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that a launcher exports to its processes for accelerate."""
@@ -207,31 +196,47 @@ class PlanRequest:
     deepspeed: dict[str, object] | None = None
     """The DeepSpeed config of a launcher, with each "auto" as it is."""
 
-    launch_file: str | None = None
-    """The path of accelerate's config file."""
-
+    launch_file: str | None = None  # the path of accelerate's config file
     has_padding: bool | None = None
     """Whether batches have padding; None: they do if they have more than one row."""
 
     num_steps: int = OPTIMIZER_STEPS
-    """How many optimizer steps are rehearsed."""
-
-    proposes: bool = False
-    """Whether to look for what would fit, if the run does not."""
-
-    command: str | None = None
-    """The command line that asked for it."""
-
+    proposes: bool = False  # whether to look for what would fit, if the run does not
+    command: str | None = None  # the command line that asked for it
     packed_sequences: int = 0
-    """How many sequences a batch holds, if only position ids tell them apart; 0: a row is one."""
+    """How many sequences a batch holds, if only position ids separate them; 0: a row is one."""
 
     resident_layers: int | None = None
     """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""
 
-    streams_embeddings: bool = False
-    """Whether embeddings and head are streamed with it."""
+    streams_embeddings: bool = False  # whether embeddings and head are streamed with it
 
     @property
     def gpus_per_node(self) -> int:
-        """Return the cards in each node, once `launched.resolved` has filled in both numbers."""
+        """Return the cards in each node, once `with_nodes` has filled in both numbers."""
         return self.num_gpus // self.num_nodes
+
+    @property
+    def is_launched(self) -> bool:
+        """Return whether a launcher's settings have to be read: a file, or what it exported."""
+        return self.launch_file is not None or bool(self.environment)
+
+
+def with_nodes(request: PlanRequest) -> PlanRequest:
+    """Fill in the number of cards and of nodes, where they are unknown."""
+    num_gpus = max(1, request.num_gpus)
+    num_nodes = request.num_nodes or nodes_of(num_gpus)
+    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes)
+
+
+def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
+    """Return the fewest nodes that share the cards evenly, with at most `most_in_each` each."""
+    return num_gpus // max(count for count in range(1, most_in_each + 1) if num_gpus % count == 0)
+
+
+def fields_of(args: Any) -> dict[str, Any]:
+    """Return the fields that are needed to make a dataclass of arguments again."""
+    given = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+    if given.get("steps_per_generation"):  # TRL takes one of the two, and has made the other
+        given.pop("generation_batch_size", None)
+    return given

@@ -1,11 +1,10 @@
-"""List the versions that the planner was tested with.
-
-The fake device relies on internals of torch, and transformers makes other masks in other versions.
-"""
+"""Know how far plans were from measured runs, and with which versions the planner was tested."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+
+from trainer_plugins.planner.plan import MemoryPlan
 
 TRIED: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.9", "2.13"),
@@ -13,7 +12,6 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     "peft": ("0.17", "0.21"),
 }
 """By package, the minor versions that pass the tests; docs/plan.md names them, CI installs them."""
-
 
 MEASURED = ("4.57", "5.0", "5.13", "5.15", "5.17")
 """The minor versions of transformers whose published figures were replayed.
@@ -39,8 +37,20 @@ _IF_QUANTISED = (
 )
 
 
+def is_safe(plan: MemoryPlan) -> bool:
+    """Return whether the run fits, even if the plan is as far off as any was."""
+    needed = margin_bytes(plan.reserved_peak_bytes, "quantised" in plan.planned)
+    return bool(plan.fits) and (plan.margin_bytes or 0) >= needed
+
+
+def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:
+    """Return how much must be left free next to this much reserved memory."""
+    error = KNOWN_ERROR_IF_QUANTISED if is_quantised else KNOWN_ERROR_OF_RESERVED
+    return int(reserved_bytes * error)
+
+
 def installed() -> dict[str, str]:
-    """Return the versions of the installed packages that decide about a plan. Imports torch."""
+    """Return the installed versions of the packages on which a plan depends. Imports torch."""
     import torch
 
     found = {"torch": str(torch.__version__)}
@@ -51,7 +61,7 @@ def installed() -> dict[str, str]:
 
 
 def known_error(versions: Mapping[str, str], is_quantised: bool = False) -> str:
-    """Say how far plans were from published figures, and if those had other versions than this one.
+    """Say how far plans were from published figures, and whether those had other versions.
 
     >>> known_error({"transformers": "5.23.0"}).partition("GPU. ")[2]  # doctest: +ELLIPSIS
     'Those used transformers 4.57, 5.0, 5.13, 5.15 and 5.17, this plan uses 5.23.0: ...'

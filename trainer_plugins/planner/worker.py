@@ -30,8 +30,8 @@ from trainer_plugins.units import size
 
 if TYPE_CHECKING:
     from trainer_plugins.allocator.model import AllocatorRules
+    from trainer_plugins.hf_trainer import HfArguments
     from trainer_plugins.planner.compare.foresight import Foresight
-    from trainer_plugins.planner.trainer import Arguments
 
 Answer: TypeAlias = dict[str, object]
 """One entry of RESULTS: `plan`, `search`, `not_predicted` or `error`, and what belongs to it."""
@@ -71,7 +71,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
         return {"error": str(error)}
     # an unexpected error of one run must not lose the answers of the others
     except Exception as error:  # noqa: BLE001
-        from trainer_plugins.planner.rehearse.failures import first_line
+        from trainer_plugins.planner.rehearse.refusals import first_line
 
         traceback.print_exc()
         return {"error": f"the prediction failed: {type(error).__name__}: {first_line(error)}"}
@@ -127,7 +127,7 @@ def _searched(request: SearchRequest) -> SearchResult:
     return search(replace(request, run=run), args, foresight.probe, foresight, _write_line)
 
 
-def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, Arguments, Foresight]":
+def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
     """Return a run with its launch file read, its TrainingArguments, and what predicts changes."""
     from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.judge import judge, rules_of

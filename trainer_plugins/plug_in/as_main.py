@@ -9,17 +9,11 @@ from pathlib import Path
 
 
 class NoSuchProgramError(ValueError):
-    """There is no such script or module.
-
-    An error that the program itself raises is not of this kind, and passes through.
-    """
+    """There is no such script or module; an error that the program raises is not of this kind."""
 
 
 def program(command: list[str], is_module: bool) -> Callable[[], None]:
-    """Find a script or a module, and return a function that runs it as `__main__`.
-
-    It sees `sys.argv` and `sys.path` as under plain python. What it raises, and its exit, pass
-    through.
+    """Find a script or a module, and return a function that runs it as plain python would.
 
     Raises:
         NoSuchProgramError: there is none of that name.

@@ -12,10 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from trainer_plugins.plug_in._site.trainer_plugins_on_import import (
-    passed_over_by_warnings,
-    when_imported,
-)
+from trainer_plugins.plug_in._site import trainer_plugins_on_import as on_import
 from trainer_plugins.plug_in.options import (
     DEFAULT_PRESET,
     Option,
@@ -34,8 +31,6 @@ _TRAINER_MODULE = "transformers.trainer"
 
 
 class _State:
-    """Holds what is attached in this process."""
-
     make: "Callable[[], list[TrainerCallback]] | None" = None
     waits_for_import = False
     says_at_exit = False
@@ -92,19 +87,14 @@ def attached(preset: str = DEFAULT_PRESET, **options: Option) -> Iterator[None]:
     Raises:
         ValueError: as `attach` does.
     """
-    with attached_callbacks(
-        functools.partial(callbacks_from_args, memory_arguments(preset, **options))
-    ):
+    make = functools.partial(callbacks_from_args, memory_arguments(preset, **options))
+    with attached_callbacks(make):
         yield
 
 
 @contextmanager
 def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[None]:
-    """Attach the caller's callbacks for a `with` block: each Trainer gets those of `make()`.
-
-    Raises:
-        ValueError: transformers is too old.
-    """
+    """Attach the caller's callbacks for a `with` block: each Trainer gets those of `make()`."""
     before = _state.make
     _attach(make)
     try:
@@ -119,9 +109,7 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 def say_at_exit(with_children: bool = False) -> None:
     """Write to stderr when this process ends, if it built no Trainer while attached.
 
-    Args:
-        with_children: its children attach too, so a launcher whose children do the work reports
-            nothing.
+    If its children attach too, a launcher whose children do the work reports nothing.
     """
     if _state.says_at_exit:
         return
@@ -138,12 +126,11 @@ def say_at_exit(with_children: bool = False) -> None:
             return  # a worker process
         spent = os.times()
         of_children = spent.children_user + spent.children_system
-        if with_children and of_children > spent.user + spent.system:
-            return
-        sys.stderr.write(
-            "trainer_plugins: nothing was attached: this process built no transformers.Trainer, and"
-            " a custom training loop takes no callbacks\n"
-        )
+        if not with_children or of_children <= spent.user + spent.system:
+            sys.stderr.write(
+                "trainer_plugins: nothing was attached: this process built no transformers.Trainer,"
+                " and a custom training loop takes no callbacks\n"
+            )
 
     atexit.register(say)
 
@@ -155,7 +142,7 @@ def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
         _wrap()
     elif not _state.waits_for_import:
         _state.waits_for_import = True
-        when_imported(_TRAINER_MODULE, _wrap)
+        on_import.when_imported(_TRAINER_MODULE, _wrap)
 
 
 def _wrap() -> None:
@@ -167,7 +154,7 @@ def _wrap() -> None:
         if name not in _wrappers or _wrappers[name] not in _layers(method):
             if name == "__init__":
                 _warn_of_those_built(trainer)
-            _wrappers[name] = passed_over_by_warnings(around(method))
+            _wrappers[name] = on_import.passed_over_by_warnings(around(method))
             setattr(trainer, name, _wrappers[name])
 
 
@@ -178,7 +165,9 @@ def _around_init(init: Callable[..., None]) -> Callable[..., None]:
         callbacks = _made()
         init(self, *args, **kwargs)
         if callbacks is not None:
-            _reach(self, callbacks)
+            _state.num_built += 1
+            with _harmless(type(self).__name__):
+                insert(self, callbacks)
 
     return __init__
 
@@ -200,12 +189,6 @@ def _made() -> "list[TrainerCallback] | None":
     with _harmless("a Trainer"):
         return _state.make()
     return []
-
-
-def _reach(trainer: "Trainer", callbacks: "list[TrainerCallback]") -> None:
-    _state.num_built += 1
-    with _harmless(type(trainer).__name__):
-        insert(trainer, callbacks)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, ClassVar, NoReturn
 
@@ -19,14 +19,13 @@ EXIT_USAGE = 2
 # Typer contains a copy of click, or imports it, depending on its version.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
+# The settings of a command that has another one behind its options.
 BEFORE_A_COMMAND: dict[str, Any] = {
     "allow_interspersed_args": False,
     "help_option_names": ["-h", "--help"],
     # The Trainer's own flags are written with _, so both forms are accepted.
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
-"""The settings of a command that has another one behind its options."""
-
 PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
 
 
@@ -59,8 +58,8 @@ class CommandInFront(Command):
             reason = error.format_message()
             if type(error).__name__ == "NoSuchOption":
                 known = [name for param in self.params for name in param.opts if name[:2] == "--"]
-                flag = error.option_name
-                reason = f"there is no option {flag}.{nearest(flag, known)} Known options: "
+                meant = nearest(error.option_name, known)
+                reason = f"there is no option {error.option_name}.{meant} Known options: "
                 reason += ", ".join(known)
             self.refuse(reason)
 
@@ -94,30 +93,21 @@ def with_memory_options(command: Callable[..., None]) -> Callable[..., None]:
 
     called.__doc__ = command.__doc__
     parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
-    signature = Signature([*_memory_options(), *parameters])
+    signature = Signature([*map(_parameter, fields(MemoryArguments)), *parameters])
     called.__signature__ = signature  # type: ignore[attr-defined]
     return called
 
 
-def _memory_options() -> Iterator[Parameter]:
-    for option in fields(MemoryArguments):
-        # The help of an option ends with the name of its callback.
-        words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
-        kind = kind_of(option)
-        shown = typer.Option(
-            flag_of(option.name),
-            help=words,
-            metavar="N" if kind in (int, float) else None,
-            rich_help_panel=callback or None,
-        )
-        yield Parameter(
-            option.name,
-            Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=Annotated[kind, shown],
-        )
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field of `MemoryArguments`: `--preset`, `--memory-every-steps`."""
-    return "--preset" if name == "memory_preset" else f"--{name.replace('_', '-')}"
+def _parameter(option: "Field[Any]") -> Parameter:
+    # The help of an option ends with the name of its callback.
+    words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
+    name, kind = option.name, kind_of(option)
+    shown = typer.Option(
+        "--preset" if name == "memory_preset" else f"--{name.replace('_', '-')}",
+        help=words,
+        metavar="N" if kind in (int, float) else None,
+        rich_help_panel=callback or None,
+    )
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[kind, shown]
+    )

@@ -19,16 +19,12 @@ from trainer_plugins.presets import (
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-Option = bool | int | float | str | os.PathLike[str] | None
-"""The value of one option."""
-
+Option = bool | int | float | str | os.PathLike[str] | None  # the value of one
 DEFAULT_PRESET = "memory_safe"
 PREFIX = "memory_"
 
 
 class _Target(NamedTuple):
-    """Names the callback of an option, and the callback's parameter."""
-
     callback: str
     parameter: str
 
@@ -131,28 +127,22 @@ class MemoryArguments:
         # These are checked here, before anything begins and torch is imported, and not only in the
         # callbacks.
         for name in ("memory_every_steps", "memory_release_every_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} is a number of optimizer steps, 1 or more, got {getattr(self, name)}"
-                )
-        if not 0 < self.memory_warn_fraction <= self.memory_act_fraction <= 1:
-            raise ValueError(
-                "a budget needs 0 < memory_warn_fraction <= memory_act_fraction <= 1, "
-                f"got {self.memory_warn_fraction} and {self.memory_act_fraction}"
-            )
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is a number of optimizer steps, 1 or more, got {value}")
+        warn, act = self.memory_warn_fraction, self.memory_act_fraction
+        if not 0 < warn <= act <= 1:
+            needs = "0 < memory_warn_fraction <= memory_act_fraction <= 1"
+            raise ValueError(f"a budget needs {needs}, got {warn} and {act}")
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words and value is not None:
                 listed = f"{', '.join(words[:-1])} or {words[-1]}"
                 raise ValueError(f"{name} is {listed}, got {value!r}")
-        if self.memory_resident_layers < 1:
-            layers = self.memory_resident_layers
+        if (layers := self.memory_resident_layers) < 1:
             raise ValueError(f"memory_resident_layers counts layers, 1 or more, got {layers}")
-        if not 0 <= self.memory_min_reclaimable_fraction <= 1:
-            got = self.memory_min_reclaimable_fraction
-            raise ValueError(
-                f"memory_min_reclaimable_fraction is a fraction of the card, 0 to 1, got {got}"
-            )
+        if not 0 <= (got := self.memory_min_reclaimable_fraction) <= 1:
+            name = "memory_min_reclaimable_fraction"
+            raise ValueError(f"{name} is a fraction of the card, 0 to 1, got {got}")
 
     def _check_types(self) -> None:
         """Refuse values of another type, and options for callbacks that the preset lacks."""
@@ -163,15 +153,13 @@ class MemoryArguments:
                 continue
             # A whole number is a float too, and a bool is no number.
             if type(value) is not kind and not (kind is float and type(value) is int):
-                raise ValueError(
-                    f"{option.name} takes a value of type {kind.__name__}, got {value!r}"
-                )
+                wanted = f"a value of type {kind.__name__}"
+                raise ValueError(f"{option.name} takes {wanted}, got {value!r}")
             target = _TARGETS.get(option.name)
             if target and target.callback not in callbacks:
                 name = target.callback.rpartition(".")[2]
-                raise ValueError(
-                    f"{option.name} is for {name}, which is not in the preset {self.memory_preset}"
-                )
+                missing = f"{name}, which is not in the preset {self.memory_preset}"
+                raise ValueError(f"{option.name} is for {missing}")
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
@@ -183,10 +171,8 @@ def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryA
     known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:
-            raise ValueError(
-                f"there is no option {name!r}.{nearest(name, known)} Known options:"
-                f" {', '.join(known)}"
-            )
+            wrong = f"there is no option {name!r}.{nearest(name, known)}"
+            raise ValueError(f"{wrong} Known options: {', '.join(known)}")
     given: dict[str, Any] = {PREFIX + name: value for name, value in options.items()}
     return MemoryArguments(memory_preset=preset, **given)
 
@@ -206,9 +192,8 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
         try:
             cls = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"the preset {args.memory_preset} names {dotted}, which cannot be imported: {error}"
-            ) from error
+            names = f"the preset {args.memory_preset} names {dotted}"
+            raise ValueError(f"{names}, which cannot be imported: {error}") from error
         taken = {
             target.parameter: getattr(args, option)
             for option, target in _TARGETS.items()

@@ -47,26 +47,21 @@ def protect(
 
 
 def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
-    """Insert the callbacks whose class the Trainer lacks, call their `on_init_end`, return them.
-
-    Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
-    """
+    """Insert the callbacks whose class the Trainer lacks, call their `on_init_end`, return them."""
     from transformers import DefaultFlowCallback
 
     from trainer_plugins.callbacks._run import RunCallback
 
     present = trainer.callback_handler.callbacks
-    missing = [
-        each
-        for each in callbacks
-        if not any(_same_kind(type(each), type(other)) for other in present)
-    ]
+    kinds = [type(other) for other in present]
+    missing = [each for each in callbacks if not any(_same_kind(type(each), k) for k in kinds)]
     flow = [n for n, each in enumerate(present) if isinstance(each, DefaultFlowCallback)]
     behind = flow[0] + 1 if flow else 0
     for each in missing:
-        _inserted[id(each)] = ref(each, functools.partial(_forget, id(each)))
+        _inserted[id(each)] = ref(each, functools.partial(_inserted.pop, id(each)))
         if isinstance(each, RunCallback):
             each.given_to(trainer.callback_handler, was_inserted)
+    # Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
     present[behind:behind] = missing
     for each in missing:
         each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
@@ -77,10 +72,6 @@ def was_inserted(callback: "TrainerCallback") -> bool:
     """Return whether `insert` added this callback, not the user."""
     known = _inserted.get(id(callback))
     return known is not None and known() is callback
-
-
-def _forget(key: int, _: object) -> None:
-    _inserted.pop(key, None)
 
 
 def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
@@ -95,6 +86,5 @@ def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> 
     """Return whether one class is the other's kind: two watchdogs would each see half the peaks."""
     from transformers import TrainerCallback
 
-    return TrainerCallback not in (one, other) and (
-        issubclass(one, other) or issubclass(other, one)
-    )
+    is_kind = issubclass(one, other) or issubclass(other, one)
+    return is_kind and TrainerCallback not in (one, other)

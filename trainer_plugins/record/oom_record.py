@@ -13,11 +13,9 @@ from trainer_plugins.record.timeline import Sample
 
 VERSION = 1
 
+# What the run was doing; `begin` is before the first step, `other` is code without a Trainer.
 Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begin", "other"]
-"""What the run was doing; `begin` is before the first step, `other` is code without a Trainer."""
-
-Part = Literal["forward", "backward", "optimizer", ""]
-"""The part of a step; empty outside of steps."""
+Part = Literal["forward", "backward", "optimizer", ""]  # of a step; empty outside of steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +57,13 @@ class LiveModel:
 class Alive:
     """Counts what tensors held on the device when the error arrived; sizes in bytes."""
 
+    # By `parameter`, `buffer`, `gradient`, `optimizer`, `activation` and `other`.
     category_bytes: Mapping[str, int]
-    """By `parameter`, `buffer`, `gradient`, `optimizer`, `activation` and `other`."""
-
-    hidden_bytes: int
-    """Allocated but in no tensor that Python sees: what autograd saved for the backward pass."""
-
-    module_bytes: Mapping[str, int]
-    """Parameters, gradients and optimizer states by module, the largest first."""
-
+    hidden_bytes: int  # in no tensor that Python sees: what autograd saved for the backward pass
+    module_bytes: Mapping[str, int]  # parameters, gradients and states, the largest first
     models: tuple[LiveModel, ...]  # the models that are not part of another one, the largest first
     largest: tuple[Held, ...]
-
-    graphs: tuple[Held, ...] = ()
-    """The ends of autograd graphs held by something other than a running function."""
+    graphs: tuple[Held, ...] = ()  # ends of autograd graphs that no running function holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +125,7 @@ class OomRecord:
     error: OutOfMemory
     frames: tuple[Frame, ...]  # outermost first
     batch: Mapping[str, Shape] = field(default_factory=dict)
-    reading: MemoryReading | None = None
-    """The device after the error: the failed operation's temporaries are gone."""
-
+    reading: MemoryReading | None = None  # after the error: the operation's temporaries are gone
     readings: tuple[MemoryReading, ...] = ()  # the last readings before it, oldest first
     alive: Alive | None = None
     processes: tuple[Process, ...] | None = None
@@ -148,7 +137,6 @@ class OomRecord:
 
     @property
     def where(self) -> str:
-        """Say when it was, in words."""
         part = f", {self.part}" if self.part else ""
         return f"step {self.step} ({self.moment}{part})"
 
@@ -166,7 +154,6 @@ class OomRecord:
 
     @property
     def words(self) -> str:
-        """Say which rank ran out of memory, and when."""
         return f"rank {self.rank} ran out of memory in {self.where}"
 
 

@@ -15,15 +15,9 @@ class Place:
     """Says where a process runs and what limits it there."""
 
     pid: int
-    kernel: str
-    """Machine, boot and control group as one name; counts compare only where it is equal."""
-
-    num_oom_kills: int = 0
-    """Processes of this container that the kernel had killed for memory so far."""
-
-    main_memory_bytes: int = 0
-    """The machine's main memory, or the container's limit if that is lower."""
-
+    kernel: str  # machine, boot and control group; counts compare only where it is equal
+    num_oom_kills: int = 0  # processes of this container killed for main memory so far
+    main_memory_bytes: int = 0  # the machine's, or the container's limit if that is lower
     shm_bytes: int = 0  # the size of /dev/shm
     limits: Mapping[str, str] = field(default_factory=dict)  # other limits: Slurm's grants, WSL
 
@@ -32,17 +26,11 @@ class Place:
 class Launch:
     """Says how the process was launched, without secrets."""
 
-    file: str = ""
-    """The launch file of `accelerate launch`; empty if there is none or it is unknown."""
-
-    words: tuple[str, ...] = ()
-    """The command line of accelerate, torchrun or DeepSpeed; empty if none started the process."""
-
+    file: str = ""  # the launch file of `accelerate launch`; empty if there is none
+    words: tuple[str, ...] = ()  # the launcher's command line; empty without a launcher
+    # What file and flags resulted in: the variables that accelerate passes to its ranks.
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What file and flags resulted in: the variables that accelerate passes to its ranks."""
-
-    deepspeed: Mapping[str, object] = field(default_factory=dict)
-    """The content of the launch's DeepSpeed file, with each "auto" left in."""
+    deepspeed: Mapping[str, object] = field(default_factory=dict)  # its file, each "auto" left in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,51 +43,36 @@ class RunFacts:
     step: int  # optimizer steps completed before: 0, unless it resumed
     rank: int
     world_size: int
-    command: tuple[str, ...]
-    """The command line after `python`, with secrets masked: `-m mine.train`, or a script."""
-
+    command: tuple[str, ...]  # what follows `python`, with secrets masked
     launch: Launch | None = None  # how it was launched; None if an earlier version wrote this
     trainer: str = ""  # the class of the Trainer
     model: str = ""  # the class of the model
+    # By the config, of the model or of an adapter's base, with its module:
+    # `transformers.models.llama.modeling_llama.LlamaForCausalLM`.
     built_class: str = ""
-    """The class of the model, or of an adapter's base, by its config, with its module:
-    `transformers.models.llama.modeling_llama.LlamaForCausalLM`."""
-
     model_config: Mapping[str, object] = field(default_factory=dict)
-    adapter: Mapping[str, object] = field(default_factory=dict)
-    """The fields of the PeftConfig; empty without an adapter."""
-
+    adapter: Mapping[str, object] = field(default_factory=dict)  # PeftConfig's fields; or empty
     dtype: str = ""  # the dtype of the weights when training began: `bfloat16`
+    # The TrainingArguments, without tokens and keys.
     arguments: Mapping[str, object] = field(default_factory=dict)
-    """The TrainingArguments, without tokens and keys."""
-
-    override: str = ""
-    """The prefix of an override in a Hydra app: `++trainer.args.`; empty without Hydra."""
-
-    num_rows_a_step: int = 0
-    """Rows of an optimizer step on all ranks; an epoch's last step may have fewer. 0 is unknown."""
-
-    num_evaluation_batches: int = 0
-    """Batches of an evaluation; 0 if there is none or the number is unknown."""
-
-    has_metrics: bool = False
-    """Whether the Trainer has a `compute_metrics`, which makes an evaluation keep all outputs."""
-
-    strategy: Strategy | None = None
-    """What really runs; None if the run ended before this was known."""
-
+    override: str = ""  # how a Hydra app overrides: `++trainer.args.`; empty without Hydra
+    num_rows_a_step: int = 0  # of all ranks; an epoch's last step may have fewer. 0 is unknown
+    num_evaluation_batches: int = 0  # 0 if there is no evaluation, or the number is unknown
+    has_metrics: bool = False  # with a `compute_metrics` an evaluation keeps all outputs
+    strategy: Strategy | None = None  # what really runs; None if it ended before that was known
     device: str = ""  # what torch calls the device: `cuda:0`
     card: str = ""  # the product's name
-    capability: tuple[int, int] | None = None
-    """The compute capability of a CUDA card; None elsewhere."""
-
+    capability: tuple[int, int] | None = None  # the compute capability; None without CUDA
     device_bytes: int = 0
     driver: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    # The variables with allocator settings, and CUDA_VISIBLE_DEVICES, where set.
     allocator: Mapping[str, str] = field(default_factory=dict)
-    """The variables with allocator settings, and CUDA_VISIBLE_DEVICES, where set."""
-
     place: Place | None = None
+
+    @property
+    def family(self) -> str:
+        return self.strategy.family if self.strategy is not None else "unknown"
 
 
 def read_run_facts(folder: Path) -> list[RunFacts]:

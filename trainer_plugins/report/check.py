@@ -22,10 +22,8 @@ def check_report(checklist: Checklist) -> RenderableType:
     """Render all groups, then how many errors and warnings there are."""
     table = Table.grid(padding=(0, 2))
     for name, lines in checklist.groups:
-        group = name
-        for row in (row for line in lines for row in _rows(line)):
-            table.add_row(Text(group, style="bold"), *row)
-            group = ""
+        for number, row in enumerate(row for line in lines for row in _rows(line)):
+            table.add_row(Text("" if number else name, style="bold"), *row)
     return Group(table, Text(_total(checklist), style="bold"))
 
 
@@ -33,14 +31,12 @@ def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
     """Yield what was seen, or a row for each finding: summary, evidence, remedy."""
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
-    name = line.name
-    for finding in line.findings:
+    for number, finding in enumerate(line.findings):
         word, style = _MARKS[finding.severity]
         text = Text(printable(f"{finding.summary} [{finding.code}]"))
         text.append(f"\n{printable(finding.evidence)}", style="dim")
         text.append(f"\n-> {printable(finding.remedy)}", style="cyan")
-        yield Text(word, style=style), Text(name), text
-        name = ""
+        yield Text(word, style=style), Text("" if number else line.name), text
 
 
 def _total(checklist: Checklist) -> str:

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
+from trainer_plugins.units import size
 
 STYLES = {Severity.INFO: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
-_WIDE = 10_000
-"""Line width in characters for a file or another program, where nothing is wrapped."""
+_WIDE = 10_000  # width in characters for a file or another program, where nothing is wrapped
 
 
 def show(page: RenderableType) -> None:
@@ -64,6 +64,11 @@ def to_paste(line: str) -> Text:
     return Text(line, no_wrap=True, overflow="ignore")
 
 
+def size_or_blank(num_bytes: int | None) -> str:
+    """Render a size; an unknown one is blank."""
+    return "" if num_bytes is None else size(num_bytes)
+
+
 def _parts(page: RenderableType) -> Iterator[RenderableType]:
     if isinstance(page, Group):
         for part in page.renderables:
@@ -78,10 +83,8 @@ def _needed(table: Table, console: Console) -> int:
     for column in table.columns:
         if column.justify == "right":
             column.no_wrap = True
-            column.min_width = max(
-                (Measurement.get(console, options, cell).maximum for cell in column.cells),
-                default=0,
-            )
+            widths = (Measurement.get(console, options, cell).maximum for cell in column.cells)
+            column.min_width = max(widths, default=0)
         else:
             column.overflow = "fold"
     return Measurement.get(console, options, table).minimum

@@ -1,27 +1,34 @@
-"""Renders a plan for the terminal: whether it fits, its parts, and how reliable it is."""
+"""Renders a plan for the terminal, alone, next to another one, or next to its run."""
+
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.plan import MemoryPlan, at_least, peak_until_resume
-from trainer_plugins.report.page import plain_table, to_paste
+from trainer_plugins.report.page import plain_table, size_or_blank, to_paste
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
+
+if TYPE_CHECKING:
+    from trainer_plugins.planner.calibrate import Calibration
+    from trainer_plugins.planner.compare.beside import Beside, Pair
+
+_SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors and caveats."""
-    parts: list[RenderableType] = [
-        Text(verdict(plan), style=_style(plan)),
-        *(Text(line, style="bold") for line in host_verdict(plan)),
-        *(Text(line) for line in details(plan)),
-        *_planned(plan),
-        _figures(plan),
-        _breakdown(plan),
-        _moments(plan),
-        _tensors(plan),
-    ]
+    style = {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
+    parts: list[RenderableType] = [Text(verdict(plan), style=style)]
+    parts += [Text(line, style="bold") for line in host_verdict(plan)]
+    parts += map(Text, details(plan))
+    if plan.planned:
+        parts.append(Text(f"Planned: {planned(plan)}"))
+    if "command" in plan.planned:
+        parts.append(to_paste(f"Again: {plan.planned['command']}"))
+    parts += [_figures(plan), _breakdown(plan), _moments(plan), _tensors(plan)]
     for heading, lines in (
         ("Not predicted", plan.not_predicted),
         ("Less reliable", plan.not_reliable),
@@ -29,10 +36,8 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
         ("Known error", (plan.known_error,) if plan.known_error else ()),
     ):
         parts += [Text(f"{heading}: {line}") for line in lines]
-    parts.append(
-        Text("With " + ", ".join(f"{name} {version}" for name, version in plan.versions.items()))
-    )
-    return Group(*parts, *_proposals(plan))
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    return Group(*parts, Text(f"With {versions}"), *_proposals(plan))
 
 
 def verdict(plan: MemoryPlan) -> str:
@@ -56,59 +61,40 @@ def details(plan: MemoryPlan) -> list[str]:
     whose = f"the fullest of {len(plan.cards)} cards" if plan.cards else "each GPU"
     peak = f"{size(plan.nvidia_smi_peak_bytes)} at the peak of {whose}"
     cached = size(plan.reserved_peak_bytes - plan.allocated_peak_bytes)
+    lines = []
     if plan.capacity_bytes is None:
-        return [
+        lines.append(
             f"{size(plan.allocated_peak_bytes)} of tensors at the peak of {whose}, and up to"
             f" {cached} of cached blocks, which a full card releases. Name a card with --gpu to"
-            " learn whether it fits",
-            *_streamed(plan),
-        ]
-    if plan.fits_card:
-        if plan.num_flushes:
-            peak += f", after releasing the whole cache {plan.num_flushes} times"
-        return [peak, *_streamed(plan)]
-    lines = [
-        f"{plan.gpu} has {size(plan.capacity_bytes)}; on a card of unlimited memory: {peak},"
-        f" {cached} of it cached blocks"
-    ]
-    load = plan.moments.get("load")
-    if load is not None and load.allocated_bytes + plan.context_bytes > plan.capacity_bytes:
-        lines.append(f"The weights alone take {size(load.allocated_bytes)}: fewer rows cannot help")
-    if plan.failed_request_bytes is not None:
-        failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
-        lines.append(f"The allocator fails on {failed}")
-    return [*lines, *_streamed(plan)]
-
-
-def _streamed(plan: MemoryPlan) -> list[str]:
-    """Say how much a streamed base costs."""
-    base = plan.streamed
-    if base is None:
-        return []
-    return [
-        f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
-        f" {base.resident_layers} of them are on the card. Each step copies"
-        f" {size(base.copied_bytes_per_step)} over the bus: {at_least(base.copy_seconds_per_step)}"
-    ]
+            " learn whether it fits"
+        )
+    elif plan.fits_card:
+        times = f", after releasing the whole cache {plan.num_flushes} times"
+        lines.append(peak + times if plan.num_flushes else peak)
+    else:
+        capacity = f"{plan.gpu} has {size(plan.capacity_bytes)}"
+        peak = f"on a card of unlimited memory: {peak}, {cached} of it cached blocks"
+        lines.append(f"{capacity}; {peak}")
+        load = plan.moments.get("load")
+        if load is not None and load.allocated_bytes + plan.context_bytes > plan.capacity_bytes:
+            weights = size(load.allocated_bytes)
+            lines.append(f"The weights alone take {weights}: fewer rows cannot help")
+        if plan.failed_request_bytes is not None:
+            failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
+            lines.append(f"The allocator fails on {failed}")
+    if (base := plan.streamed) is not None:
+        lines.append(
+            f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
+            f" {base.resident_layers} of them are on the card. Each step copies"
+            f" {size(base.copied_bytes_per_step)} over the bus:"
+            f" {at_least(base.copy_seconds_per_step)}"
+        )
+    return lines
 
 
 def moment_of(plan: MemoryPlan) -> str:
     """Name the moment of the peak, as part of a sentence."""
     return f"{plan.moment} pass" if plan.moment in ("forward", "backward") else plan.moment
-
-
-def _style(plan: MemoryPlan) -> str:
-    return {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
-
-
-def _planned(plan: MemoryPlan) -> list[Text]:
-    """Render what was planned; the command stays one line, to be copied."""
-    if not plan.planned:
-        return []
-    lines = [Text(f"Planned: {planned(plan)}")]
-    if "command" in plan.planned:
-        lines.append(to_paste(f"Again: {plan.planned['command']}"))
-    return lines
 
 
 def planned(plan: MemoryPlan) -> str:
@@ -126,15 +112,11 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
     for each in plan.proposals:
         numbers = f"{size(each.nvidia_smi_peak_bytes)}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
-        lines += [
-            Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"),
-            Text(f"  Price: {each.price}"),
-            to_paste(f"  {each.flags}"),
-        ]
+        lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
+        lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]
     if plan.tried_without_success:
-        tried = "; ".join(plan.tried_without_success)
         heading = "Too little" if plan.proposals else "Nothing that was tried fits"
-        lines.append(Text(f"{heading}: {tried}"))
+        lines.append(Text(f"{heading}: {'; '.join(plan.tried_without_success)}"))
     return lines
 
 
@@ -144,11 +126,9 @@ def host_verdict(plan: MemoryPlan) -> list[str]:
         return [f"Does not fit in main memory: {plan.host_shortage}"]
     if plan.host_capacity_bytes is None:
         return []
-    left = plan.host_capacity_bytes - plan.host_bytes_per_node
-    return [
-        f"Fits in {size(plan.host_capacity_bytes)} of main memory: "
-        f"{size(plan.host_bytes_per_node)} on a machine, {size(left)} to spare"
-    ]
+    left = size(plan.host_capacity_bytes - plan.host_bytes_per_node)
+    used = f"{size(plan.host_bytes_per_node)} on a machine, {left} to spare"
+    return [f"Fits in {size(plan.host_capacity_bytes)} of main memory: {used}"]
 
 
 def _figures(plan: MemoryPlan) -> Table:
@@ -163,9 +143,8 @@ def _figures(plan: MemoryPlan) -> Table:
     if plan.host_pinned_bytes_per_node:
         tensors += f"; {size(plan.host_pinned_bytes_per_node)} pinned"
     table.add_row("host RAM per node, for tensors", tensors)
-    table.add_row(
-        "host RAM per node, with Python and its libraries", size(plan.host_bytes_per_node)
-    )
+    everything = size(plan.host_bytes_per_node)
+    table.add_row("host RAM per node, with Python and its libraries", everything)
     trainable = f"{plan.num_trainable_parameters:,} of {plan.num_parameters:,}"
     table.add_row("trainable parameters", trainable)
     return table
@@ -174,10 +153,9 @@ def _figures(plan: MemoryPlan) -> Table:
 def _breakdown(plan: MemoryPlan) -> Table:
     table = plain_table(f"allocated at the peak ({plan.moment})", "", "")
     for category, num_bytes in sorted(plan.breakdown.items(), key=lambda pair: -pair[1]):
-        if num_bytes * 20 < MIB:
-            continue  # a few buffers, which would show as 0.0 MiB
-        share = num_bytes / plan.allocated_peak_bytes if plan.allocated_peak_bytes else 0.0
-        table.add_row(category, size(num_bytes), percent(share))
+        if num_bytes >= _SHOWN_BYTES:
+            share = num_bytes / max(plan.allocated_peak_bytes, 1)
+            table.add_row(category, size(num_bytes), percent(share))
     return table
 
 
@@ -192,7 +170,52 @@ def _tensors(plan: MemoryPlan) -> Table:
     table = plain_table("largest at the peak", "", "made by", left=("made by",))
     for group in plan.groups_at_peak:
         times = f" x {group.count}" if group.count > 1 else ""
-        operation = group.operation.removeprefix("aten::")
-        made_by = f"{operation} in the {group.moment}, {group.dtype}"
+        made_by = f"{group.operation.removeprefix('aten::')} in the {group.moment}, {group.dtype}"
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
+
+
+def beside_report(found: "Beside") -> RenderableType:
+    """Render the differences in what was planned, then the peaks by moment and by category."""
+    lines: list[RenderableType] = [Text(f"A: {found.a}"), Text(f"B: {found.b}")]
+    lines += [Text(f"{name}: {a or 'none'} | {b or 'none'}") for name, a, b in found.changes]
+    lines.append(_pairs("moment", found.moments))
+    if found.categories:
+        lines.append(_pairs("allocated at the peak", found.categories))
+    return Group(*lines)
+
+
+def _pairs(heading: str, pairs: "tuple[Pair, ...]") -> Table:
+    table = plain_table(heading, "A", "B", "B - A")
+    for pair in pairs:
+        if max(pair.a_bytes or 0, pair.b_bytes or 0) >= _SHOWN_BYTES:
+            sizes = (size_or_blank(pair.a_bytes), size_or_blank(pair.b_bytes))
+            table.add_row(pair.name, *sizes, _difference(pair))
+    return table
+
+
+def _difference(pair: "Pair") -> str:
+    if pair.a_bytes is None or pair.b_bytes is None:
+        return ""
+    change = pair.b_bytes - pair.a_bytes
+    share = f" ({change / pair.a_bytes:+.1%})" if pair.a_bytes else ""
+    return f"{'+' if change >= 0 else '-'}{size(abs(change))}{share}"
+
+
+def calibration_report(calibration: "Calibration") -> RenderableType:
+    """Render each counter of each moment, worst first, then the memory outside the allocator."""
+    table = plain_table("moment", "", "predicted", "measured", "difference", left=("",))
+    for each in calibration.differences:
+        numbers = (size(each.predicted_bytes), size(each.measured_bytes), f"{each.fraction:+.2%}")
+        table.add_row(each.moment, each.counter, *numbers)
+    lines = [
+        f"{size(calibration.context_bytes)} of the card was outside the allocator: the context,"
+        " NCCL, other processes",
+        *calibration.remarks,
+    ]
+    if calibration.kept_in is not None:
+        lines.append(
+            "Later plans for this card use that size for the context. To undo this, delete"
+            f" {calibration.kept_in}"
+        )
+    return Group(table, *map(Text, lines))

@@ -15,7 +15,7 @@ from trainer_plugins.planner.compare.lines import (
     SearchResult,
 )
 from trainer_plugins.planner.plan import MemoryPlan, at_least
-from trainer_plugins.report.page import plain_table
+from trainer_plugins.report.page import plain_table, size_or_blank
 from trainer_plugins.units import GIB, size
 
 _HEADINGS = (
@@ -55,35 +55,31 @@ def lines_table(
     lines: Sequence[SearchLine], best: SearchLine | None, refused: Sequence[str] = ()
 ) -> Table:
     """Render the lines of a search, the best one bold; and the ways that are not predicted."""
-    rows = [_cells(line) for line in lines]
     has_lengths = len({line.sequence_length for line in lines}) > 1
-    headings = [each for each in _HEADINGS if has_lengths or each != "length"]
-    table = plain_table(*headings)
+    table = plain_table(*(each for each in _HEADINGS if has_lengths or each != "length"))
     table.columns[0].no_wrap = True
-    for line, row in zip(lines, rows, strict=True):
-        cells = (row[heading] for heading in headings)
-        table.add_row(*cells, style="bold" if line == best else None)
+    for line in lines:
+        table.add_row(*_cells(line, has_lengths), style="bold" if line == best else None)
     for name in refused:
         strategy, _, checkpointing = name.partition(WITH_CHECKPOINTING)
-        row = dict(zip(_HEADINGS, (strategy, "on" if checkpointing else "off"), strict=False))
-        row["micro-\nbatch"] = "not predicted"
-        table.add_row(*(row.get(heading, "") for heading in headings))
+        length = [""] if has_lengths else []
+        table.add_row(strategy, "on" if checkpointing else "off", *length, "not predicted")
     return table
 
 
-def _cells(line: SearchLine) -> dict[str, str]:
-    cells = (
+def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
+    length = [str(line.sequence_length)] if has_lengths else []
+    return [
         line.strategy,
         "on" if line.gradient_checkpointing else "off",
-        str(line.sequence_length),
+        *length,
         str(line.micro_batch) if line.fits else "none fits",
         str(line.accumulation_steps) if line.fits else "",
         f"{line.reserved_peak_bytes / GIB:.2f}",
         f"{line.margin_bytes / GIB:.2f}",
         f"{line.host_ram_bytes_per_node / GIB:.2f}",
         "all" if line.in_full else "a few",
-    )
-    return dict(zip(_HEADINGS, cells, strict=True))
+    ]
 
 
 def line_in_words(line: SearchLine) -> str:
@@ -127,16 +123,12 @@ def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
             continue
         table.add_row(
             each.change,
-            _size(each.allocated_saved_bytes),
-            _size(each.reserved_saved_bytes),
-            _size(each.nvidia_smi_peak_bytes),
+            size_or_blank(each.allocated_saved_bytes),
+            size_or_blank(each.reserved_saved_bytes),
+            size_or_blank(each.nvidia_smi_peak_bytes),
             {True: "yes", False: "no", None: ""}[each.fits],
             each.how,
         )
     allocated, reserved = size(plan.allocated_peak_bytes), size(plan.reserved_peak_bytes)
     heading = f"The run as it is: allocated {allocated}, reserved {reserved}. Each switch alone:"
     return Group(Text(heading, style="bold"), table)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else size(num_bytes)

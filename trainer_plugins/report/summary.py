@@ -2,22 +2,18 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Remark, Sample
 
-SLACK_SECONDS = 1.0
-"""How far the clocks of ranks may be apart."""
-
-Timelines = Mapping[int, Sequence[Entry]]
-"""The entries of each rank."""
-
+SLACK_SECONDS = 1.0  # how far the clocks of ranks may be apart
+Timelines = Mapping[int, Sequence[Entry]]  # the entries of each rank
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 
 
@@ -33,9 +29,7 @@ class MomentPeak:
     total_bytes: int
     reserved_bytes: int
     least_rank: int
-    least_pressure: float
-    """How full its card was; its tensors may take more than those of the fullest rank."""
-
+    least_pressure: float  # its tensors may take more than those of the fullest rank
     least_peak_bytes: int
     num_readings: int  # of all ranks
 
@@ -60,33 +54,19 @@ class Repeated:
     last_step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """Sums up one run."""
-
-    steps: tuple[int, int]
-    seconds: tuple[float, float]
-    ranks: tuple[int, ...]
-    has_end: bool  # whether each rank noted its end, or never began to train
-    failures: tuple[Failure, ...]
-    peaks: tuple[MomentPeak, ...]
-    releases: Releases
-    findings: tuple[Repeated, ...]
-
-
-def summary(run: Run) -> RunSummary:
-    """Sum up a run."""
+def summary(run: Run) -> dict[str, object]:
+    """Sum up a run for JSON."""
     timelines = run.timelines
-    return RunSummary(
-        steps=run.steps,
-        seconds=run.seconds,
-        ranks=tuple(timelines),
-        has_end=all(map(has_end, timelines.values())),
-        failures=tuple(failure for _, failure in entries_of(timelines, Failure)),
-        peaks=tuple(peaks(timelines)),
-        releases=releases(timelines),
-        findings=tuple(repeated(timelines)),
-    )
+    return {
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "ranks": [*timelines],
+        "has_end": all(map(has_end, timelines.values())),
+        "failures": [asdict(failure) for _, failure in entries_of(timelines, Failure)],
+        "peaks": [asdict(peak) for peak in peaks(timelines)],
+        "releases": asdict(releases(timelines)),
+        "findings": [asdict(found) for found in repeated(timelines)],
+    }
 
 
 def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
@@ -110,6 +90,11 @@ def strategies_of(timelines: Timelines) -> list[str]:
     return [*dict.fromkeys(began)]
 
 
+def steps_in_words(first: int, last: int) -> str:
+    """Name one optimizer step, or several in a row."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def has_end(entries: Iterable[Entry]) -> bool:
     """Return whether a rank noted the end of its training, or never began one."""
     moments = {entry.moment for entry in entries if isinstance(entry, Sample)}
@@ -131,30 +116,26 @@ def peaks(timelines: Timelines) -> list[MomentPeak]:
 
 
 def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> MomentPeak:
-    highest = {rank: _highest(samples) for rank, samples in by_rank.items()}
+    readings = {rank: [each.reading for each in samples] for rank, samples in by_rank.items()}
+    highest = {rank: max(some, key=attrgetter("pressure")) for rank, some in readings.items()}
+    peak_bytes = {
+        rank: max(each.peak_allocated_bytes for each in some) for rank, some in readings.items()
+    }
     worst = max(highest, key=lambda rank: highest[rank].pressure)
     least = min(highest, key=lambda rank: highest[rank].pressure)
     return MomentPeak(
         moment=moment,
         rank=worst,
         device=highest[worst].device,
-        peak_bytes=_largest(by_rank[worst]),
+        peak_bytes=peak_bytes[worst],
         pressure=highest[worst].pressure,
         total_bytes=highest[worst].total_bytes,
-        reserved_bytes=max(sample.reading.reserved_bytes for sample in by_rank[worst]),
+        reserved_bytes=max(each.reserved_bytes for each in readings[worst]),
         least_rank=least,
         least_pressure=highest[least].pressure,
-        least_peak_bytes=_largest(by_rank[least]),
+        least_peak_bytes=peak_bytes[least],
         num_readings=sum(each.num_readings for samples in by_rank.values() for each in samples),
     )
-
-
-def _highest(samples: Sequence[Sample]) -> MemoryReading:
-    return max((sample.reading for sample in samples), key=lambda reading: reading.pressure)
-
-
-def _largest(samples: Sequence[Sample]) -> int:
-    return max(sample.reading.peak_allocated_bytes for sample in samples)
 
 
 def releases(timelines: Timelines) -> Releases:
@@ -177,19 +158,17 @@ def repeated(timelines: Timelines) -> list[Repeated]:
         found = remark.finding
         key = (found.code, found.severity, re.sub(r"\d+(?:[.,]\d+)*", "", found.summary))
         same.setdefault(key, []).append((rank, remark))
-    merged = [_merged(each) for each in same.values()]
-    return sorted(merged, key=lambda each: each.first_step)
-
-
-def _merged(remarks: Sequence[tuple[int, Remark]]) -> Repeated:
-    steps = [remark.step for _, remark in remarks]
-    return Repeated(
-        finding=max((remark.finding for _, remark in remarks), key=lambda each: each.amount),
-        times=len(remarks),
-        ranks=tuple(sorted({rank for rank, _ in remarks})),
-        first_step=min(steps),
-        last_step=max(steps),
-    )
+    merged = [
+        Repeated(
+            finding=max((remark.finding for _, remark in some), key=attrgetter("amount")),
+            times=len(some),
+            ranks=tuple(sorted({rank for rank, _ in some})),
+            first_step=min(remark.step for _, remark in some),
+            last_step=max(remark.step for _, remark in some),
+        )
+        for some in same.values()
+    ]
+    return sorted(merged, key=attrgetter("first_step"))
 
 
 def with_last_readings(history: History, folder: Path) -> History:
@@ -211,14 +190,12 @@ def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
 
 
 def with_records(run: Run, records: Sequence[OomRecord]) -> Run:
-    """Give each out-of-memory error its own time, and add the reading at that time.
-
-    The timeline notes it later, after all live tensors have been counted.
-    """
+    """Give each out-of-memory error its own time, and add the reading at that time."""
     timelines = {rank: [*entries] for rank, entries in run.timelines.items()}
     for record in records:
         entries = timelines[record.rank]
         for at, entry in enumerate(entries):
+            # The timeline notes it later, after all live tensors have been counted.
             if isinstance(entry, Failure) and entry.record:
                 entries[at] = replace(entry, time_seconds=record.time_seconds)
                 if record.last_sample is not None:

@@ -22,16 +22,14 @@ from trainer_plugins.report.summary import (
     peaks,
     releases,
     repeated,
+    steps_in_words,
     strategies_of,
 )
 from trainer_plugins.units import percent, size
 
 
 def history_report(history: History, ending: Finding | None = None) -> RenderableType:
-    """Render one block a run, the last one first, then the lines that could not be read.
-
-    `ending` is how the last run ended, if its timeline does not say.
-    """
+    """Render the runs, the last first; `ending` tells its end, if its timeline does not."""
     parts: list[RenderableType] = []
     num_runs = len(history.runs)
     if num_runs > 1:
@@ -46,14 +44,11 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         parts += [*_failures(run, history), memory_report(run.timelines)]
     if not history.runs:
         parts.append(Text("The files have no entries"))
-    parts += [
-        Text(
-            f"rank {rank}: skipped {num} {'line' if num == 1 else 'lines'}: cut off by a kill or a"
-            " full disk, damaged, or of a later version"
-        )
-        for rank, num in history.num_passed_over.items()
-        if num
-    ]
+    for rank, num in history.num_passed_over.items():
+        if num:
+            lines = f"rank {rank}: skipped {num} {'line' if num == 1 else 'lines'}"
+            why = "cut off by a kill or a full disk, damaged, or of a later version"
+            parts.append(Text(f"{lines}: {why}"))
     parts.append(Text("files: " + ", ".join(printable(path) for path in history.files.values())))
     return Group(*parts)
 
@@ -65,10 +60,9 @@ def memory_report(timelines: Timelines) -> RenderableType:
     table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in ("rank", "moment", "device"):
         table.add_column(column)
-    for column in ("readings", "peak", "full", "total", "reserved"):
+    numbers = ("readings", "peak", "full", "total", "reserved")
+    for column in (*numbers, "the least full rank") if has_several else numbers:
         table.add_column(column, justify="right")
-    if has_several:
-        table.add_column("the least full rank", justify="right")
     for each in peaks(timelines):
         cells = [
             str(each.rank),
@@ -89,16 +83,11 @@ def memory_report(timelines: Timelines) -> RenderableType:
 
 def when(run: Run) -> str:
     """Say which steps a run had, and when."""
-    (first_step, last_step), (began, ended) = run.steps, run.seconds
-    steps = _steps(first_step, last_step)
-    from_when, until = (
-        datetime.fromtimestamp(seconds).isoformat(" ", "seconds") for seconds in (began, ended)
-    )
-    return f"{steps}, {from_when} to {until}"
+    began, ended = (datetime.fromtimestamp(each).isoformat(" ", "seconds") for each in run.seconds)
+    return f"{steps_in_words(*run.steps)}, {began} to {ended}"
 
 
 def _failures(run: Run, history: History) -> list[Text]:
-    """Render the errors that ended the run, and the command that explains them."""
     failures = failures_of(run.timelines)
     lines = [
         Text(printable(f"rank {rank}, step {failure.step}: {failure.words}"), style="red")
@@ -111,14 +100,12 @@ def _failures(run: Run, history: History) -> list[Text]:
 
 
 def _releases(timelines: Timelines) -> Text:
-    given, who = releases(timelines), _ranks(tuple(timelines))
+    given, who = releases(timelines), _ranks([*timelines])
     if not given.num:
         return Text(f"{who}: no cached memory was released")
     longest = " on the slowest rank" if len(timelines) > 1 else ""
-    return Text(
-        f"{who}: {given.num} releases freed {size(given.released_bytes)} and took"
-        f" {given.seconds * 1000:.1f} ms{longest}"
-    )
+    took = f"took {given.seconds * 1000:.1f} ms{longest}"
+    return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
 
 
 def _findings(timelines: Timelines) -> list[Text]:
@@ -126,10 +113,10 @@ def _findings(timelines: Timelines) -> list[Text]:
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
-        return [Text(f"{_ranks(tuple(timelines))}: no findings", "green" if in_order else "")]
+        return [Text(f"{_ranks([*timelines])}: no findings", "green" if in_order else "")]
     return [
         Text(
-            f"{_ranks(each.ranks)}, {_steps(each.first_step, each.last_step)}"
+            f"{_ranks(each.ranks)}, {steps_in_words(each.first_step, each.last_step)}"
             f"{f', x {each.times}, at worst' if each.times > 1 else ''}: {each.finding}",
             style=STYLES[each.finding.severity],
         )
@@ -139,11 +126,8 @@ def _findings(timelines: Timelines) -> list[Text]:
 
 def _endless(run: Run, is_last: bool) -> list[Text]:
     """Name the ranks whose timeline has neither an end nor an error."""
-    ranks = tuple(
-        rank
-        for rank, entries in run.timelines.items()
-        if not has_end(entries) and not has_failed(entries)
-    )
+    lines = run.timelines.items()
+    ranks = [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
     if not ranks:
         return []
     why = "it still runs" if is_last else "its process was killed"
@@ -161,7 +145,3 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"rank {first}"
     many = "ranks" if len(ranks) == last - first + 1 else f"{len(ranks)} ranks of"
     return f"{many} {first} to {last}"
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"

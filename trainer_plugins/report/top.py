@@ -19,12 +19,8 @@ from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, Growth,
 _PARTS = (("█", "allocated", "green"), ("▒", "cached", "cyan"), ("░", "outside torch", "magenta"))
 _FREE = ("·", "free", "dim")
 _HEIGHTS = "▁▂▃▄▅▆▇█"
-_PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")
-"""For terminals whose encoding has no block elements."""
-
-_FLAT = 0.1
-"""A trend that spans less than this fraction of the device is drawn as if it spanned this much."""
-
+_PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")  # without block elements
+_FLAT = 0.1  # a trend that spans less of the device is drawn as if it spanned this much
 _WIDTH_WITH_SIZES = 110
 _WIDTH_WITH_TREND = 130
 
@@ -95,9 +91,7 @@ class TopPage:
 
     run_dir: str
     ranks: Sequence[RankLine]
-    world_size: int | None
-    """The number of ranks that train, if known; some may not have written yet."""
-
+    world_size: int | None  # the ranks that train, if known; some may not have written yet
     now_seconds: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -129,21 +123,22 @@ class TopPage:
         table.add_column("last finding", overflow="fold")
         table.add_column("seen", justify="right", no_wrap=True)
         for line in self.ranks:
-            bar = ((drawn(part), style) for part, style in _bar(line.reading, bar_width))
+            reading, found = line.reading, line.remark.finding if line.remark else None
+            bar = ((drawn(part), style) for part, style in _bar(reading, bar_width))
             cells: list[str | Text] = [
                 str(line.rank),
-                printable(line.reading.device) if line.reading else "",
+                printable(reading.device) if reading else "",
                 Text(printable(line.state), "red" if line.failure else ""),
                 str(line.step),
                 Text.assemble(*bar),
             ]
             if has_sizes:
-                cells.append(_sizes(line.reading))
+                cells.append(_sizes(reading))
             if has_trend:
                 cells.append(drawn(_heights(line.trend)))
             cells += [
                 Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
-                _code(line.remark),
+                Text(printable(found.code), STYLES[found.severity]) if found else "",
                 _age(self.now_seconds - line.time_seconds),
             ]
             table.add_row(*cells)
@@ -197,12 +192,6 @@ def _heights(trend: Sequence[float]) -> str:
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
     top = len(_HEIGHTS) - 1
     return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
-
-
-def _code(remark: Remark | None) -> Text:
-    if remark is None:
-        return Text()
-    return Text(printable(remark.finding.code), STYLES[remark.finding.severity])
 
 
 def _age(seconds: float) -> str:

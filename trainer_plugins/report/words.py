@@ -4,6 +4,7 @@ from trainer_plugins.planner.plan import TensorsAtPeak
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
+# The tensors of cross entropy, by operation (torch/nn/functional.py, cross_entropy).
 _LOGITS = {
     "aten::_to_copy": "{dtype} copy of the logits",
     "aten::_log_softmax": "{dtype} log-probabilities of the loss",
@@ -13,30 +14,23 @@ _LOGITS = {
     "aten::addmm": "{dtype} logits",
     "aten::add": "{dtype} logits",
 }
-"""The tensors of cross entropy, by operation (torch/nn/functional.py, cross_entropy)."""
-
-_PARTS = {
-    "mlp": "the MLPs",
-    "feed_forward": "the MLPs",
-    "self_attn": "the attention",
-    "attn": "the attention",
-    "attention": "the attention",
-    "self_attention": "the attention",
-    "lm_head": "the output layer",
-    "embed_tokens": "the embeddings",
-    "wte": "the embeddings",
-    "input_layernorm": "the norms before attention",
-    "post_attention_layernorm": "the norms before the MLPs",
+_MODULES = {
+    "the MLPs": ("mlp", "feed_forward"),
+    "the attention": ("self_attn", "attn", "attention", "self_attention"),
+    "the output layer": ("lm_head",),
+    "the embeddings": ("embed_tokens", "wte"),
+    "the norms before attention": ("input_layernorm",),
+    "the norms before the MLPs": ("post_attention_layernorm",),
 }
+_PARTS = {module: part for part, modules in _MODULES.items() for module in modules}
 
-
+# The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`).
 GRADES = {
     "predicted": "predicted",
     "replayed": "replayed",
     "arithmetic": "by arithmetic",
     "known": "not checked",
 }
-"""The certainty of a remedy's effect, by its grade (`explain.answer.Remedy`)."""
 
 
 def words_of(group: TensorsAtPeak) -> str:

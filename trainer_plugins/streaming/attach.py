@@ -1,4 +1,4 @@
-"""stream_base: stream the frozen base of a Trainer's model, or say why that cannot be."""
+"""Stream the frozen base of a Trainer's model, or say why that cannot be."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def stream_base(
     is for LoRA and QLoRA: what is trained stays on the card.
 
     Cost: main memory of the base's size on each rank, pinned on CUDA. Each micro-batch copies the
-    base over the bus twice, but for the layers that stay; prefer rows to gradient accumulation.
+    base over the bus twice, except for the layers that stay; prefer rows to gradient accumulation.
     Not yet measured on a GPU.
 
     Args:
@@ -40,8 +40,8 @@ def stream_base(
         allow_generation: stream also if the run generates, which copies the base for each token.
 
     Returns:
-        What ends the streaming by `remove()`, on the card, as a context manager too. `model.cpu()`
-        ends it in main memory.
+        The stream: `remove()`, or the end of its `with` block, brings the base to the card and ends
+        the streaming. `model.cpu()` ends it in main memory.
 
     Raises:
         ValueError: a run that cannot be streamed, with every reason. Nothing is changed then.
@@ -57,14 +57,11 @@ def refusals(
     trainer: Trainer, model: nn.Module, resident_layers: int, allow_generation: bool
 ) -> list[str]:
     """List every reason why the base of a run cannot be streamed; empty if it can."""
-    return [
-        *_of_the_run(trainer, allow_generation),
-        *model_refusals(model, resident_layers),
-    ]
+    return [*_of_the_run(trainer, allow_generation), *model_refusals(model, resident_layers)]
 
 
 def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
-    """Yield every reason why the base of a model cannot be streamed, in whatever run."""
+    """Yield every reason why the base of a model cannot be streamed in any run."""
     if stream_of(model) is not None:
         yield "its base is streamed already"
         return
@@ -73,7 +70,7 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
         return
     placed = getattr(model, "hf_device_map", None) or {}
     if len({str(device) for device in placed.values()} - {"cpu", "disk"}) > 1:
-        yield "the model is spread over several cards, each of which has a part of it already"
+        yield "the model is spread over several cards (hf_device_map)"
     if any(part._compiled_call_impl is not None for part in model.modules()):
         yield "parts of the model are compiled: torch.compile reads weights where they were"
     layers = repeated_layers(model)
@@ -81,7 +78,7 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
     if not layers:
         yield "the model has no repeated layers (no list of modules of one class)"
     elif not units and any(one.dtype == torch.int8 for one in model.parameters()):
-        yield "its base is in int8 of bitsandbytes, which stays on the card: in 4 bits it can leave"
+        yield "its base is in int8 of bitsandbytes, which stays on the card: 4 bits can be streamed"
     elif not units:
         yield (
             f"none of its {len(layers)} layers has frozen weights: streaming is for LoRA and QLoRA,"
@@ -122,8 +119,8 @@ def begun(stream: Stream, why: str = "") -> Finding:
         f" main memory; {stream.resident_layers} of them are on the card",
         evidence=f"{f'{why}; ' if why else ''}a micro-batch copies {size(2 * once)} over the bus,"
         f" an evaluation batch {size(once)}",
-        remedy="It computes the same, and takes longer. Rows in a micro-batch share a copy: prefer"
-        " them to gradient accumulation.",
+        remedy="The results are the same, and it takes longer. Rows of a micro-batch share a copy:"
+        " prefer them to gradient accumulation.",
         amount=float(stream.num_bytes),
     )
 
@@ -131,7 +128,7 @@ def begun(stream: Stream, why: str = "") -> Finding:
 def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
     args = trainer.args
     if args.device.type == "cpu":
-        yield "training runs on the CPU, and there is no card to make room on"
+        yield "training runs on the CPU: there is no card to save memory on"
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed places the weights itself: ZeRO-3 has offload_param for this"
     if trainer.is_fsdp_enabled:
@@ -147,6 +144,6 @@ def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
     )
     if generates and not allow_generation:
         yield (
-            "this run generates, which copies the whole base for each token: allow_generation=True"
-            " if that is what you want"
+            "this run generates, which copies the full base for each token: pass"
+            " allow_generation=True to accept that"
         )

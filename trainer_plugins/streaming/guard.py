@@ -1,33 +1,28 @@
 """Guard weights that may be away: others see their shape at once, and their right value."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.streaming.weight import Weight, tensors_in
 
-_OF_THE_PARAMETER = frozenset(
-    (
-        *("requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "_is_view", "_base"),
-        *("register_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
-        "_has_compatible_shallow_copy_type",
-    )
+_OF_THE_PARAMETER = re.compile(
+    "requires_grad_?|grad|grad_fn|is_leaf|_is_view|_base|_version|register_hook|_backward_hooks"
+    "|_post_accumulate_grad_hooks|_has_compatible_shallow_copy_type"
 )
 """Functions of torch that ask what the parameter is, and read no byte."""
 
-_OF_THE_SHAPE = frozenset(
-    (
-        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous"),
-        *("dtype", "is_floating_point", "is_complex", "element_size", "itemsize", "nbytes"),
-        *("device", "get_device", "is_cuda", "is_cpu", "is_meta", "layout", "untyped_storage"),
-    )
+_OF_THE_SHAPE = re.compile(
+    "shape|size|dim|ndim|numel|nelement|stride|is_contiguous|dtype|is_floating_point|is_complex"
+    "|element_size|itemsize|nbytes|device|get_device|is_cuda|is_cpu|is_meta|layout|untyped_storage"
 )
 """Functions of torch that ask how the weight lies in memory, and read no byte."""
 
 
 class Keeper(Protocol):
-    """Describes who has the weights: the `Stream` of a model."""
+    """Describes what has the weights: the `Stream` of a model."""
 
     @property
     def is_computing(self) -> bool:
@@ -38,21 +33,21 @@ class Keeper(Protocol):
     def weight_of(self, shown: torch.Tensor) -> Weight: ...
 
     def bring(self, weights: Iterable[Weight]) -> None:
-        """Have the layers of these weights on the card."""
+        """Bring the layers of these weights to the card."""
 
     def leave(self) -> None:
         """End the streaming, with every weight in main memory."""
 
     def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
-        """Keep the layers of these weights on the card as long as somebody else holds them."""
+        """Keep the layers of these weights on the card as long as other code holds them."""
 
 
 class Guarded:
     """Answers for a parameter whose bytes may be away. Mixed into its class while it is streamed.
 
-    Inside of a layer's forward and backward nothing but the layer's own code asks, and gets the
-    parameter. Anybody else gets the right value too: the layer comes to the card, and stays while
-    what they got lives. What they write is kept.
+    Inside a layer's forward and backward only the layer's own code asks, and gets the parameter.
+    Other code gets the right value too: the layer comes to the card, and stays while that value
+    lives. What it writes is kept.
     """
 
     keeper: Keeper
@@ -97,7 +92,7 @@ class Guarded:
 def guarded(kind: type, keeper: Keeper) -> type:
     """Return a subclass of a class of parameters that answers for weights that are away.
 
-    It has the same name: libraries tell quantised weights by it.
+    It has the same name: libraries recognise quantised weights by it.
     """
     return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
 
@@ -109,10 +104,11 @@ def _answer(
     is_set = name == "__set__"
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if name in _OF_THE_PARAMETER:
+    if _OF_THE_PARAMETER.fullmatch(name):
         return func(*args, **kwargs)
-    weights = {id(one): keeper.weight_of(one) for one in _guarded_in((args, kwargs))}
-    if name in _OF_THE_SHAPE:
+    guarded_ones = (one for one in tensors_in((args, kwargs)) if isinstance(one, Guarded))
+    weights = {id(one): keeper.weight_of(one) for one in guarded_ones}
+    if _OF_THE_SHAPE.fullmatch(name):
         there = {key: weight.on_card for key, weight in weights.items()}
         return func(*_replaced(args, there), **_replaced(kwargs, there))
     if keeper.is_computing:
@@ -136,9 +132,9 @@ def _answer(
 
 
 def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
-    """Write through what somebody assigns to `weight.data`, as merging adapters does.
+    """Write through what is assigned to `weight.data`, as merging adapters does.
 
-    A weight of main memory is given by `model.cpu()`, which ends the streaming.
+    `model.cpu()` assigns a weight of main memory, which ends the streaming.
 
     Raises:
         RuntimeError: it has another shape or dtype, or is on another card.
@@ -155,8 +151,8 @@ def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
         old, new = getattr(weight.on_card, name), getattr(value, name)
         if old != new:
             raise RuntimeError(
-                f"a weight of {name} {old} cannot become {new} while it is streamed: most of its"
-                " layers are in main memory. Move all of them there before: model.cpu() ends that"
+                f"a weight of {name} {old} cannot become {new} while its model is streamed: end"
+                " that first, with model.cpu()"
             )
     keeper.bring([weight])
     weight.on_card.data.copy_(value.detach())
@@ -164,7 +160,7 @@ def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Tell whether a `.to()` asks for the device and the dtype that the weight has."""
+    """Return whether a `.to()` asks for the device and the dtype that the weight has."""
     if kwargs.pop("copy", False):
         return False
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -173,22 +169,10 @@ def _changes_nothing(shown: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Tell by its name whether a function writes to its tensors."""
+    """Return whether a function writes to its tensors, by its name."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs
-
-
-def _guarded_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, Guarded):
-        assert isinstance(value, torch.Tensor)
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _guarded_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _guarded_in(each)
 
 
 def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:

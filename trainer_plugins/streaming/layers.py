@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _KINDS = ("Parameter", "Params4bit")
 """The classes of weights that are streamed. Others (int8 of bitsandbytes, DTensor, torchao) keep
-tensors of their own beside the weight."""
+other tensors with the weight."""
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
@@ -32,19 +32,15 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 def frozen_weights(
     model: nn.Module, with_embeddings: bool = False
 ) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
-    """Yield each layer that has frozen matrices, and those that no other module has too.
+    """Yield each layer that has frozen matrices, and those that no other module shares.
 
     Embeddings and head come first and last, if they are asked for and are not tied. Vectors (norms,
-    biases) stay on the card. What bitsandbytes keeps beside a matrix of 4 bits, its scales, is no
-    parameter, and goes with it.
+    biases) stay on the card. The scales of a matrix of 4 bits are no parameter, and go with it.
     """
     layers = repeated_layers(model)
     if with_embeddings and layers:
-        layers = [
-            *_of(model, "get_input_embeddings"),
-            *layers,
-            *_of(model, "get_output_embeddings"),
-        ]
+        first, last = _of(model, "get_input_embeddings"), _of(model, "get_output_embeddings")
+        layers = [*first, *layers, *last]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
     owners: dict[int, set[int]] = {}
     for part in model.modules():
@@ -64,7 +60,7 @@ def _of(model: Any, getter: str) -> list[nn.Module]:
 
 
 def is_streamable(weight: nn.Parameter) -> bool:
-    """Tell whether a weight is a frozen matrix of a known kind."""
+    """Return whether a weight is a frozen matrix of a known kind."""
     is_known = type(weight).__name__ in _KINDS or isinstance(weight, FakeTensor)
     is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move does that
     return (

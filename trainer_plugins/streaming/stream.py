@@ -1,9 +1,9 @@
-"""Stream: the frozen weights of a model's layers come to the card when they are needed."""
+"""Stream the frozen weights of a model's layers: they come to the card when they are needed."""
 
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainer_plugins.streaming.guard import Guarded, guarded
 from trainer_plugins.streaming.layers import frozen_weights
-from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.streaming.weight import Weight, tensors_in
 
 logger = logging.getLogger(__name__)
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a model by which DDP leaves parameters out of its first broadcast."""
+"""The attribute of a model that lists parameters which DDP does not broadcast."""
 
 _NAME = "_streamed_by"
 
@@ -37,7 +37,7 @@ class _Layer:
         self._ready: torch.cuda.Event | None = None
 
     def fetch(self, stream: torch.cuda.Stream | None) -> None:
-        """Take memory on the card and fill it; on a side stream `wait` tells when that is done."""
+        """Take memory on the card and fill it; on a side stream, `wait` waits for that."""
         try:
             for weight in self.weights:
                 weight.allocate()
@@ -56,13 +56,13 @@ class _Layer:
             self._ready = stream.record_event()
 
     def wait(self) -> None:
-        """Have the kernels that come now wait for the copy."""
+        """Let later kernels wait for the copy."""
         if self._ready is not None:
             torch.cuda.current_stream().wait_event(self._ready)
             self._ready = None
 
     def drop(self) -> None:
-        """Give the memory back; what somebody has written is kept."""
+        """Free the memory on the card; what was written there is kept."""
         self.wait()  # a layer fetched in vain: its copy ends before its memory is another's
         self.write_back()
         self.is_written = False
@@ -70,14 +70,14 @@ class _Layer:
             weight.drop()
 
     def write_back(self) -> None:
-        """Keep what somebody has written to the weights on the card, if anybody could."""
+        """Copy the weights to main memory if they may have been written on the card."""
         if self.is_written:
             for weight in self.weights:
                 weight.write_back()
 
     @property
     def is_held(self) -> bool:
-        """Tell whether somebody else has a tensor on the storage of a weight."""
+        """Return whether other code has a tensor on the storage of a weight."""
         return any(weight.is_held for weight in self.weights)
 
 
@@ -86,7 +86,7 @@ class Stream:
 
     A layer is fetched before its forward, and again when the gradient of its output is known: that
     is before its backward, and before its activations are computed again. While it computes, the
-    next one is fetched. The layer that was used longest ago goes.
+    next one is fetched. The layer that was used longest ago leaves the card.
 
     Args:
         model: its other weights are moved to the card, and stay there.
@@ -102,39 +102,28 @@ class Stream:
         resident_layers: int = 2,
         with_embeddings: bool = False,
     ) -> None:
-        self.num_fetched = self.fetched_bytes = 0
-        """How many layers were copied to the card so far, and their bytes."""
-
+        self.num_fetched = self.fetched_bytes = 0  # how many layers were copied so far
         self.resident_layers, self.with_embeddings = resident_layers, with_embeddings
+        self.is_saving = False  # while a layer is asked for its `state_dict`
         self._device = torch.empty(0, device=device).device  # with its index
         self._model = model
         self._handles: list[Any] = []
         self._here: OrderedDict[int, None] = OrderedDict()
-        self._depth = 0
-        """How many layers compute forward now, one inside another."""
-
-        self.is_saving = False
-        """Whether a layer is asked for its `state_dict`."""
-
+        self._depth = 0  # how many layers compute forward now, one inside another
         is_cuda = self._device.type == "cuda"
         self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._guards: dict[type, type] = {}
         self._layers: list[_Layer] = []
-        self._number_of: dict[int, int] = {}
-        """The layer of a `Weight`, by its id."""
-
+        self._number_of: dict[int, int] = {}  # the layer of a `Weight`, by its id
         self._weights: dict[int, Weight] = {}
         pins = is_cuda and _can_pin()
         try:
             for module, shown in frozen_weights(model, with_embeddings):
                 self._add(module, shown, pins)
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
-            for weight in self._weights.values():
-                state = getattr(weight.shown, "quant_state", None)
-                if state is not None:  # of bitsandbytes: its tables move only with their weight
-                    state.to(self._device)
+            self._move_tables(self._device)
         except BaseException:
-            self._let_go()
+            self._release()
             for weight in self._weights.values():
                 weight.shown.data = weight.host
             raise
@@ -148,17 +137,16 @@ class Stream:
 
     @property
     def num_layers(self) -> int:
-        """Return how many layers are streamed."""
         return len(self._layers)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes in main memory: of all weights that are streamed."""
+        """Return the bytes of all streamed weights, which are in main memory."""
         return sum(layer.num_bytes for layer in self._layers)
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes on the card: of the largest layers, as many as stay there."""
+        """Return the bytes on the card, if its layers are the largest."""
         sizes = sorted((layer.num_bytes for layer in self._layers), reverse=True)
         return sum(sizes[: self.resident_layers])
 
@@ -174,20 +162,20 @@ class Stream:
         self.remove()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Make a copy, and a pickle, of the model one that is not streamed."""
+        """Leave it out of a copy, and of a pickle, of the model: they are not streamed."""
         return type(None), ()
 
     def weight_of(self, shown: torch.Tensor) -> Weight:
-        """Return what is known of a parameter that is streamed."""
+        """Return the weight behind a streamed parameter."""
         return self._weights[id(shown)]
 
     def in_main_memory(self, shown: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a tensor that is streamed; any other tensor is returned unchanged."""
+        """Return the copy of a streamed tensor; any other tensor is returned unchanged."""
         weight = self._weights.get(id(shown))
         return shown if weight is None else weight.host
 
     def need(self, number: int) -> None:
-        """Have a layer on the card, and the one that comes next: before it in a backward pass."""
+        """Bring a layer to the card, and the next one: in a backward pass, the one before it."""
         self._bring([number])
         self._layers[number].wait()
         following = number + (-1 if _is_in_backward() else 1)
@@ -195,20 +183,20 @@ class Stream:
             self._bring([following, number])
 
     def bring(self, weights: Iterable[Weight]) -> None:
-        """Have the layers of these weights on the card, all at once."""
+        """Bring the layers of these weights to the card, all at once."""
         numbers = list({self._number_of[id(weight)] for weight in weights})
         self._bring(numbers)
         for number in numbers:
             self._layers[number].wait()
 
     def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
-        """Remember that somebody may write to these weights, who holds them or has just done so."""
+        """Remember that other code may write to these weights, or has just done so."""
         for weight in weights:
             layer = self._layers[self._number_of[id(weight)]]
             layer.is_written = layer.is_written or is_written or weight.is_held
 
     def release(self) -> None:
-        """Take every layer off the card, as after an error; but none that somebody holds."""
+        """Take every layer off the card, as after an error, except those that other code holds."""
         self._make_room(0)
 
     def remove(self) -> None:
@@ -234,12 +222,16 @@ class Stream:
         self._end()
         for weight in self._weights.values():
             weight.stay()
+        self._move_tables("cpu")
+
+    def _move_tables(self, device: torch.device | str) -> None:
+        """Move the tables of bitsandbytes' weights, which move only with their weight."""
         for weight in self._weights.values():
             if (state := getattr(weight.shown, "quant_state", None)) is not None:
-                state.to("cpu")
+                state.to(device)
 
     def _end(self) -> None:
-        self._let_go()
+        self._release()
         ours = {name for name, one in self._model.named_parameters() if id(one) in self._weights}
         left = [name for name in getattr(self._model, DDP_IGNORES) if name not in ours]
         if left:
@@ -248,8 +240,8 @@ class Stream:
             delattr(self._model, DDP_IGNORES)
         delattr(self._model, _NAME)
 
-    def _let_go(self) -> None:
-        """Remove the hooks, and make the parameters again what they were."""
+    def _release(self) -> None:
+        """Remove the hooks, and give the parameters their own classes again."""
         for handle in self._handles:
             handle.remove()
         for weight in self._weights.values():
@@ -285,14 +277,14 @@ class Stream:
     def _leave(
         self, number: int, _: object, args: object, kwargs: object, output: object = None
     ) -> None:
-        """Have the layer fetched again as soon as the gradient of one of its outputs is known."""
+        """Let the layer be fetched again as soon as the gradient of one of its outputs is known."""
         self._depth -= 1
         if not torch.is_grad_enabled():
             return
         # Of what goes through all layers (T5's position_bias) the gradient is known last.
-        passed_on = {id(one) for one in _tensors((args, kwargs))}
+        passed_on = {id(one) for one in tensors_in((args, kwargs))}
         one: Any
-        for one in _tensors(output):
+        for one in tensors_in(output):
             if one.grad_fn is not None and id(one) not in passed_on:
                 one.register_hook(_Hook(self._gradient_is_known, number))
 
@@ -309,7 +301,7 @@ class Stream:
     def _after_state_dict(
         self, number: int, _: object, state: dict[str, Any], prefix: str, *__: object
     ) -> None:
-        """Give the copies in main memory: of a weight that is away a file would get no bytes."""
+        """Return the copies in main memory: a file would get no bytes of an absent weight."""
         self.is_saving = False
         host = {
             weight.on_card.untyped_storage()._cdata: weight.host
@@ -321,7 +313,7 @@ class Stream:
                 state[name] = host.get(value.untyped_storage()._cdata, value)
 
     def _bring(self, numbers: list[int]) -> None:
-        """Have these layers on the card; the last one is that used last."""
+        """Bring these layers to the card; the last one counts as used last."""
         absent = [number for number in numbers if number not in self._here]
         self._make_room(self.resident_layers - len(absent), keep=numbers)
         for number in absent:
@@ -333,7 +325,7 @@ class Stream:
             self._here.move_to_end(number)
 
     def _make_room(self, num_left: int, keep: Iterable[int] = ()) -> None:
-        """Take layers off the card, the one used longest ago first, until so many are left."""
+        """Take layers off the card, the one used longest ago first, until `num_left` are left."""
         for number in list(self._here):
             if len(self._here) <= num_left:
                 return
@@ -352,42 +344,27 @@ class _Hook:
     def __call__(self, *args: object) -> None:
         self._method(self._number, *args)
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_hook, ()
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[Callable[..., None], int]]:
+        return _Hook, (_do_nothing, 0)
 
 
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in place of a hook of the model that this one is a copy of."""
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def _is_in_backward() -> bool:
-    """Tell whether autograd runs in this thread: also while it computes activations again."""
+    """Return whether autograd runs in this thread, also while it computes activations again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 @functools.cache
 def _can_pin() -> bool:
-    """Tell whether main memory can be pinned here; if not it is said, and copies are slower."""
+    """Return whether main memory can be pinned here; warn if not."""
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError as error:
         logger.warning(
-            "main memory cannot be pinned here (%s), so copies to the card wait for it: look at"
+            "main memory cannot be pinned here (%s), so copies to the card are slower: check"
             " ulimit -l",
             str(error).partition("\n")[0],
         )

@@ -1,4 +1,6 @@
-"""One frozen weight: in main memory always, on the card sometimes."""
+"""Keep one frozen weight: in main memory always, on the card sometimes."""
+
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -11,11 +13,11 @@ class Weight:
     a custom Function has kept of the weight (a transposed view, `ctx.B` of bitsandbytes) reads the
     right bytes again. FSDP does so too (torch/distributed/utils.py, _free_storage).
 
-    While the bytes are away the tensor itself shows NaN in its shape: an empty storage would be
-    read at address 0 by code that torch does not know of.
+    While the bytes are away the tensor itself shows NaN in its shape: code outside torch would read
+    an empty storage at address 0.
 
     Args:
-        shown: the parameter, or what a quantised one carries beside it.
+        shown: the parameter, or a tensor that belongs to a quantised one.
         device: the card.
         pins: whether the copy in main memory is pinned, so that a card computes while it is read.
     """
@@ -38,7 +40,7 @@ class Weight:
         del value
         self.drop()
         self._num_holders = 0
-        """How many tensors share the storage if nobody else has one; 0 until it was filled once."""
+        """How many tensors share the storage without other code's; 0 until it was filled once."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,26 +49,26 @@ class Weight:
 
     @property
     def is_held(self) -> bool:
-        """Tell whether somebody else has a tensor on the storage, as `weight.data` gives one."""
+        """Return whether other code has a tensor on the storage, as `weight.data` gives one."""
         return _num_holders(self.on_card) > self._num_holders
 
     def allocate(self) -> None:
-        """Take the memory on the card, which may not be there."""
+        """Take the memory on the card."""
         self.on_card.untyped_storage().resize_(self.num_bytes)
 
     def fill(self, non_blocking: bool = False) -> None:
-        """Copy the bytes to the card. Autograd does not see it: the values are those it knows."""
+        """Copy the bytes to the card, unseen by autograd: the values are those it knows."""
         self.on_card.data.copy_(self.host, non_blocking=non_blocking)
         self._show(self.on_card)
         self._num_holders = self._num_holders or _num_holders(self.on_card)
 
     def drop(self) -> None:
-        """Give the memory on the card back."""
+        """Free the memory on the card."""
         self._show(self._away)
         self.on_card.untyped_storage().resize_(0)
 
     def stay(self) -> None:
-        """Be in main memory for good. The storage on the card goes with the last who holds it."""
+        """Stay in main memory. The storage on the card is freed with the last tensor on it."""
         self._show(self.host)
         self.on_card = self.host
 
@@ -76,12 +78,12 @@ class Weight:
                 self.shown.data = value
 
     def write_back(self) -> None:
-        """Keep what somebody has written to the weight on the card."""
+        """Keep what was written to the weight on the card."""
         self.host.copy_(self.on_card)
 
 
 def _is_alone(value: torch.Tensor) -> bool:
-    """Tell whether a tensor fills its storage, and only its parameter shares it."""
+    """Return whether a tensor fills its storage, and only its parameter shares it."""
     storage = value.untyped_storage()
     is_whole = storage.nbytes() == value.numel() * value.element_size()
     return is_whole and (isinstance(value, FakeTensor) or _num_holders(value) == 2)
@@ -91,3 +93,15 @@ def _num_holders(tensor: torch.Tensor) -> int:
     """Return how many tensors share a storage."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those in lists, tuples and mappings, however these are nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)

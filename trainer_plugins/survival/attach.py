@@ -5,14 +5,15 @@ from typing import Any
 
 from transformers import Trainer
 
-from trainer_plugins.survival.attempt.marks import holds_here
 from trainer_plugins.survival.engine import Engine
-from trainer_plugins.survival.exact.delegated import Delegation
-from trainer_plugins.survival.exact.losses import VOUCH, Family, Unknown, family_of
+from trainer_plugins.survival.exact.finality import holds_here
+from trainer_plugins.survival.exact.losses import Family, family_of
+from trainer_plugins.survival.exact.own_loss import Delegation
 from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.memo import SurvivalMemo, memo_of
+from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.training_run import Attached, memo_of
+from trainer_plugins.survival.training_run import Attached
 from trainer_plugins.survival.words import not_attached
 
 
@@ -23,9 +24,8 @@ class Survival:
         self._trainer, self._engine = trainer, engine
         if engine is not None:
             engine.attach()
-            memo = memo_of(trainer)
             if trainer.is_in_train:  # else it signs when training begins
-                memo.roll_call.sign()
+                memo_of(trainer).roll_call.sign()
 
     def detach(self) -> None:
         """Restore the methods, remove the callback, and switch off what was switched on.
@@ -36,10 +36,11 @@ class Survival:
             return
         self._engine.detach()
         self._engine = None
-        memo = self._trainer.pop_callback(SurvivalMemo)
-        if memo:
-            memo.roll_call.leave()
-        for rung in memo.rungs if memo else ():
+        memo: SurvivalMemo | None = self._trainer.pop_callback(SurvivalMemo)
+        if memo is None:
+            return
+        memo.roll_call.leave()
+        for rung in memo.rungs:
             descend(rung, self._trainer.model)
 
     def __enter__(self) -> "Survival":
@@ -62,8 +63,8 @@ def survive_oom(
 
     The micro-batch is divided and computed piece by piece; what a backward pass had finished when
     it failed is kept. Optimizer steps, effective batch and learning rates stay as they are, nothing
-    is repeated or left out, and how much fits is remembered, even in checkpoints. If everything
-    fits it costs nothing. Call it before `trainer.train()`.
+    is repeated or left out, and the size that fits is remembered, even in checkpoints. If
+    everything fits it costs nothing. Call it before `trainer.train()`.
 
     Args:
         trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in
@@ -73,10 +74,10 @@ def survive_oom(
             "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2
             and ZeRO-3); and only if you name it "stream", with which the frozen base waits there
             (see `stream_base`).
-        plan_first: compute the longest rows before step 1, to know beforehand how many fit at once.
+        plan_first: compute the longest rows before step 1, to know in advance how many fit at once.
             It leaves no trace.
         on_refusal: what to do if the result would not be exact, or is not known to be: "error"
-            raises, "warn" says so once and leaves training as it is.
+            raises, "warn" logs it once and leaves training as it is.
         vouch_for_loss: you say that a loss of your own (`compute_loss`, `compute_loss_func`, a
             `forward`, a hook) is a sum or a mean over examples. Which of them is measured before
             the first division; if it is neither, nothing is divided.
@@ -91,20 +92,27 @@ def survive_oom(
     check_options(min_micro_batch, ladder, on_refusal)
     reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
-        reasons.append(
-            "this version of torch does not finish gradients one by one, as a trial just now has "
-            "shown: please report it"
-        )
+        reasons.append("a trial showed that this torch finishes no gradients one by one: report it")
     if not isinstance(family, Family):
-        reasons.append(family + VOUCH * isinstance(family, Unknown))
+        reasons.append(family.words)
     if isinstance(family, Family) and not reasons:
         compute_loss: Callable[..., Any] = trainer.compute_loss
         if family.delegated_to is not None:
             compute_loss = Delegation(trainer, compute_loss, family.delegated_to)
-        originals = (compute_loss, trainer.accelerator.backward, trainer.prediction_step)
-        is_strict = on_refusal == "error"
-        options = (min_micro_batch, tuple(ladder), plan_first, is_strict, vouch_for_loss)
-        return Survival(trainer, Engine(Attached(trainer, family, *options, *originals)))
+        attached = Attached(
+            trainer=trainer,
+            family=family,
+            kind=kind_of(trainer),
+            min_micro_batch=min_micro_batch,
+            ladder=tuple(ladder),
+            plan_first=plan_first,
+            is_strict=on_refusal == "error",
+            is_vouched=vouch_for_loss,
+            compute_loss=compute_loss,
+            backward=trainer.accelerator.backward,
+            prediction_step=trainer.prediction_step,
+        )
+        return Survival(trainer, Engine(attached))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
     SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
-
-from trainer_plugins.callbacks._run import RunCallback, calling_trainer
+from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
 from trainer_plugins.callbacks.stream_base import StreamBase
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.survival.attach import check_options, survive_oom
 from trainer_plugins.survival.limit.ladder import RESIDENT_LAYERS, RUNGS, STREAM
 from trainer_plugins.survival.memo import SurvivalMemo
@@ -25,7 +24,7 @@ class SurviveOOM(RunCallback):
         ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
             moves it to the card is streamed then.
         plan_first: as for `survive_oom`.
-        on_refusal: "warn" says once why a run cannot be helped and leaves it as it is; "error" ends
+        on_refusal: "warn" logs once why a run cannot be helped and leaves it as it is; "error" ends
             it before step 1.
         vouch_for_loss: as for `survive_oom`.
 
@@ -55,13 +54,7 @@ class SurviveOOM(RunCallback):
             vouch_for_loss=vouch_for_loss,
         )
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         if self.is_second(state):
             return
         trainer = calling_trainer()
@@ -69,5 +62,5 @@ class SurviveOOM(RunCallback):
             logger.warning(
                 "SurviveOOM does nothing in this run: it was not called by a transformers.Trainer"
             )
-        elif not any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
+        elif callback_of(trainer, SurvivalMemo) is None:
             self._attach(trainer)

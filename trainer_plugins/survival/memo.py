@@ -2,26 +2,35 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from weakref import WeakMethod
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import ReferenceType
 
-import torch
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from trainer_plugins.callbacks._order import move_before_trackers
-from trainer_plugins.callbacks._run import RunCallback
+from trainer_plugins.callbacks._run import RunCallback, move_before_trackers
 from trainer_plugins.finding import Finding
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark
-from trainer_plugins.survival.attempt.baseline import Card, card_of
+from trainer_plugins.survival.attempt.attempt import Card, card_of
 from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
+from trainer_plugins.survival.limit.limit import Pace
 from trainer_plugins.survival.limit.optimizer_states import create_states
-from trainer_plugins.survival.limit.pace import Pace
 from trainer_plugins.survival.words import thrashing
 from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
+
+
+class RunListener(Protocol):
+    """Takes the events of a training: the engine, which is no callback."""
+
+    def step_begins(self) -> None:
+        """Begin the run with its first step."""
+
+    def training_ends(self) -> None:
+        """Release the model of a training that has ended."""
 
 
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
@@ -33,32 +42,23 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = math.inf
-        """How many cells (`limit.py`) are computed at once; infinite until something fails."""
-        self.is_rehearsed = False
-        """Whether the limit was found on the longest rows; infinite: all of them fit at once."""
+        self.limit = math.inf  # cells (`limit.py`) computed at once; infinite until something fails
+        self.is_rehearsed = False  # whether the limit was found on the longest rows
         self.rungs: list[str] = []
         self.num_survived = 0
-        self.num_divided = 0
-        """How many micro-batches were computed in pieces, since training logged last."""
-        self.learned_on: list[int] = []
-        """For what the limit holds: the card's size in bytes, and whether the user checkpoints."""
+        self.num_divided = 0  # micro-batches computed in pieces, since training logged last
+        self.learned_on: list[int] = []  # the card's bytes, and whether the user checkpoints
         self._num_logged = 0
-        self._switched_on: list[str] = []
-        """Those of the rungs that were switched on by us, in this process."""
-        self.pace: Pace | None = None
-        """Changes a limit that this rank has found for itself; None for a limit of all ranks."""
-        self.card: Card | None = None
-        """The card of the run, opened once."""
-        self.is_in_step = False
-        """Whether a step is being computed: what others compute between steps is left alone."""
-        self.roll_call = RollCall("survive_oom")
-        """Signed when training begins, and answered at its first micro-batch."""
+        self._switched_on: list[str] = []  # those of the rungs that we switched on in this process
+        self.pace: Pace | None = None  # changes a limit of this rank; None: it is one of all ranks
+        self._card: Card | None = None
+        self.is_in_step = False  # what is computed between steps is left alone
+        self.roll_call = RollCall("survive_oom")  # answered at the first micro-batch
+        self._remarks: list[Remark] = []  # what micro-batches survived, until it is in the timeline
 
     def at_rest(self) -> None:
         super().at_rest()
-        self.when_over: WeakMethod[Callable[[], None]] | None = None
-        """What the engine wants to be called when the training ends."""
+        self.listener: ReferenceType[RunListener] | None = None  # the engine; a copy has none
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -70,80 +70,49 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         }
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: object,
+        self, args: HfArguments, state: HfState, control: object, **event: Any
     ) -> None:
+        listener = self.listener
         self.begin_run()
+        self.listener = listener
         self.roll_call.sign()
         move_before_trackers(self)
-        self.card, self.is_in_step = card_of(args.device), False
+        self._card, self.is_in_step = None, False
         with self.harmless():
-            self._recall(args, state, model)
-            if said := create_states(optimizer):
+            self._recall(args, state, event["model"])
+            if said := create_states(event["optimizer"]):
                 logger.warning("%s", said)
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self.is_in_step = True
+        if listener := self._listening():
+            listener.step_begins()
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        self.is_in_step = False
+    def on_pre_optimizer_step(self, args: HfArguments, *_: object, **__: object) -> None:
+        self.leave_step(args)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_step_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         if self.pace is None:
             return
         with self.harmless():
-            reading = self.card.read() if self.card else None
+            reading = self.card_for(args).read()
             num_retries = reading.num_alloc_retries if reading else 0
             self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        if self.when_over is not None and (forget := self.when_over()) is not None:
-            forget()
+    def on_train_end(self, *_: object, **__: object) -> None:
+        if listener := self._listening():
+            listener.training_ends()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
+        self, _: object, state: HfState, *__: object, logs: dict[str, float], **___: object
     ) -> None:
         numbers: dict[str, float] = {}
         if self.num_survived > self._num_logged:
             self._num_logged = numbers["out_of_memory_survived"] = self.num_survived
         # Training's own line has both; other lines come back from train() or evaluate().
-        if logs and {"loss", "learning_rate"} <= logs.keys():
+        if {"loss", "learning_rate"} <= logs.keys():
             if not math.isinf(self.limit) or self.num_divided:
                 numbers["memory/divided_micro_batches"] = float(self.num_divided)
                 self.num_divided = 0
@@ -152,11 +121,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             state.log_history[-1].update(numbers)
 
     def climb(self, ladder: Iterable[str], model: nn.Module) -> str:
-        """Switch the next rung on; the limit is open again then.
-
-        Returns:
-            The name of the rung; empty if there is none.
-        """
+        """Switch the next rung on and open the limit; return its name, empty if none is left."""
         rung = next((rung for rung in ladder if rung not in self.rungs and climb(rung, model)), "")
         if rung:
             self.rungs.append(rung)
@@ -166,13 +131,39 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
 
-    def remark(self, args: TrainingArguments, step: int, finding: Finding) -> None:
-        """Log a finding, and write it into the timeline of the run."""
-        logger.log(finding.severity, "step %d: %s", step, finding)
-        with self.harmless():
-            self.timeline_for(args).add(Remark(step=step, finding=finding))
+    def remark(
+        self, args: HfArguments, step: int, finding: Finding, *, is_later: bool = False
+    ) -> None:
+        """Log a finding, and write it into the timeline of the run: now, or after the micro-batch.
 
-    def _recall(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+        What a micro-batch survived can wait: no file is written in the middle of its passes.
+        """
+        logger.log(finding.severity, "step %d: %s", step, finding)
+        self._remarks.append(Remark(step=step, finding=finding))
+        if not is_later:
+            self.write_remarks(args)
+
+    def leave_step(self, args: HfArguments) -> None:
+        """Leave what is computed from here to the next step alone."""
+        self.is_in_step = False
+        self.write_remarks(args)
+
+    def write_remarks(self, args: HfArguments) -> None:
+        """Write what is not in the timeline yet."""
+        remarks, self._remarks = self._remarks, []
+        for remark in remarks:
+            with self.harmless():
+                self.timeline_for(args).add(remark)
+
+    def _listening(self) -> RunListener | None:
+        return self.listener() if self.listener is not None else None
+
+    def card_for(self, args: HfArguments) -> Card:
+        """Return the card of the run, opened once."""
+        self._card = self._card or card_of(args.device)
+        return self._card
+
+    def _recall(self, args: HfArguments, state: HfState, model: nn.Module) -> None:
         # `restore_callback_states_from_checkpoint` is off by default, and the limit is not one of
         # the user's settings.
         name = type(self).__name__
@@ -183,7 +174,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
         self._num_logged = self.num_survived
-        reading = self.card.read() if self.card else None
+        reading = self.card_for(args).read()
         is_users_own = is_checkpointing(model) and not self.rungs
         learned_on = [reading.total_bytes if reading else 0, is_users_own]
         if learned_on != self.learned_on:
@@ -200,3 +191,15 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 "no more than %d tokens (rows x padded length) at once, as this run learned before",
                 self.limit,
             )
+
+
+def memo_of(trainer: HfTrainer) -> SurvivalMemo:
+    """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
+    callbacks = trainer.callback_handler.callbacks
+    memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)
+    if memo is None:
+        memo = SurvivalMemo()
+        trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
+        # The Trainer fills this in when it begins, and does not save a callback's state without it.
+        trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
+    return memo

@@ -1,15 +1,22 @@
-"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces."""
+"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces.
 
+Pieces are right only if `training_step` multiplies the loss by the Trainer's own factor in between.
+Values do not tell: `loss**2 / loss.detach()` has the value of the loss and twice its gradient, and
+flooding turns the sign of one that is nearly the same. So `Handed` measures the derivative of what
+comes to `backward` by what was handed out.
+"""
+
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from trainer_plugins.survival.attempt.marks import GradientMark
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.exact.handed import Handed
-from trainer_plugins.survival.exact.layouts import Inputs, Layout
-from trainer_plugins.survival.exact.shares import Weight
+from trainer_plugins.survival.attempt.state import RestorePoint
+from trainer_plugins.survival.exact.finality import GradientMark
+from trainer_plugins.survival.exact.layouts import Layout
+from trainer_plugins.survival.exact.shares import Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.limit import cells
 
 
@@ -27,17 +34,10 @@ class Piece:
     """Holds some examples of a micro-batch, or all."""
 
     inputs: Inputs
-    num: int
-    """How many examples it has; 1 if they cannot be told apart."""
-
-    factor: float = 1.0
-    """What its loss is multiplied by in the loss of the micro-batch."""
-
-    share: float = 1.0
-    """How much of the micro-batch it is, for the metrics."""
-
-    final: set[nn.Parameter] = field(default_factory=set)
-    """The parameters that have received these examples' gradient."""
+    num: int  # how many examples it has; 1 if they cannot be distinguished
+    factor: float = 1.0  # what its loss is multiplied by in the loss of the micro-batch
+    share: float = 1.0  # how much of the micro-batch it is, for the metrics
+    final: set[nn.Parameter] = field(default_factory=set)  # have these examples' gradient
 
     @property
     def num_cells(self) -> int:
@@ -46,10 +46,7 @@ class Piece:
     def parts(
         self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
     ) -> list["Piece"]:
-        """Divide it into parts of these sizes.
-
-        A part that weighs nothing is left out if its mean is not a number.
-        """
+        """Divide it into parts of these sizes; one that weighs nothing may have no mean."""
         whole, whole_share = weight.of(self.inputs, self.num), share.of(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
@@ -62,18 +59,99 @@ class Piece:
         return parts
 
 
+@dataclass(frozen=True, slots=True)
+class ChangedLoss:
+    """Says how `training_step` changed the loss in a way that pieces cannot reproduce."""
+
+    why: str
+
+
+class Handed:
+    """Compares the loss of one micro-batch as it was handed out with what came back."""
+
+    def __init__(self, loss: torch.Tensor, scale: float) -> None:
+        self._edge = get_gradient_edge(loss) if loss.grad_fn is not None else None
+        self._scale, self._dtype = scale, loss.dtype
+        self._arrived: list[torch.Tensor] = []  # at the loss that came back, and that handed out
+
+    def added(self, loss: torch.Tensor) -> ChangedLoss | None:
+        """Look for other terms in the loss that came back, in the graph that was added."""
+        if self._is_untouched(loss):
+            return None
+        seen, nodes = {self._edge.node if self._edge else None}, [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if hasattr(node, "variable"):
+                return ChangedLoss(
+                    "training_step adds a term to the loss, whose gradient pieces would lack"
+                )
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+        return None
+
+    def scaled(self, loss: torch.Tensor) -> ChangedLoss | None:
+        """Compare the derivative of what came back with the factor. It reads the device."""
+        if self._edge is None or self._is_untouched(loss):
+            return self._compared(1.0, loss.dtype)
+        if loss.grad_fn is None:
+            return self._compared(0.0, loss.dtype)
+        edges = (self._edge,)
+        (found,) = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
+        return self._compared(0.0 if found is None else float(found), loss.dtype)
+
+    def watch(self, loss: torch.Tensor) -> None:
+        """Let the backward pass of what came back leave its derivative for `seen`."""
+        if self._edge is None or loss.grad_fn is None or self._is_untouched(loss):
+            return
+        arrived, place = self._arrived, self._edge.output_nr
+        loss.grad_fn.register_prehook(lambda gradients: arrived.append(gradients[0]))
+        self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
+
+    def seen(self) -> ChangedLoss | None:
+        """Compare the derivative that a watched backward pass has left. It reads the device."""
+        if len(self._arrived) < 2:
+            return None
+        begun, come = (float(gradient) for gradient in self._arrived[:2])
+        return self._compared(come / begun if begun else math.nan, self._arrived[0].dtype)
+
+    def drop_graph(self) -> None:
+        """Drop the graph, which holds activations."""
+        self._edge = None
+
+    def _is_untouched(self, loss: torch.Tensor) -> bool:
+        return (
+            self._edge is not None
+            and loss.grad_fn is self._edge.node
+            and loss.output_nr == self._edge.output_nr
+        )
+
+    def _compared(self, got: float, dtype: torch.dtype) -> ChangedLoss | None:
+        """Compare a derivative with the factor.
+
+        A factor that the types can hold comes out unchanged, because division is rounded correctly
+        (IEEE 754). Another factor is off by half a unit in the last place for each rounding: by
+        `eps` of the coarser type if there are two roundings.
+        """
+        types = (dtype, self._dtype)
+        is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
+        tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale
+        if abs(got - self._scale) <= tolerance:  # false for NaN
+            return None
+        return ChangedLoss(
+            f"training_step changes the loss that compute_loss gave it: to {got:.6g} times its "
+            f"gradient, where the Trainer's has {self._scale:.6g} times"
+        )
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Holds one call of `compute_loss` in training, and the `backward` that follows it."""
 
     whole: Piece
-    num_items: torch.Tensor | int | None
-    scale: float
-    """What the Trainer multiplies the loss by between the two."""
-
+    num_items: NumItems
+    scale: float  # what the Trainer multiplies the loss by between the two
     start: Start
-    handed: Handed | None = None
-    """The loss as the caller got it."""
-
-    is_finished: bool = False
-    """Whether its backward has been done, in pieces."""
+    handed: Handed | None = None  # the loss as the caller got it
+    is_finished: bool = False  # whether its backward has been done, in pieces

@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch import nn
-
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.exact.losses import bare_model
+from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.wrapped import base_model
 
 
 def refusals(trainer: HfTrainer) -> list[str]:
-    """List every reason why out-of-memory errors of this Trainer cannot be survived.
-
-    The list is empty if they can. The loss is judged by `losses.py`.
-    """
+    """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
     return [reason for find in _REFUSALS for reason in find(trainer)]
 
 
@@ -32,69 +28,39 @@ def cannot_be_taken_back(trainer: HfTrainer) -> list[str]:
 def _parallel(trainer: HfTrainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
-        yield (
-            f"nn.DataParallel over {trainer.args.n_gpu} cards is not supported: start one process "
-            "a card, or show it one card"
-        )
+        num = trainer.args.n_gpu
+        yield f"nn.DataParallel over {num} cards is not supported: start one process a card"
     if trainer.is_model_parallel:
         yield "a model spread over several cards is not supported yet"
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None or getattr(
-        trainer.model, "_tp_size", None
-    ):
-        yield (
-            "tensor, context and sequence parallelism are not supported: every rank would have to "
-            "divide alike"
-        )
+    tp_size = getattr(trainer.model, "_tp_size", None)
+    if tp_size or trainer.accelerator.parallelism_config is not None:
+        yield "tensor, context and sequence parallelism are not supported"
 
 
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
-    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
-    backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
+    backend = str(trainer.accelerator.state.dynamo_plugin.backend).rpartition(".")[2]
     is_compiled = any(
         hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
         for m in trainer.model.modules()
     )
     if trainer.args.torch_compile or backend != "NO" or is_compiled:
-        yield (
-            "torch.compile compiles anew for every size of a piece, and keeps buffers of its own: "
-            "turn it off"
-        )
+        yield "torch.compile compiles again for every size of a piece: turn it off"
 
 
 def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
-        yield (
-            f"optim={optim} applies gradients inside the backward: weights would have moved when "
-            "a piece is retried"
-        )
-    if name := next((n for n, p in trainer.model.named_parameters() if _takes_gradient(p)), None):
-        yield (
-            f"a hook takes the gradient of `{name}` inside the backward: it would see those of "
-            "pieces"
-        )
-    if name := next((n for n, p in trainer.model.named_parameters() if p._backward_hooks), None):
-        yield f"a hook changes the gradient of `{name}`: it would see those of pieces"
-
-
-def _takes_gradient(parameter: nn.Parameter) -> bool:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
-    # micro-batches in a window.
-    return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
+        yield f"optim={optim} applies gradients inside the backward, which a retry repeats"
+    yield from hooks_of_gradients(trainer.model)
 
 
 def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
     yield from coupled_modules(trainer.model)
-    config: Any = getattr(bare_model(trainer.model), "config", None)
+    config: Any = getattr(base_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    if any(getattr(c, "output_router_logits", False) for c in configs) or getattr(
-        trainer, "aux_loss_enabled", False
-    ):
-        yield (
-            "the router's auxiliary loss is not a sum over rows: set output_router_logits=False in "
-            "the model's config"
-        )
+    has_router_loss = any(getattr(c, "output_router_logits", False) for c in configs)
+    if has_router_loss or getattr(trainer, "aux_loss_enabled", False):
+        yield "the router's auxiliary loss is not a sum over rows: set output_router_logits=False"
 
 
 def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
@@ -102,24 +68,20 @@ def _step_without_compute_loss(trainer: HfTrainer) -> Iterator[str]:
     names = _names_in(type(trainer), "training_step")
     if "backward" in names and "compute_loss" not in names:
         owner = next(c for c in type(trainer).__mro__ if "training_step" in vars(c))
-        yield (
-            f"{owner.__name__}.training_step never calls compute_loss: it computes a loss of its "
-            "own, of which no part can be computed alone"
-        )
+        name = f"{owner.__name__}.training_step"
+        yield f"{name} never calls compute_loss: no part of its own loss can be computed alone"
 
 
 def _names_in(kind: type, method: str) -> set[str]:
-    """Collect the names in a method's code and in that of the methods it calls.
-
-    Those of transformers are not followed: its `training_step` calls `compute_loss`.
-    """
+    """Collect the names in a method and in those it calls, as far as transformers' own."""
     found: set[str] = set()
     waiting, followed = [method], {method}
     while waiting:
         name = waiting.pop()
         for owner in (c for c in kind.__mro__ if name in vars(c)):
             if owner.__module__.startswith("transformers."):
-                found |= {"compute_loss"} if name == "training_step" else set()
+                if name == "training_step":
+                    found.add("compute_loss")
                 break
             code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
             names = set(_names_of(code)) if isinstance(code, CodeType) else set()
@@ -140,18 +102,14 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
     if trainer.args.auto_find_batch_size:
-        yield (
-            "auto_find_batch_size restarts training after the errors that this would survive: "
-            "take one of the two"
-        )
+        yield "auto_find_batch_size restarts training after an OOM: use one of the two"
     if getattr(trainer.args, "activation_offloading", False):
-        yield (
-            "activation_offloading counts tensors from forward to backward, and a failed attempt "
-            "upsets the count"
-        )
+        yield "activation_offloading counts tensors, and a failed attempt upsets the count"
 
 
 _LEAVES: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
-    *(_parallel, _compiled, _consumed_gradients),
+    _parallel,
+    _compiled,
+    _consumed_gradients,
 )
 _REFUSALS = (*_LEAVES, _coupled_rows, _step_without_compute_loss, _rivals)

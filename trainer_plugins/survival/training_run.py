@@ -1,6 +1,7 @@
 """Run: the state of one call of `trainer.train()`, shared by the engine and its recoveries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,85 +10,82 @@ from torch import nn
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfBackward, HfTrainer
-from trainer_plugins.survival.attempt.baseline import card_of
-from trainer_plugins.survival.attempt.marks import GradientMark
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.attempt.state import State
-from trainer_plugins.survival.certificate.certificate import Certificate
-from trainer_plugins.survival.exact.delegated import why_not_delegated
-from trainer_plugins.survival.exact.layouts import (
-    IndivisibleError,
-    Inputs,
-    Layout,
-    Packed,
-    find_layout,
+from trainer_plugins.survival.attempt.attempt import bytes_left_over, left_over
+from trainer_plugins.survival.attempt.state import (
+    RestorePoint,
+    State,
+    owners_of_state,
+    why_not_divided,
 )
+from trainer_plugins.survival.attempt.users_code import is_users_function
+from trainer_plugins.survival.certificate.certificate import Certificate
+from trainer_plugins.survival.exact.finality import GradientMark
+from trainer_plugins.survival.exact.gathers import Gathers
+from trainer_plugins.survival.exact.layouts import Layout, Packed, find_layout
 from trainer_plugins.survival.exact.losses import VOUCH, Family
-from trainer_plugins.survival.exact.modules import full_state, owners_of_state, why_not_divided
-from trainer_plugins.survival.exact.own_loss import is_foreign
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.exact.own_loss import Delegation
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
+from trainer_plugins.survival.limit.ladder import CHECKPOINTING
+from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.micro_batch import Start
-from trainer_plugins.survival.ranks import Ranks, kind_of
-from trainer_plugins.survival.ranks.gathers import Gathers
+from trainer_plugins.survival.ranks import kind_of
+from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.words import not_attached
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Attached:
     """Holds a Trainer, what was found out about it, the user's options and the original methods."""
 
     trainer: HfTrainer
     family: Family
+    kind: type[Ranks]  # how its ranks share a micro-batch
     min_micro_batch: int
     ladder: tuple[str, ...]
     plan_first: bool
-    strict: bool
-    vouched: bool
-    """Whether the user vouches for a loss if it is not known whether it can be divided."""
-
+    is_strict: bool
+    is_vouched: bool  # whether the user vouches for a loss that is not known to add up
     compute_loss: Callable[..., Any]
     backward: HfBackward
     prediction_step: Callable[..., Any]
 
+    @property
+    def why_own_loss(self) -> str:
+        """Say why the loss just computed was the user's own; empty if it was the library's."""
+        return self.compute_loss.why_not if isinstance(self.compute_loss, Delegation) else ""
 
-def memo_of(trainer: HfTrainer) -> SurvivalMemo:
-    """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
-    callbacks = trainer.callback_handler.callbacks
-    memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)
-    if memo is None:
-        memo = SurvivalMemo()
-        trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse
-        # The Trainer fills this in when it begins, and does not save a callback's state without it.
-        trainer.state.stateful_callbacks.setdefault(SurvivalMemo.__name__, memo.state())
-    return memo
+    def check_loss_of_part(self) -> None:
+        if why := self.why_own_loss:
+            raise IndivisibleError(why)
+
+    def refuse(self, reasons: list[str]) -> None:
+        """Say why this run cannot be helped, or raise it if the user wants an error then."""
+        if self.is_strict:
+            raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
+        self.say(not_attached(reasons))
+
+    def say(self, finding: Finding, *, is_later: bool = False) -> None:
+        """Log a finding and write it into the timeline, at the step that is being computed."""
+        step = self.trainer.state.global_step + 1
+        memo_of(self.trainer).remark(self.trainer.args, step, finding, is_later=is_later)
 
 
 class TrainingRun:
-    """Holds the state of one training.
-
-    Args:
-        attached: the Trainer, and what is known of it.
-        model: the model as the Trainer calls it, in its wrapper.
-    """
+    """Holds the state of one training; `model` is in its wrapper, as the Trainer calls it."""
 
     def __init__(self, attached: Attached, model: nn.Module) -> None:
-        self.attached = attached
-        self.ranks: Ranks = kind_of(attached.trainer, model)(attached.trainer, model)
+        self.attached, self.wrapped = attached, model
+        self.ranks = kind_of(attached.trainer, model)(attached.trainer, model)
         self.gathers = Gathers(attached.trainer)
         self.model = self.ranks.bare
-        self.state = attached.trainer.state
-        # The memo has none before a run has begun.
-        self.memo.card = self.memo.card or card_of(attached.trainer.args.device)
-        self.card = self.memo.card
-        self.certificate = Certificate(attached.trainer, self.ranks, attached.family)
-        self.is_refused = self.leftover_is_said = False
+        self.card = self.memo.card_for(attached.trainer.args)
+        self.certificate = Certificate(self.ranks, attached.family, self.full_state)
+        self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
-        self.is_step_own = is_foreign(attached.trainer.training_step)
+        self.is_step_own = is_users_function(attached.trainer.training_step)
         """Whether `training_step` is the user's own."""
-        self.is_scale_seen = False
-        """Whether it was measured by what `training_step` multiplies the loss (`handed.py`)."""
-        self.is_final = False
-        """Whether gradients that a failed pass has changed were found final (`finality.py`)."""
+        self.is_scale_seen = False  # whether the factor of `training_step` was measured
+        self.is_final = False  # whether changed gradients were found final (`finality.py`)
         self.what_moved: str | None = None
         """Why a pass forbids a division: it has moved something, or its loss was the user's own.
 
@@ -99,69 +97,71 @@ class TrainingRun:
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
-        """Take down the moment before an attempt."""
-        reading = self.card.read() if self.card else None
+        reading = self.card.read()
         return Start(
             RestorePoint(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
             reading.allocated_bytes if reading else 0,
         )
 
-    def layout_of(self, inputs: Inputs) -> Layout:
-        """Find out how the examples lie in a micro-batch.
+    @contextmanager
+    def measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
+        """Undo what a measurement draws and counts, at its end and when what it gives is called."""
+        before = self.start().snapshot
+        try:
+            with self.gathers.measuring() if shows_metrics else self.gathers.apart():
+                yield before.restore
+        finally:
+            before.restore()
+            self.ranks.forget()
 
-        Raises:
-            IndivisibleError: in no known way, or in one that this run cannot divide.
-        """
+    def look_for_leftover(self, start: Start) -> None:
+        if self.leftover_is_said:
+            return
+        expected_bytes = start.allocated_bytes + start.mark.new_bytes()
+        if left_bytes := bytes_left_over(self.card, expected_bytes):
+            self.leftover_is_said = True
+            with self.memo.harmless():
+                optimizer = self.attached.trainer.optimizer
+                self.attached.say(left_over(left_bytes, self.card, self.model, optimizer))
+
+    def layout_of(self, inputs: Inputs) -> Layout:
         layout = find_layout(self.attached.family.layouts, inputs)
-        if isinstance(layout, Packed) and getattr(
-            self.attached.trainer, "neftune_noise_alpha", None
-        ):
+        if isinstance(layout, Packed) and self.attached.trainer.neftune_noise_alpha:
             raise IndivisibleError(
                 "neftune_noise_alpha makes its noise smaller the longer a packed row is, so pieces "
                 "would get more of it"
             )
         return layout
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> torch.Tensor:
-        """Call the Trainer's own `compute_loss`, with its exchanges between ranks held.
-
-        Inputs are copied, because trainers change theirs.
-        """
+    def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: NumItems) -> torch.Tensor:
+        """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
+        attached = self.attached
         state = self.full_state() if self.what_moved is None and model.training else None
         with self.gathers.held():
-            loss: torch.Tensor = self.attached.compute_loss(
+            loss: torch.Tensor = attached.compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items
             )
         if state is not None:
             moved = state.moved()
             self.what_moved = why_not_divided(moved.values())
             if moved:  # checkpointing computes passes again, and would count those
-                ladder = tuple(rung for rung in self.attached.ladder if rung != "checkpointing")
-                self.attached.ladder = ladder
-        if why := why_not_delegated(self.attached.compute_loss):
+                attached.ladder = tuple(rung for rung in attached.ladder if rung != CHECKPOINTING)
+        if why := attached.why_own_loss:
             self.what_moved = why + VOUCH
         return loss
 
     def full_state(self) -> State:
-        """Take down all that a pass may move."""
-        return full_state(self.ranks.bare, has_parameters=not self.ranks.forward_is_shared)
+        modules = dict(self.model.named_modules())
+        return State(self._owners, modules, has_parameters=not self.ranks.forward_is_shared)
 
-    def tiny_pass(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> None:
-        """Run forward and backward over the first tokens of one example.
-
-        Raises:
-            IndivisibleError: one example cannot be taken out.
-        """
+    def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
         with self.attached.trainer.compute_loss_context_manager():
             loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)
         self.attached.backward(loss)
 
     def has_exchanged_parameters(self) -> bool:
-        """Tell whether the model has other parameters than when the run began."""
         return [id(p) for p in self._parameters] != [id(p) for p in self.model.parameters()]
 
     @property
@@ -170,32 +170,12 @@ class TrainingRun:
         return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:
-        """Refuse a run in which a forward pass forbids a division, and tell whether one has.
-
-        It is said once, and nothing is divided from then on.
-
-        Raises:
-            ValueError: one has, and the user wants an error then.
-        """
+        """Refuse, once, a run in which a pass forbids a division; tell whether it is refused."""
         is_new, self.is_division_refused = not self.is_division_refused, bool(self.what_moved)
         if self.what_moved and is_new and not self.is_refused:
             # Which loss is computed may depend on the rows. A rank that is refused answers no other
             # rank any more, so one among several stays, and is not divided.
-            is_own_loss = bool(why_not_delegated(self.attached.compute_loss))
+            is_own_loss = bool(self.attached.why_own_loss)
             self.is_refused = not is_own_loss or self.attached.trainer.args.world_size == 1
-            self.refuse([self.what_moved])
+            self.attached.refuse([self.what_moved])
         return self.is_refused
-
-    def refuse(self, reasons: list[str]) -> None:
-        """Say why this run cannot be helped, before anything of it is computed.
-
-        Raises:
-            ValueError: the user wants an error then.
-        """
-        if self.attached.strict:
-            raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
-        self.say(not_attached(reasons))
-
-    def say(self, finding: Finding) -> None:
-        """Log a finding and write it into the timeline, at the step that is being computed."""
-        self.memo.remark(self.attached.trainer.args, self.state.global_step + 1, finding)

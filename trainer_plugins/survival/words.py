@@ -2,111 +2,118 @@
 
 from dataclasses import dataclass, field
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.exact.shares import IndivisibleError
+from trainer_plugins.survival.micro_batch import Piece
 
-UNCHANGED = "Nothing has to be done: gradient, effective batch and schedule are those of the whole."
+UNCHANGED = "No action needed: gradient, effective batch and schedule are unchanged."
 """What to do about a micro-batch that was finished in pieces."""
+
+SMALLER_MICRO_BATCH = advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)
 
 
 @dataclass(slots=True)
 class Story:
     """Holds what happened to one micro-batch."""
 
+    unit: str  # what it consists of, in the plural: "rows"
+    has_tokens: bool
     failures: list[DidNotFit] = field(default_factory=list)
-    tried: str = ""
-    """The first failure, as in "8 rows did not fit in the forward pass"."""
-
-    pieces: list[int] = field(default_factory=list)
-    """Sizes of the pieces that were computed, in order."""
-
+    tried: str = ""  # what did not fit first, as in "8 rows (4096 tokens with padding)"
+    phase: str = ""  # the pass in which that did not fit: "forward" or "backward"
+    pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
 
-    measured: str = ""
-    """The measurement that pieces add up, if it was made for this micro-batch."""
+    measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch
+    loss: str = ""  # the kind of a loss that the user vouched for, as measured: "a mean over rows"
 
-    loss: str = ""
-    """The kind of a loss that the user vouched for, as measured: "a mean over rows"."""
+    def count(self, num: int) -> str:
+        return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
 
-    def divided(self, what: str, largest: str, limit: str) -> Finding:
-        """Report the first micro-batch of a run that is divided before anything failed."""
+    def what(self, piece: Piece) -> str:
+        """Return what a piece is, as in "8 rows (4096 tokens with padding)"."""
+        tokens = f" ({piece.num_cells} tokens with padding)" if self.has_tokens else ""
+        return self.count(piece.num) + tokens
+
+    def failed(self, failure: DidNotFit, piece: Piece, phase: str) -> None:
+        if not self.failures:
+            self.tried, self.phase = self.what(piece), phase
+        self.failures.append(failure)
+
+    def divided(self, whole: Piece, limit: str) -> Finding:
         return Finding(
             code="micro-batches-divided",
             severity=Severity.WARNING,
-            summary="micro-batches larger than what fits are divided: this one of "
-            f"{what} into {len(self.pieces)} pieces of at most {largest}",
-            evidence=f"the limit is {limit}, as a rehearsal or an earlier failure has shown"
+            summary="micro-batches that do not fit are computed in pieces: "
+            f"{self.what(whole)} in {self._pieces()}",
+            evidence=f"a rehearsal or an earlier failure showed the limit, {limit}"
             + self._vouched(),
             remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "
             "memory/divided_micro_batches in the logs counts them.",
             amount=float(len(self.pieces)),
         )
 
-    def survived(self, what: str, largest: str, limit: str) -> Finding:
-        """Report a micro-batch that failed and was finished.
-
-        Args:
-            what: the micro-batch, as in "8 rows (4096 tokens, padding included)".
-            largest: its largest piece.
-            limit: the limit from now on.
-        """
+    def survived(self, whole: Piece, limit: str) -> Finding:
+        """Report a micro-batch that failed and was finished; `limit` says what fits from now on."""
         seconds = sum(failure.seconds for failure in self.failures)
-        how = (
-            "in one piece"
-            if len(self.pieces) == 1
-            else f"in {len(self.pieces)} pieces of at most {largest}"
-        )
-        how += "".join(f", with {rung} switched on" for rung in self.switched_on)
+        evidence = [
+            f"{_num_failed(self.failures)}, {seconds:.2f} s",
+            f"the limit is now {limit}",
+            self.failures[0].first_line,
+        ]
+        if self.measured:
+            evidence.append(self.measured)
+        remedy = UNCHANGED
+        if sum(self.pieces) > 1:
+            remedy += f" To avoid the failed attempts, {SMALLER_MICRO_BATCH}."
+        what = self.what(whole)
+        which = "the micro-batch" if what == self.tried else f"the micro-batch of {what}"
+        how = "".join(f", with {rung} switched on" for rung in self.switched_on)
         return Finding(
             code="out-of-memory-survived",
             severity=Severity.WARNING,
-            summary=f"{self.tried}; the micro-batch of {what} was finished {how}",
-            evidence=f"{num_failed(self.failures)}, {seconds:.2f} s; the limit is now {limit}; "
-            f"{self.failures[0].first_line}"
-            + (f"; {self.measured}" if self.measured else "")
-            + self._vouched(),
-            remedy=UNCHANGED
-            + " A smaller per_device_train_batch_size with more gradient_accumulation_steps avoids "
-            "the failed attempts." * (sum(self.pieces) > 1),
+            summary=f"{self._failed()}; {which} was computed in {self._pieces()}{how}",
+            evidence="; ".join(evidence) + self._vouched(),
+            remedy=remedy,
             amount=float(len(self.failures)),
         )
 
-    def _vouched(self) -> str:
-        return (
-            f"; you vouched for the loss, and it was measured to be {self.loss}"
-            if self.loss
-            else ""
-        )
-
-    def refused(self, what: str, why: str, remedy: str) -> Finding:
-        """Report a micro-batch that failed and cannot be finished."""
+    def refused(self, whole: Piece, why: str, remedy: str) -> Finding:
         return Finding(
             code="out-of-memory-refused",
             severity=Severity.ERROR,
-            summary=f"{self.tried}, and the micro-batch of {what} cannot be finished: {why}",
-            evidence=f"{num_failed(self.failures)}; {self.failures[0].first_line}",
+            summary=f"{self._failed()}, and the micro-batch of {self.what(whole)} cannot be "
+            f"finished: {why}",
+            evidence=f"{_num_failed(self.failures)}; {self.failures[0].first_line}",
             remedy=remedy,
         )
+
+    def _failed(self) -> str:
+        if not self.failures[0].is_here:
+            return "what another rank computed did not fit"
+        return f"{self.tried} did not fit in the {self.phase} pass"
+
+    def _pieces(self) -> str:
+        num, largest = len(self.pieces), max(self.pieces)
+        return "one piece" if num == 1 else f"{num} pieces of at most {self.count(largest)}"
+
+    def _vouched(self) -> str:
+        return f"; you vouched for the loss: it was measured as {self.loss}" if self.loss else ""
 
 
 def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
-    ways = [
-        "shorter sequences",
-        "fewer trainable parameters",
-        "a larger card, or weights spread over several",
-    ]
+    ways = [SMALLER_MICRO_BATCH] if is_divisible else []
     if not is_checkpointing:
-        ways.insert(0, "gradient checkpointing")
-    if is_divisible:
-        ways.insert(
-            0, "a smaller per_device_train_batch_size with more gradient_accumulation_steps"
-        )
+        ways.append(advice.CHECKPOINTING.flag(Door.ARGUMENTS))
+    ways += ["shorter sequences", "fewer trainable parameters", "a larger card"]
     return f"What is left: {', '.join(ways)}."
 
 
-def num_failed(failures: list[DidNotFit]) -> str:
-    """Count failed attempts in words."""
+def _num_failed(failures: list[DidNotFit]) -> str:
     return "1 failed attempt" if len(failures) == 1 else f"{len(failures)} failed attempts"
 
 
@@ -122,12 +129,20 @@ def not_attached(reasons: list[str]) -> Finding:
     )
 
 
-def thrashing(limit: float) -> Finding:
-    """Report an allocator that emptied its cache in two steps in a row.
+def foreseen(summary: str, evidence: str, num_fit: int) -> Finding:
+    """Report how many of the longest rows fit at once, before step 1."""
+    return Finding(
+        code="out-of-memory-foreseen",
+        severity=Severity.INFO if num_fit else Severity.WARNING,
+        summary=summary,
+        evidence=evidence,
+        remedy=UNCHANGED if num_fit else "Use gradient checkpointing, or shorter sequences.",
+        amount=float(num_fit),
+    )
 
-    Args:
-        limit: micro-batches of more tokens are divided from now on.
-    """
+
+def thrashing(limit: float) -> Finding:
+    """Report an allocator that emptied its cache in two steps in a row, and the new limit."""
     return Finding(
         code="allocator-thrashing",
         severity=Severity.WARNING,
@@ -135,20 +150,13 @@ def thrashing(limit: float) -> Finding:
         "from now on",
         evidence="the allocator emptied its cache and tried again in two steps in a row, and "
         "waited for the card",
-        remedy="Nothing has to be done. A smaller per_device_train_batch_size with more "
-        "gradient_accumulation_steps, or expandable segments (trainer-plugins env), leave the "
-        "allocator more room.",
+        remedy=f"No action needed. To leave the allocator more room, {SMALLER_MICRO_BATCH}, or "
+        f"launch with {advice.EXPORT_SETTINGS.flag(Door.SHELL)}.",
     )
 
 
 def in_doubt(first: int, last: int, why: str) -> Finding:
-    """Report a later measurement that failed: what was divided since the last one may be wrong.
-
-    Args:
-        first: the first step with such a micro-batch.
-        last: the last step that was taken.
-        why: what was measured.
-    """
+    """Report a later measurement that failed: what was divided since step `first` may be wrong."""
     steps = f"step {first}" if last <= first else f"steps {first} to {last}"
     return Finding(
         code="gradients-in-doubt",
@@ -156,7 +164,13 @@ def in_doubt(first: int, last: int, why: str) -> Finding:
         summary="micro-batches are no longer divided, and the gradients of those that were divided "
         f"in {steps} are in doubt",
         evidence=why,
-        remedy=f"Go on from a checkpoint before step {first}, with a smaller "
-        "per_device_train_batch_size and without survive_oom: the loss of this run cannot be "
-        "divided.",
+        remedy="The loss of this run cannot be divided: resume from a checkpoint before step "
+        f"{first} without survive_oom, and {SMALLER_MICRO_BATCH}.",
     )
+
+
+def part_raised(error: Exception) -> str:
+    """Say that a part of a micro-batch raised an error of its own, or moved the model's state."""
+    if isinstance(error, IndivisibleError):
+        return str(error)
+    return f"a part of it cannot be computed: {type(error).__name__}: {error}"

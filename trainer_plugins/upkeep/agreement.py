@@ -5,11 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from functools import cache
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +26,10 @@ def has_peers() -> bool:
 class Agreement:
     """Lets all ranks of a run agree on small numbers, at a place that every rank is sure to reach.
 
-    It uses a gloo group of its own, created at the first question: the numbers stay on the CPU, no
-    card has to finish its work, and a time-out cannot harm training's own group. A question takes
-    about 0.2 ms between two ranks of one machine, and nothing with one rank. Every rank has to ask
-    the same questions in the same order, and `timeout_seconds` must leave room for what one rank
-    does alone, such as a save. If that is not certain, use `StepEndVote`.
+    It uses a gloo group of its own: the numbers stay on the CPU, no card has to finish its work,
+    and a time-out cannot harm training's own group. Every rank has to ask the same questions in the
+    same order, and `timeout_seconds` must leave room for what one rank does alone, such as a save.
+    If that is not certain, use `StepEndVote`.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -76,14 +79,13 @@ class Agreement:
         return {**self.__dict__, "_world": None, "_group": None}
 
 
-# All callbacks vote in one group per time-out, which is the same on all ranks: with a group each,
-# ranks that ask in different orders would wait in two of them.
-_agreements: dict[float, Agreement] = {}
-
-
+@cache
 def agreement_within(timeout_seconds: float) -> Agreement:
-    """Return this process's agreement with that time-out."""
-    return _agreements.setdefault(timeout_seconds, Agreement(timeout_seconds))
+    """Return this process's agreement with that time-out, which is the same on all ranks.
+
+    With a group for each callback, ranks that ask in different orders would wait in two of them.
+    """
+    return Agreement(timeout_seconds)
 
 
 def any_rank(answer: bool, timeout_seconds: float, *, if_unknown: bool) -> bool:
@@ -102,19 +104,13 @@ class StepEndVote:
     training begins, in the store through which the ranks found each other, without waiting. The
     first rank that asks about a step writes there whether all are present; the others read it, so
     that all vote on that step or none does. Once they have voted, every later question is a vote.
-    It takes 0.3 ms between two ranks of one machine.
 
     The end of a step is the one place that all ranks reach: an evaluation, a save or a generation
     may happen on one rank only.
     """
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
-        """Announce that this rank will ask, from now on until `leave`.
-
-        Args:
-            question: who asks, and how often; ranks with the same text ask at the same steps.
-            timeout_seconds: how long to wait for a rank that has announced itself.
-        """
+        """Announce that this rank asks from now on; `question` says who asks, and how often."""
         self._question = question
         self._timeout_seconds = timeout_seconds
         self._is_asking = self._has_voted = self._has_warned = False
@@ -185,20 +181,10 @@ class StepEndVote:
         )
 
 
-class Store(Protocol):
-    """Names what we use of the store through which the ranks found each other."""
+def ranks_store() -> "Store":
+    """Return the store through which the ranks found each other; keep no reference.
 
-    def add(self, key: str, amount: int) -> int: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
-def ranks_store() -> Store:
-    """Return the store through which the ranks found each other.
-
-    It is looked up each time: a reference would keep its port from a later group.
+    A reference would keep the store's port from a later group.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 

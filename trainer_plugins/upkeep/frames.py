@@ -18,7 +18,7 @@ def frames_above() -> Iterator[FrameType]:
 
 
 def code_of(function: Callable[..., object]) -> CodeType | None:
-    """Return the code of a function without its wrappers; None if it has none."""
+    """Return the code of a function without its wrappers."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 

@@ -16,14 +16,15 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from trainer_plugins.upkeep.frames import is_running
 from trainer_plugins.wrapped import base_model
 
+# Surrounds a `generate`; gets the model, its arguments, and keywords to change.
 GenerateGuard = Callable[
     [nn.Module, tuple[object, ...], dict[str, object]], AbstractContextManager[None]
 ]
-"""Wraps each `generate` inside training; gets the model, its arguments, and keywords to change."""
 
 
 class _Guard(NamedTuple):
@@ -32,7 +33,6 @@ class _Guard(NamedTuple):
 
 
 _guards: WeakKeyDictionary[nn.Module, list[_Guard]] = WeakKeyDictionary()
-"""The guards of each model."""
 
 
 @contextmanager
@@ -74,9 +74,9 @@ def drop_leftovers(model: nn.Module) -> list[str]:
     """Drop what `generate` has left on a model, and return the names of what was dropped.
 
     `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
-    graphs; graphs of other compiled code are recorded again at their next run, and compiled code
-    stays compiled. `_cached_continuous_batching_manager` holds a paged cache of most of the card.
-    An ordinary `generate` leaves nothing (transformers 5.23). Not yet measured on a GPU.
+    graphs; other graphs are recorded again at their next run. The manager of continuous batching
+    holds a paged cache of most of the card. An ordinary `generate` leaves nothing (transformers
+    5.23). Not yet measured on a GPU.
     """
     names = ("_compiled_call", "_cached_continuous_batching_manager")
     found = [(module, name) for module in model.modules() for name in names if name in vars(module)]
@@ -99,8 +99,8 @@ def guard_generate(
 ) -> Callable[[], None]:
     """Wrap a guard around every `model.generate` inside training; return what removes it.
 
-    Outside `Trainer.train` the guard does nothing, so that one left behind by a training that
-    raised is inert, unless `outside_training` is set. A model without `generate` needs no guard.
+    Outside `Trainer.train` a guard does nothing unless `outside_training` is set: so one that a
+    failed training has left behind is inert.
     """
     if not hasattr(model, "generate"):
         return lambda: None
@@ -110,8 +110,7 @@ def guard_generate(
         # has ours, and the one before.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
-        # A bound method of a function of this module: copy.deepcopy and pickle copy it with the
-        # model.
+        # copy.deepcopy and pickle copy a bound method of a module's function with the model.
         vars(model)["generate"] = MethodType(_generate, model)
     entry = _Guard(guard, outside_training)
     _guards[model].append(entry)
@@ -121,11 +120,10 @@ def guard_generate(
 
     def remove() -> None:
         model = model_ref()
-        guards = _guards.get(model, []) if model is not None else []
-        if model is None or entry not in guards:
+        if model is None or entry not in _guards.get(model, ()):
             return
-        guards.remove(entry)
-        if guards:
+        _guards[model].remove(entry)
+        if _guards[model]:
             return
         del _guards[model]
         before = vars(model).pop("_generate_before_guards", None)
@@ -146,24 +144,17 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
 
     A checkpointed layer keeps only its inputs, but a cache keeps its keys and values too.
     transformers 5 already withholds it from such layers; older versions and custom models may not.
-    Without checkpointing a backward pass needs both anyway, so the cache costs nothing there.
     """
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None
-    remove: Callable[[], None] = base.register_forward_pre_hook(
-        _without_cache, with_kwargs=True
-    ).remove
-    return remove
+    handle: RemovableHandle = base.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    return handle.remove
 
 
 def inside_training() -> bool:
-    """Return whether a `Trainer.train` is running on this thread's stack.
-
-    The Trainer has no event for a training that raised, but then its frame is gone.
-    """
-    # Below the callbacks, transformers is imported only when it is needed.
-    from transformers import Trainer
+    """Return whether a `Trainer.train` runs on this thread; one that raised has left the stack."""
+    from transformers import Trainer  # below the callbacks imported only when it is needed
 
     return is_running(Trainer.train)
 
@@ -177,9 +168,8 @@ def _without_cache(
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     if torch.compiler.is_compiling() or not module.training or not inside_training():
         return None  # compiled code cannot look at the stack, and is not worth a graph break
-    if next(_checkpointed(module), None) is None:
-        return None
-    return args, {**kwargs, "use_cache": False}
+    is_checkpointed = next(_checkpointed(module), None) is not None
+    return (args, {**kwargs, "use_cache": False}) if is_checkpointed else None
 
 
 def _generate(self: Any, *args: object, **kwargs: object) -> object:

@@ -1,8 +1,10 @@
-"""Finds tensors on a device that neither model nor optimizer owns, and what holds them."""
+"""Counts what is alive on a device, and finds what holds tensors that have no known owner."""
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
@@ -11,18 +13,22 @@ import torch
 from torch import nn
 
 from trainer_plugins.devices import Device
-from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.record.oom_record import Held
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.oom_record import Alive, Held, LiveModel
 from trainer_plugins.units import size
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
-GROWTH_FRACTION = 0.01
-"""The fraction of the card that may stay allocated before we look for holders."""
+GROWTH_FRACTION = 0.01  # what may stay allocated of the card before we look for holders
 
 _MAX_LINKS = 6
 _MOST_HELD = 5
+_MOST_LARGEST = 3
+_MOST_MODULES = 12
+_MOST_MODELS = 6
 _UNKNOWN = "nothing that Python tracks (autograd's graph, or C++)"
 _HERE = os.path.dirname(__file__)
 
@@ -33,12 +39,8 @@ def leftover(
     model: nn.Module | None,
     optimizer: object,
 ) -> Finding | None:
-    """Judge whether an evaluation left more allocated than it found, and name what holds it.
-
-    It takes a reading; if more is allocated than before, a garbage collection; if that does not
-    help, a walk through all objects. None if the state before is unknown, and on the CPU, where
-    other code allocates memory too.
-    """
+    """Judge whether an evaluation left more allocated than it found, and name what holds it."""
+    # On the CPU other code allocates memory too.
     if device.name == "cpu" or allocated_before_bytes is None:
         return None
     if device.read().allocated_bytes <= allocated_before_bytes:
@@ -49,9 +51,8 @@ def leftover(
     if grown_bytes < GROWTH_FRACTION * reading.total_bytes:
         return None
     held = tensors_held(reading.device.split(":")[0], model, optimizer)
-    return Finding(
+    return Finding.warning(
         code="evaluation-leftover",
-        severity=Severity.WARNING,
         summary=f"an evaluation left {size(grown_bytes)} more allocated on {reading.device} than"
         " before",
         evidence="; ".join(f"{size(h.num_bytes)} {list(h.shape)} held by {h.holder}" for h in held)
@@ -62,10 +63,8 @@ def leftover(
 
 
 def tracked(kind: type[T]) -> list[T]:
-    """Return all objects of a class that Python tracks, which takes 0.1 to 1 s.
-
-    It looks at types only: isinstance would ask other libraries' objects for their __class__.
-    """
+    """Return all objects of a class that Python tracks, which takes 0.1 to 1 s."""
+    # isinstance would ask other libraries' objects for their __class__.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
@@ -94,12 +93,8 @@ def tensors_held(
     device_type: str,
     model: nn.Module | None,
     optimizer: object,
-    largest: int = 3,
 ) -> list[Held]:
-    """Return the largest tensors that neither a model nor the optimizer owns, with their holders.
-
-    This walks through every object that Python tracks, so call it only if memory did not come back.
-    """
+    """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
         owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
@@ -111,7 +106,7 @@ def tensors_held(
         if place is not None and local_tensor(tensor) is tensor:
             address, num_bytes = place
             found.setdefault(address, (num_bytes, tensor))
-    ranked = sorted(found.values(), key=lambda pair: pair[0], reverse=True)[:largest]
+    ranked = sorted(found.values(), key=lambda pair: pair[0], reverse=True)[:_MOST_LARGEST]
     found.clear()  # or it would count as a holder
     tensors = [tensor for _, tensor in ranked]
     del ranked
@@ -119,10 +114,9 @@ def tensors_held(
 
 
 def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
-    """Return the largest of all allocations on a device, with their holders.
+    """Return the largest of all allocations on a device, with their holders; a model is one.
 
-    Each model counts as one. Memory that is in no tensor is in graphs: then the holders of their
-    ends are named.
+    Memory that is in no tensor is in graphs: then the holders of their ends are named.
     """
     if not allocated_bytes:
         return ()
@@ -153,12 +147,11 @@ def held_by(tensors: list[torch.Tensor]) -> list[Held]:
     ]
 
 
-def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[Held]:
+def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
     """Return the tensors at the ends of live autograd graphs on a device, with their holders.
 
-    A graph keeps every activation behind it alive, invisibly to Python: holding its end holds them
-    all. The largest come first, or the oldest: during a step, which makes a graph of its own, those
-    are the ones that other code keeps.
+    A graph keeps every activation behind it alive, invisibly to Python. The largest come first, or
+    the oldest: during a step, which makes a graph of its own, other code keeps those.
     """
     ends = [
         tensor
@@ -175,7 +168,7 @@ def graphs_held(device_type: str, most: int = 3, oldest: bool = False) -> list[H
             behind += [further for further, _ in node.next_functions]
     ends = [tensor for tensor in ends if tensor.grad_fn not in inner]
     ends.sort(key=_order_of_creation if oldest else lambda end: -end.numel())
-    del ends[most:]
+    del ends[_MOST_LARGEST:]
     return [
         Held(num_bytes=end.nbytes, shape=tuple(end.shape), holder=_holder(end, ends))
         for end in ends
@@ -218,10 +211,7 @@ def _holder(thing: object, ours: object) -> str:
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
-    """Return an object that refers to another one, and under which name.
-
-    Frames come last: they name a passing moment.
-    """
+    """Return what refers to an object, and under which name; a frame only if nothing else does."""
     frame = None
     for referrer in gc.get_referrers(thing):
         if id(referrer) in seen:
@@ -249,7 +239,7 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
 
 
 def _error_through(frame: FrameType) -> BaseException | None:
-    """Return an error whose traceback keeps this frame; None if there is none."""
+    """Return an error whose traceback keeps this frame."""
     for error in tracked(BaseException):
         if any(passed is frame for passed, _ in walk_tb(error.__traceback__)):
             return error
@@ -258,3 +248,99 @@ def _error_through(frame: FrameType) -> BaseException | None:
 
 def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:
     return next((key for key, value in items if value is thing), None)
+
+
+def count_alive(reading: MemoryReading) -> Alive:
+    """Walk through every object that Python tracks, an earlier run's too; takes 0.1 to 1 s."""
+    device_type = reading.device.split(":")[0]
+    ledger = _Ledger(device_type)
+    models = [
+        LiveModel(name=type(model).__name__, num_bytes=ledger.add_model(model))
+        for model in root_modules()
+    ]
+    models.sort(key=lambda model: -model.num_bytes)
+    for optimizer in tracked(torch.optim.Optimizer):
+        ledger.add_optimizer(optimizer)
+    others = ledger.others()
+    hidden_bytes = reading.allocated_bytes - sum(ledger.category_bytes.values())
+    largest = _masked(held_by(others))
+    graphs = _masked(graphs_held(device_type, oldest=True))
+    return Alive(
+        category_bytes=dict(ledger.category_bytes),
+        # A process has far more in main memory than tensors.
+        hidden_bytes=0 if device_type == "cpu" else max(0, hidden_bytes),
+        module_bytes=dict(ledger.module_bytes.most_common(_MOST_MODULES)),
+        models=tuple(model for model in models[:_MOST_MODELS] if model.num_bytes),
+        largest=largest,
+        graphs=tuple(each for each in graphs if not each.holder.startswith("a local of")),
+    )
+
+
+def _masked(held: list[Held]) -> tuple[Held, ...]:
+    return tuple(replace(each, holder=masked_text(each.holder)) for each in held)
+
+
+class _Ledger:
+    """Counts each storage once, for the first category that claims it."""
+
+    def __init__(self, device_type: str) -> None:
+        self.category_bytes: Counter[str] = Counter()
+        self.module_bytes: Counter[str] = Counter()
+        self._device_type = device_type
+        self._counted: set[int] = set()
+        self._module_of: dict[int, str] = {}
+
+    def add_model(self, model: nn.Module) -> int:
+        """Count a model, and return the bytes of its parameters."""
+        own_bytes = 0
+        for name, parameter in model.named_parameters():
+            module = f"{type(model).__name__}: {_module(name)}"
+            self._module_of[id(parameter)] = module
+            own_bytes += self._add("parameter", parameter, module)
+            if parameter.grad is not None:
+                self._add("gradient", parameter.grad, module)
+        for buffer in model.buffers():
+            self._add("buffer", buffer)
+        return own_bytes
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the states of an optimizer."""
+        for parameter, state in optimizer.state.items():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self._add("optimizer", value, self._module_of.get(id(parameter)))
+
+    def others(self) -> list[torch.Tensor]:
+        """Count all other tensors, and return the largest that are not part of a graph."""
+        found = []
+        for tensor in tracked(torch.Tensor):
+            if issubclass(type(tensor), nn.Parameter):
+                self._add("parameter", tensor)
+            elif tensor.grad_fn is not None:
+                self._add("activation", tensor)
+            elif num_bytes := self._add("other", tensor):
+                found.append((num_bytes, tensor))
+        found.sort(key=lambda pair: -pair[0])
+        return [tensor for _, tensor in found[:_MOST_HELD]]
+
+    def _add(self, category: str, tensor: torch.Tensor, module: str | None = None) -> int:
+        place = storage_of(tensor, self._device_type)
+        if place is None or place[0] in self._counted:
+            return 0
+        address, num_bytes = place
+        self._counted.add(address)
+        self.category_bytes[category] += num_bytes
+        if module is not None:
+            self.module_bytes[module] += num_bytes
+        return num_bytes
+
+
+def _module(name: str) -> str:
+    """Name the module of a parameter, the same for all layers.
+
+    >>> _module("model.layers.17.mlp.up_proj.weight"), _module("lm_head.weight")
+    ('model.layers.*.mlp', 'lm_head')
+    """
+    parts = ["*" if part.isdigit() else part for part in name.split(".")[:-1]]
+    short = parts[: parts.index("*") + 2] if "*" in parts else parts[:3]
+    return ".".join(short) or name

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,10 @@ from trainer_plugins.units import size
 
 logger = logging.getLogger(__name__)
 
-Metrics = Callable[[EvalPrediction], dict[str, Any]]
-"""A `compute_metrics`."""
+Metrics = Callable[[EvalPrediction], dict[str, Any]]  # a `compute_metrics`
 
-ROOM = 0.5
-"""The fraction of free memory that kept outputs may take; forward passes need the rest."""
-
-_FILLER = -100
-"""Pads rows and logits of unequal length (transformers, evaluation_loop)."""
+ROOM = 0.5  # the fraction of free memory that kept outputs may take; forward passes need the rest
+_FILLER = -100  # pads rows and logits of unequal length (transformers, evaluation_loop)
 
 
 def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
@@ -44,10 +40,7 @@ def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
 def judge_kept(
     batch_bytes: int, num_batches: int, are_joined: bool, free_bytes: int, place: str
 ) -> Finding | None:
-    """Judge whether the outputs of all batches fit in `place`, where they are kept.
-
-    `free_bytes` includes what is kept already. Joining batches holds the old array and the new one.
-    """
+    """Judge whether the outputs of all batches fit; `free_bytes` includes what is kept already."""
     need = batch_bytes * num_batches * (2 if are_joined else 1)
     if need <= ROOM * free_bytes:
         return None
@@ -66,10 +59,7 @@ def judge_kept(
 
 
 class Argmaxed:
-    """Stands in for logits of which only the argmax was kept.
-
-    It answers `argmax` over the last axis as the array of all logits would, and refuses the rest.
-    """
+    """Answers `argmax` over the last axis as an array of all logits does, and refuses the rest."""
 
     def __init__(self, places: NDArray[np.int64], num_classes: int) -> None:
         self._places = places
@@ -113,24 +103,21 @@ def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:
     """Return a `compute_metrics` that takes the argmax where the user's takes logits."""
 
     def compute(kept: EvalPrediction) -> dict[str, Any]:
-        places = cast(NDArray[np.int64], kept.predictions)
-        return metrics(_prediction(places, num_classes, kept.label_ids))
+        return metrics(_prediction(kept.predictions, num_classes, kept.label_ids))
 
     return compute
 
 
 def _prediction(places: NDArray[np.int64], num_classes: int, labels: Any) -> EvalPrediction:
-    stand_in: Any = Argmaxed(places, num_classes)
-    return EvalPrediction(predictions=stand_in, label_ids=labels)
+    return EvalPrediction(predictions=Argmaxed(places, num_classes), label_ids=labels)
 
 
 def _are_same(one: object, other: object) -> bool:
     if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
         return False
-    return all(_is_equal(one[name], other[name]) for name in one)
-
-
-def _is_equal(one: object, other: object) -> bool:
-    if isinstance(one, str):
-        return one == other
-    return bool(np.array_equal(one, other, equal_nan=True))  # type: ignore[arg-type]
+    return all(
+        value == other[name]
+        if isinstance(value, str)
+        else np.array_equal(value, other[name], equal_nan=True)
+        for name, value in one.items()
+    )

@@ -1,4 +1,4 @@
-"""post_mortem: when a run raises, writes what is known into its folder before the error goes on."""
+"""When a run raises, this writes what is known into its folder before the error goes on."""
 
 import os
 import shlex
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import time
 
@@ -20,7 +21,6 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.history import rank_files
 from trainer_plugins.record.oom_record import (
-    Alive,
     Host,
     Moment,
     OomRecord,
@@ -32,7 +32,7 @@ from trainer_plugins.record.oom_record import (
 )
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample, from_line
-from trainer_plugins.upkeep.alive import count_alive
+from trainer_plugins.upkeep.holders import count_alive
 from trainer_plugins.upkeep.raised import batch_of, told_frames, traceback_frames, what_ran
 
 _NUM_READINGS = 20
@@ -77,11 +77,8 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
     """Write what is known about an out-of-memory error, and print on stderr where it is.
 
-    Call it while the error is handled: its frames hold what was alive. It keeps no reference to the
-    error.
-
-    Returns:
-        The name of the file; empty if it could not be written, which stderr then reports.
+    Call it while the error is handled: its frames hold what was alive. It returns the file's name,
+    empty if it could not be written.
     """
     record = _record(error, found, scene)
     try:
@@ -123,7 +120,7 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         batch=batch,
         reading=reading,
         readings=scene.readings[-_NUM_READINGS:],
-        alive=tried(lambda: _alive(reading), None),
+        alive=None if reading is None else tried(partial(count_alive, reading), None),
         processes=tried(lambda: _processes(scene.device), None),
         peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
         host=tried(_host, None),
@@ -136,12 +133,6 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
 def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # stderr may be closed
         sys.stderr.write(f"trainer_plugins: {printable(text)}\n")
-
-
-def _alive(reading: MemoryReading | None) -> Alive | None:
-    if reading is None:
-        return None
-    return count_alive(reading.device.split(":")[0], reading.allocated_bytes)
 
 
 def _processes(device: Device | None) -> tuple[Process, ...] | None:
@@ -204,7 +195,7 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
 def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = tried(lambda: open_device(accelerator), None)
+    device = tried(partial(open_device, accelerator), None)
     return Scene(
         folder=folder,
         call="report_oom",

@@ -17,7 +17,7 @@ from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20
-_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_around.py")
+_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_run.py")
 
 # Functions of transformers' Trainer and its subclasses, by what they do. The first row that fits
 # decides: a save during training counts as a save.
@@ -41,11 +41,9 @@ _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
 
 def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
-    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon.
-
-    The outermost, which handles the error, is left out: it is still running, and reading a running
-    frame's variables would keep the error alive, with all its tensors.
-    """
+    """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon."""
+    # The outermost, which handles the error, still runs: reading its variables would keep the error
+    # alive, with all its tensors.
     return [frame for frame, _ in walk_tb(traceback)][1:]
 
 

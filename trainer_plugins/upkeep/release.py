@@ -13,9 +13,7 @@ from trainer_plugins.watch.foreign import tolerance_bytes
 
 logger = logging.getLogger(__name__)
 
-RECENT_STEPS = 50
-"""For how many steps growth outside torch counts: another process's, or NCCL's at the start."""
-
+RECENT_STEPS = 50  # how long growth outside torch counts: another process's, or NCCL's at first
 _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
@@ -23,11 +21,8 @@ class AgreedRelease:
     """Releases one device's cache when any rank has enough to gain and no rank objects.
 
     The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
-    another process is taking what is free: then this rank objects, and all keep their caches. A
-    question takes a reading and a vote of the ranks. A release waits for the card, and the memory
-    has to be allocated again; the timeline records its gain and its cost.
-
-    Some rank must have `min_reclaimable_fraction` of its card cached; 0 releases whenever asked.
+    another process is taking what is free: then this rank objects, and all keep their caches.
+    `min_reclaimable_fraction` of some rank's card must be cached.
     """
 
     def __init__(
@@ -41,17 +36,10 @@ class AgreedRelease:
         self.timeline = timeline
         self.min_reclaimable_fraction = min_reclaimable_fraction
         self.vote = vote
-        self._noticed: deque[tuple[int, int]] = deque()
-        """Steps and bytes outside torch, oldest first."""
+        self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, in order
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
-        """Ask all ranks, and release if they agree; all have to call this at the end of a step.
-
-        Args:
-            step: the step that has ended.
-            reason: what the timeline says about a release.
-            is_due: whether this rank wants one.
-        """
+        """Ask all ranks, and release if they agree; all have to call this at the end of a step."""
         wish = _HOLD
         try:
             wish = self._wish(step, is_due)
@@ -61,20 +49,18 @@ class AgreedRelease:
             return None
         start = perf_counter()
         released_bytes = self.device.release_cached()
-        seconds = perf_counter() - start
-        after = self.device.read()
         flush = Flush(
             step=step,
             reason=reason,
             released_bytes=released_bytes,
-            stuck_bytes=after.cached_bytes,
-            seconds=seconds,
+            seconds=perf_counter() - start,
+            stuck_bytes=self.device.read().cached_bytes,
         )
         self.timeline.add(flush)
         return flush
 
     def notice(self, step: int) -> MemoryReading:
-        """Take a reading between questions, to record memory outside torch."""
+        """Take a reading, and note how much memory outside torch it shows."""
         reading = self.device.read()
         while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
             self._noticed.popleft()

@@ -136,10 +136,9 @@ def _let_go(trainer: HfTrainer) -> None:
 
 
 def _forget_failure(trainer: HfTrainer) -> None:
-    """Clear the frames of the last tracebacks, if they came through this kind of Trainer.
+    """Clear the frames of the error that an interpreter keeps, if this kind of Trainer raised it.
 
-    An interactive interpreter keeps the last error, and its frames hold the batch, the outputs and
-    what autograd saved.
+    They hold the batch, the outputs and what autograd saved.
     """
     ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -13,17 +13,13 @@ _PAUSE_SECONDS = 0.02
 class RollCall:
     """Asks who takes part, through the store in which the ranks found each other.
 
-    No rank waits for one that does not take part. Signing and asking take about 0.2 ms a rank. An
-    answer ends a turn, which all ranks count alike; to take part again, a rank signs again.
-
-    Args:
-        name: what the ranks take part in, the same on all ranks.
+    No rank waits for one that does not take part. An answer ends a turn, which all ranks count
+    alike; to take part again, a rank signs again.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"trainer_plugins/roll call/{name}"
-        self._turn: int | None = None
-        """The turn that this rank has signed for; None before, and once it has its answer."""
+        self._turn: int | None = None  # what this rank has signed for; None once it has its answer
 
     def sign(self) -> None:
         """Announce that this rank takes part, until it gets an answer or calls `leave`."""
@@ -40,11 +36,7 @@ class RollCall:
         self._turn = None
 
     def missing(self, wait_seconds: float = 60.0) -> str:
-        """Say which ranks do not take part; empty if all do. Every rank gets the same answer.
-
-        Args:
-            wait_seconds: how late a rank may sign.
-        """
+        """Say, the same on every rank, who has not signed after a wait; empty if all have."""
         if not has_peers():
             return ""
         try:

@@ -16,15 +16,12 @@ from trainer_plugins.record.folder import replacing
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 100_000
-"""How many allocations torch keeps. Its own default is no limit, which fills main memory."""
+MAX_ENTRIES = 100_000  # how many allocations torch keeps; by default without limit
 
 
 class _State:
-    """Holds where the next snapshot goes. torch cannot detach an observer, so it checks this."""
-
-    draft: Path | None = None
-    is_attached = False
+    draft: Path | None = None  # where the next snapshot goes
+    is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft
 
 
 _state = _State()
@@ -41,7 +38,6 @@ def record_history(folder: Path, rank: int) -> bool:
     if not _state.is_attached:
         _state.is_attached = True
         attach(_on_out_of_memory)
-    # A survived error leaves a snapshot too, which the next one replaces.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
@@ -49,7 +45,7 @@ def record_history(folder: Path, rank: int) -> bool:
 
 
 def keep_snapshot() -> str:
-    """Rename the last snapshot so that it stays, and return its name; empty if there is none."""
+    """Rename the last snapshot, which the next one would replace, and return its name, if any."""
     draft = _state.draft
     if draft is None or not draft.exists():
         return ""

@@ -10,7 +10,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.devices import GpuProcess
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import GIB, MIB, size
 
@@ -21,10 +21,7 @@ def tolerance_bytes(total_bytes: int) -> int:
 
 
 def context_allowance_bytes(total_bytes: int) -> int:
-    """Return what a process may hold outside torch from the start.
-
-    That is the CUDA context, loaded kernels and NCCL; we have seen 0.3 to 1 GiB.
-    """
+    """Return what CUDA's context, loaded kernels and NCCL may take; we have seen 0.3 to 1 GiB."""
     return min(3 * GIB // 2, total_bytes // 10)
 
 
@@ -34,14 +31,9 @@ def foreign_memory(
     processes: tuple[GpuProcess, ...] | None,
     own_pids: Collection[int],
 ) -> Finding | None:
-    """Judge how much of the card other processes hold.
+    """Judge how much of the card other processes hold; before a launch there are no `own_pids`.
 
-    Args:
-        reading: the card now.
-        ours_outside_torch_bytes: what we may hold outside torch; decides if the driver does not
-            list us.
-        processes: what the driver lists, if anything.
-        own_pids: the processes of this run on this machine; none before a launch.
+    `ours_outside_torch_bytes` decides if the driver does not list us.
     """
     listed = processes or ()
     known_bytes = {each.pid: each.used_bytes for each in listed if each.used_bytes is not None}
@@ -57,9 +49,8 @@ def foreign_memory(
         who = "the driver does not list the processes: judged by bytes alone"
     if foreign_bytes < tolerance_bytes(reading.total_bytes):
         return None
-    return Finding(
+    return Finding.warning(
         code="foreign-memory",
-        severity=Severity.WARNING,
         summary=f"other processes hold {size(foreign_bytes)} of {reading.device}",
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
         remedy=_remedy(reading.device, is_listed=bool(others)),

@@ -2,7 +2,7 @@
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import percent, size
@@ -27,9 +27,8 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
     fraction = flush.stuck_bytes / total_bytes
     if fraction < STUCK_FRACTION:
         return None
-    return Finding(
+    return Finding.warning(
         code="memory-fragmentation",
-        severity=Severity.WARNING,
         summary=f"{percent(fraction)} of the device is reserved but unused, even after the cache"
         " was released",
         evidence=f"{size(flush.stuck_bytes)} stuck between live tensors at step {flush.step}, of"
@@ -46,9 +45,8 @@ def allocator_retries(
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None
-    return Finding(
+    return Finding.warning(
         code="allocator-retries",
-        severity=Severity.WARNING,
         summary=f"{now.device} is so full that the allocator had to flush its entire cache",
         evidence=f"{retries} retries after warm-up, each of which waits for the card; peak"
         f" allocated {size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of"

@@ -13,8 +13,7 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
 from trainer_plugins.watch.fragmentation import against_fragmentation
 
-WINDOW = 32
-"""The number of steps that are judged together."""
+WINDOW = 32  # the number of steps that are judged together
 
 WARM_UP_LOOKS = 8
 """Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
@@ -104,16 +103,11 @@ def _leak(growth: Growth, window: Sequence[Footprint], is_expandable: bool) -> F
 
 
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
-    """Judge footprints of consecutive steps, oldest first, taken at the same moment of each step.
+    """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth.
 
     The slope is Theil and Sen's (the median of the slopes between all pairs) over the minima of
     blocks of 4 steps, so that a few long batches, a save or an evaluation do not move it. A leak
     rises in every block but one.
-
-    Args:
-        window: at least `WINDOW` footprints; fewer show no growth.
-        card: the last reading of the card; its size says what counts as noise.
-        host: the last reading of main memory.
     """
     if len(window) < WINDOW:
         return []

@@ -3,7 +3,8 @@
 import os
 from collections import deque
 from collections.abc import Iterator
-from time import monotonic
+from dataclasses import replace
+from time import monotonic, time
 
 import psutil
 
@@ -15,10 +16,14 @@ from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.generation_peaks import GenerationPeaks
-from trainer_plugins.watch.host import host_pressure, oom_kills, shared_memory
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
-from trainer_plugins.watch.pressure import Budget, pressure
+from trainer_plugins.watch.pressure import (
+    Budget,
+    host_pressure,
+    oom_kills,
+    pressure,
+    shared_memory,
+)
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
@@ -58,13 +63,10 @@ class MemoryWatch:
         self._num_charted: dict[Timeline, int] = {}
 
     def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
-        """Take one reading, start a new peak, and return the news. Takes about 50 microseconds.
+        """Take one reading, start a new peak, and return the news, in about 50 microseconds.
 
-        Args:
-            step: optimizer steps completed.
-            moment: what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
-                `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
-            num_tokens_seen: tokens of training so far, on all ranks; 0 if not counted.
+        `moment` is what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
+        `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
         """
         generated = self.generations.sample(step)
         if generated is not None:
@@ -89,10 +91,7 @@ class MemoryWatch:
         return news
 
     def metrics(self) -> MemoryMetrics | None:
-        """Return what was seen since the last call; None if there was no look since then.
-
-        It takes no reading.
-        """
+        """Return what was seen since the last call, without a reading; None without a look."""
         entries = [
             entry for timeline, num in self._num_charted.items() for entry in timeline.since(num)
         ]
@@ -174,6 +173,64 @@ class MemoryWatch:
             return []
         host = self._host_reading
         return leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
+
+
+class GenerationPeaks:
+    """Reads the device before and after each generation, between two looks of a `MemoryWatch`.
+
+    All generations in between, such as those of an evaluation or of a rollout, become one reading:
+    the fullest.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._depth = 0
+        self._around_bytes = 0  # the highest peak before a generation since the last look
+        self._fullest: MemoryReading | None = None
+        self._num = 0
+        self._ended_seconds = 0.0
+
+    def begin(self) -> None:
+        """Begin a generation; one inside another belongs to the outer one."""
+        self._depth += 1
+        if self._depth == 1:
+            self._around_bytes = max(self._around_bytes, self._read().peak_allocated_bytes)
+
+    def end(self) -> None:
+        """End it; call it once for each `begin`, even if the generation or `begin` has raised."""
+        self._depth -= 1
+        if self._depth:
+            return
+        reading = self._read()
+        if self._fullest is None or reading.pressure >= self._fullest.pressure:
+            self._fullest = reading
+        self._num += 1
+        self._ended_seconds = time()
+
+    def sample(self, step: int) -> Sample | None:
+        """Return the reading of the generations since the last call; None if there were none."""
+        reading, num = self._fullest, self._num
+        self._fullest, self._num = None, 0
+        if reading is None:
+            return None
+        return Sample(
+            step=step,
+            moment="generate",
+            reading=reading,
+            time_seconds=self._ended_seconds,
+            num_readings=num,
+        )
+
+    def with_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
+        """Return a reading whose peak includes the time before the last generation."""
+        peak_bytes = max(self._around_bytes, reading.peak_allocated_bytes)
+        self._around_bytes = 0
+        return replace(reading, peak_allocated_bytes=peak_bytes)
+
+    def _read(self) -> MemoryReading:
+        reading = self._device.read()
+        self._device.reset_peak()
+        return reading
 
 
 def own_pids() -> set[int]:

@@ -27,7 +27,7 @@ from tests.models import tiny_llama
 from tests.survival import test_trl
 from tests.survival.failing import off_by, small_trainer
 from trainer_plugins import survive_oom
-from trainer_plugins.survival.training_run import memo_of
+from trainer_plugins.survival.memo import memo_of
 
 LIMIT = 40
 """Tokens at once: fewer than any micro-batch here has, and more than any row."""

@@ -41,9 +41,9 @@ from tests.survival.test_sweep import ForgetsEachStep
 from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
-from trainer_plugins.survival.memo import SurvivalMemo
+from trainer_plugins.survival.attempt.attempt import Card as RealCard
+from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
-from trainer_plugins.survival.training_run import memo_of
 from trainer_plugins.upkeep.agreement import Agreement
 from trainer_plugins.upkeep.roll_call import RollCall
 
@@ -263,7 +263,7 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     if card:
         trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)
     with (
-        patch("trainer_plugins.survival.training_run.card_of", lambda _: card),
+        patch("trainer_plugins.survival.memo.card_of", lambda _: card or RealCard(None)),
         as_torch_says(case.get("naive", False)),
         counted_votes() as votes,
     ):

@@ -120,7 +120,7 @@ def trained(folder: Path, num_tokens: int = 0, refuse_on: Literal["error"] | Non
     torch.manual_seed(RANK)
     refused = ""
     with (
-        patch("trainer_plugins.survival.rehearsal.rehearse.card_of", lambda _: card),
+        patch("trainer_plugins.survival.rehearsal.callback.card_of", lambda _: card),
         patch("trainer_plugins.survival.ranks.zero.card_of", lambda _: card),
     ):
         hook = card and trainer.model.register_forward_pre_hook(card.refuse, with_kwargs=True)

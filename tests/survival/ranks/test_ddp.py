@@ -4,6 +4,7 @@ and all have the gradient that they would have had."""
 import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests import processes, rounding
 from tests.distributed.launched import environment, free_port, start, torchrun
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
+from tests.wanted import wanted
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +25,26 @@ IN_FLOAT32 = [name for name in (*STORIES, *SWEEPS) if "TRL" in name]
 TOLERANCE = {"bf16": rounding.of_sums(2 * 2 * 7, torch.bfloat16)}
 
 
-def told_by(folder: Path, num_ranks: int) -> list[dict]:
+SOME = (
+    "forward",
+    "backward 75 %",
+    "unsynchronised",
+    "both, elsewhere",
+    "twice in a window",
+    "the last piece again, in its backward",
+    "one row, checkpointing switched on",
+    "all used",
+    "checkpointing",
+    "tokens averaged on each rank",
+    "an expert not used by the last piece",
+    "bf16",
+    "LoRA",
+    "TRL sft",
+)
+
+
+def told_by(folder: Path, num_ranks: int, stories: Iterable[str]) -> list[dict]:
+    (folder / "wanted.json").write_text(json.dumps([*stories]))
     done = processes.run(
         [*torchrun(num_ranks), HERE / "ddp_stories.py", folder], cwd=folder, environ=environment()
     )
@@ -32,13 +53,15 @@ def told_by(folder: Path, num_ranks: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory) -> list[dict]:
-    return told_by(tmp_path_factory.mktemp("two"), 2)
+def of_two(request, tmp_path_factory) -> list[dict]:
+    cases = {name: story for name, story in STORIES.items() if story.world == 2}
+    return told_by(tmp_path_factory.mktemp("two"), 2, wanted(request, {**cases, **SWEEPS}))
 
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory) -> list[dict]:
-    return told_by(tmp_path_factory.mktemp("three"), 3)
+    stories = [name for name, story in STORIES.items() if story.world == 3]
+    return told_by(tmp_path_factory.mktemp("three"), 3, stories)
 
 
 def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
@@ -67,6 +90,7 @@ def assert_equal_to_the_whole(name: str, facts: list[dict]) -> None:
     assert sum(fact["failed"] for fact in facts) > 0
 
 
+@pytest.mark.all(unless=lambda name: name in SOME)
 @pytest.mark.parametrize("name", [name for name, story in STORIES.items() if story.world == 2])
 def test_gradients_weights_and_logs_are_those_of_the_whole(of_two, name: str) -> None:
     facts = [told[name] for told in of_two]
@@ -78,6 +102,7 @@ def test_gradients_weights_and_logs_are_those_of_the_whole(of_two, name: str) ->
         assert facts[0]["buckets"] > 2
 
 
+@pytest.mark.all(unless=lambda name: "unused" in name)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_wherever_it_fails(of_two, capsys, name: str) -> None:
     facts = [told[name] for told in of_two]

@@ -12,7 +12,7 @@ from tests.distributed.launched import environment, torchrun
 from tests.survival.failing import TERMS
 from tests.survival.ranks.test_fsdp2 import IS_REFUSED, WHY_NOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.all]
 pytest.importorskip("trl", minversion="1.0")
 if IS_REFUSED:
     pytest.skip(WHY_NOT, allow_module_level=True)

@@ -73,7 +73,7 @@ def test_also_where_one_rank_has_no_room(launched) -> None:
     assert first["moments"]["evaluation"]
     assert second["moments"]["evaluation"]
     if kind != "ddp":  # where it would end both, it is not tried
-        assert "by 1 row and 2 it would take 57.2 MiB here" in second["moments"]["evaluation"]
+        assert "predicted from 1 and 2 rows: 57.2 MiB here" in second["moments"]["evaluation"]
 
 
 def test_and_all_refuse_where_that_was_asked_for(launched) -> None:

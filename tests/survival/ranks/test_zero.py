@@ -139,9 +139,9 @@ def test_one_sequence_where_another_rank_divides_is_computed_as_it_is(ranks) -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("no ZeRO", "DeepSpeed without ZeRO (stage 0) is not tried"),
-        ("NVMe", "offload_param to NVMe is not tried"),
-        ("ZeRO++", "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not tried"),
+        ("no ZeRO", "DeepSpeed without ZeRO (stage 0) is not supported"),
+        ("NVMe", "offload_param to NVMe is not supported"),
+        ("ZeRO++", "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not supported"),
     ],
 )
 def test_what_is_not_tried_is_refused_by_name(ranks, name: str, why: str) -> None:

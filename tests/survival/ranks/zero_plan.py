@@ -32,7 +32,8 @@ from tests.survival.failing import (
 )
 from trainer_plugins import survive_oom
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.survival import training_run
+from trainer_plugins.survival import memo as survival_memo
+from trainer_plugins.survival.attempt.attempt import Card as RealCard
 from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import zero
@@ -77,8 +78,8 @@ def watched(*args, **kwargs):
 
 Certificate.measure = watched  # type: ignore[method-assign]
 CARDS: list["Card"] = []
-for module in (training_run, zero):
-    module.card_of = lambda _: CARDS[0] if CARDS else None  # type: ignore[attr-defined]
+for module in (survival_memo, zero):
+    module.card_of = lambda _: CARDS[0] if CARDS else RealCard(None)  # type: ignore[attr-defined]
 
 
 def uneven(rows):

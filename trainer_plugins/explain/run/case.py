@@ -11,14 +11,10 @@ from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, MIB
 
-ROUNDING_BYTES = 2 * MIB
-"""The allocator asks the driver for multiples of this (c10, CUDACachingAllocator: kRoundLarge)."""
-
-_LARGEST_COUNT = 1 << 20
-"""No run has more rows, steps or workers; to look for their divisors would take hours."""
-
+_ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
+_LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
+# Optimizer states as a multiple of what is trained; the default is Adam's two states.
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
-"""Optimizer states as a multiple of what is trained; the default is Adam's two states."""
 
 
 @dataclass(frozen=True)
@@ -29,58 +25,48 @@ class Case:
     entries: Sequence[Entry] = ()  # the timeline of this rank in this run, oldest first
 
     @property
-    def asked(self) -> int:
-        """Return what was asked for and refused; 0 if the error does not say."""
+    def asked(self) -> int:  # and refused; 0 if the error does not say
         return self.record.error.requested_bytes or 0
 
     @property
-    def total(self) -> int:
-        """Return the memory of the card; 0 if unknown."""
+    def total(self) -> int:  # of the card; 0 if unknown
         reading = self.record.reading
         return self.record.error.total_bytes or (reading.total_bytes if reading else 0)
 
     @property
     def free(self) -> int:
-        """Return what no process held."""
         return self._first_known(self.record.error.free_bytes, lambda each: each.free_bytes)
 
     @property
-    def live(self) -> int:
-        """Return what tensors of this process held."""
+    def live(self) -> int:  # in tensors of this process
         error = self.record.error
         return self._first_known(error.allocated_bytes, lambda each: each.allocated_bytes)
 
     @property
-    def unused(self) -> int:
-        """Return what the allocator held under no tensor."""
+    def unused(self) -> int:  # by the allocator, under no tensor
         error = self.record.error
         return self._first_known(error.unused_bytes, lambda each: max(0, each.cached_bytes))
 
     @property
-    def outside(self) -> int:
-        """Return what is neither free nor torch's: context, libraries, other processes."""
+    def outside(self) -> int:  # what is neither free nor torch's: context, libraries, others
         return max(0, self.total - self.free - self.live - self.unused)
 
     @property
     def samples(self) -> list[Sample]:
         """Return the readings after steps of training."""
-        return [
-            each for each in self.entries if isinstance(each, Sample) and each.moment == "train"
-        ]
+        samples = (each for each in self.entries if isinstance(each, Sample))
+        return [each for each in samples if each.moment == "train"]
 
     @property
-    def highest_peak(self) -> int:
-        """Return the most that a step before it needed; 0 if none is known."""
+    def highest_peak(self) -> int:  # of the steps before; 0 if none is known
         return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
 
     @cached_property
-    def functions(self) -> frozenset[str]:
-        """Return the names of the functions that the error came through."""
+    def functions(self) -> frozenset[str]:  # that the error came through
         return frozenset(frame.function for frame in self.record.frames)
 
     @property
-    def is_first_step(self) -> bool:
-        """Return whether no optimizer step of this run was complete."""
+    def is_first_step(self) -> bool:  # no optimizer step of this run was complete
         return self.record.step == self.record.run.step
 
     @property
@@ -101,14 +87,10 @@ class Case:
         """Return a number of the model's config, also of its text part; 0 if it has none."""
         config = self.record.run.model_config
         text = config.get("text_config")
-        for part in (config, text if isinstance(text, dict) else {}):
-            value = part.get(name)
-            if isinstance(value, int):
-                return value
-        return 0
+        found = (config.get(name), text.get(name) if isinstance(text, dict) else None)
+        return next((value for value in found if isinstance(value, int)), 0)
 
-    def category(self, name: str) -> int:
-        """Return the bytes of a category that were alive."""
+    def category(self, name: str) -> int:  # the bytes that were alive
         return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
 
     @property
@@ -122,8 +104,7 @@ class Case:
         return self.category("gradient") or self.category("parameter")
 
     @property
-    def states(self) -> int:
-        """Return what the optimizer's states take of what is trained."""
+    def states(self) -> int:  # of the optimizer
         return int(self._state_factor * self.trained)
 
     @property
@@ -139,7 +120,6 @@ class Case:
 
     @property
     def _state_factor(self) -> float:
-        """Return how large the optimizer's states are, as a multiple of what is trained."""
         name = str(self.record.run.arguments.get("optim", "adamw_torch"))
         factor = next((f for known, f in _STATE_FACTOR.items() if known in name), 2.0)
         return factor / 4 if "8bit" in name else factor
@@ -157,7 +137,7 @@ class Case:
 
     def is_size_of(self, num_bytes: int) -> bool:
         """Return whether exactly this was asked for, as the allocator rounds it."""
-        return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < ROUNDING_BYTES
+        return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < _ROUNDING_BYTES
 
     @property
     def foreign(self) -> int:
@@ -171,6 +151,5 @@ class Case:
 
     def _first_known(self, by_error: int | None, read: Callable[[MemoryReading], int]) -> int:
         """Return what the error states, else what the reading after it states, else 0."""
-        if by_error is not None:
-            return by_error
-        return read(self.record.reading) if self.record.reading else 0
+        by_reading = read(self.record.reading) if self.record.reading else 0
+        return by_reading if by_error is None else by_error

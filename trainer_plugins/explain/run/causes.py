@@ -29,8 +29,8 @@ _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
 
 _KILLED = "is killed by signal: Killed"
 
+# The causes that the source of an error decides.
 _BY_SOURCE = {"nccl": "nccl", "pinned": "pinned", "shared": "shm", "host": "host-alloc"}
-"""The causes that the source of an error decides."""
 
 
 def causes_of(case: Case) -> tuple[Cause, ...]:

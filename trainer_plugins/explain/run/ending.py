@@ -8,10 +8,10 @@ from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
-from trainer_plugins.record.timeline import Beginning, Entry, Failure, Remark, Sample
+from trainer_plugins.record.timeline import Beginning, Failure, Remark, Sample
 
+# Findings of a run that may have foreseen its kill.
 _SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host")
-"""Findings of a run that may have foreseen its kill."""
 
 
 def how_it_ended(history: History, folder: Path) -> Finding | None:
@@ -32,30 +32,18 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
 
 def _silent_ranks(run: Run) -> list[int]:
     """Return the ranks that began training, and noted neither its end nor an error."""
-
-    def began(entry: Entry) -> bool:
-        is_sample = isinstance(entry, Sample) and entry.moment in ("begin", "train")
-        return isinstance(entry, Beginning) or is_sample
-
-    def ended(entry: Entry) -> bool:
-        is_sample = isinstance(entry, Sample) and entry.moment == "end"
-        return isinstance(entry, Failure) or is_sample
-
-    return sorted(
-        rank
-        for rank, entries in run.timelines.items()
-        if any(map(began, entries)) and not any(map(ended, entries))
-    )
+    silent = []
+    for rank, entries in run.timelines.items():
+        kinds = {type(each) for each in entries}
+        moments = {each.moment for each in entries if isinstance(each, Sample)}
+        began = Beginning in kinds or moments & {"begin", "train"}
+        if began and Failure not in kinds and "end" not in moments:
+            silent.append(rank)
+    return sorted(silent)
 
 
 def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
-    """Judge a run that has no end, and whose process is gone or unknown.
-
-    Args:
-        run: what its ranks wrote.
-        facts: what the run was, if it wrote that.
-        here: where this is read; kills are counted only on the same machine, boot and container.
-    """
+    """Judge a run that has no end; kills count on its machine, boot and container only."""
     silent = _silent_ranks(run)
     evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
@@ -90,15 +78,13 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
 
 
 def _evidence(run: Run, silent: list[int]) -> list[str]:
-    last = max(
-        (entry for rank in silent for entry in run.timelines[rank]),
-        key=lambda entry: entry.time_seconds,
-    )
+    entries = [entry for rank in silent for entry in run.timelines[rank]]
+    last = max(entries, key=lambda entry: entry.time_seconds)
     when = datetime.fromtimestamp(last.time_seconds).isoformat(" ", "seconds")
     moment = f" ({last.moment})" if isinstance(last, Sample) else ""
     failed, signs = [], set()
-    for rank, entries in sorted(run.timelines.items()):
-        for entry in entries:
+    for rank, of_rank in sorted(run.timelines.items()):
+        for entry in of_rank:
             if isinstance(entry, Failure):
                 failed.append(f"rank {rank} raised in step {entry.step}: {entry.words}")
             elif isinstance(entry, Remark) and entry.finding.code in _SIGNS:

@@ -23,13 +23,10 @@ from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 from trainer_plugins.units import size
 
-_SLACK_SECONDS = 1.0
-"""How far the clocks and beginnings of the ranks of one run may be apart."""
-
+_SLACK_SECONDS = 1.0  # between the clocks and beginnings of the ranks of one run
 _SHOWN_FRACTION = 0.01
+# Causes that words and frames show, without numbers of the record.
 _TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
-"""Causes that words and frames show, without numbers of the record."""
-
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
 
@@ -37,11 +34,7 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
     """Explain the last run of a folder, from its records, `run.json` and timelines.
 
     It imports no torch, unless the run ended without a word: then it looks whether it still runs.
-
-    Args:
-        folder: the output_dir of a run that had `OOMReporter` or `MemoryWatchdog`.
-        predicts: whether the planner says in a subprocess what each remedy brings, if it can. That
-            takes some seconds, or a minute.
+    If it `predicts`, the planner says in a subprocess what each remedy brings.
 
     Raises:
         ValueError: no run wrote into this folder.
@@ -53,29 +46,20 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
             f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl"
             " that can be read: give the output_dir of a run that had OOMReporter"
         )
-    begun_later = [
-        each for each in facts if records and each.time_seconds > records[-1].time_seconds
-    ]
+    last_seconds = records[-1].time_seconds if records else float("inf")
+    begun_later = [each for each in facts if each.time_seconds > last_seconds]
     if not records or begun_later:
         found = _without_record(folder, history, facts)
-        if found is not None or not records:
-            return found or Explanation(
-                subject=printable(folder),
-                causes=(),
-                remedies=(),
-                facts=("no run of this folder has noted that it ran out of memory",),
-            )
+        if found is not None:
+            return found
+    if not records:
+        nothing = ("no run of this folder has noted that it ran out of memory",)
+        return Explanation(subject=printable(folder), causes=(), remedies=(), facts=nothing)
     return _explained(folder, _of_run(records[-1], records), history, begun_later, predicts)
 
 
 def explain_record(record: OomRecord, folder: Path, predicts: bool = False) -> Explanation:
-    """Explain the run that a record is of, which need not be the last one of its folder.
-
-    Args:
-        record: one of its ranks'.
-        folder: its output_dir.
-        predicts: as in `explain_run`.
-    """
+    """Explain the run that a record is of, which need not be the last one of its output_dir."""
     records = _of_run(record, [*read_oom_records(folder), record])
     return _explained(folder, records, _history(folder), (), predicts)
 
@@ -140,22 +124,17 @@ def _by_text(
     record: OomRecord, causes: tuple[Cause, ...]
 ) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
     """Ask what the text of the error shows, where its numbers show only that the card is full."""
-    found = explain_text(_as_text(record), "record")
-    better = [
-        each for each in found.causes if each.code in _TEXT_ALONE and each.grade != "possible"
-    ]
-    helps = [each for each in found.remedies if each.cause in {one.code for one in better}]
-    return (*better, *causes), tuple(helps)
-
-
-def _as_text(record: OomRecord) -> str:
-    """Render a record as the traceback that it was."""
     lines = ["Traceback (most recent call last):"]
     for frame in record.frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
         if frame.code:
             lines.append(f"    {frame.code}")
-    return "\n".join([*lines, record.error.text])
+    found = explain_text([*lines, record.error.text], "record")
+    better = [
+        each for each in found.causes if each.code in _TEXT_ALONE and each.grade != "possible"
+    ]
+    helps = [each for each in found.remedies if each.cause in {one.code for one in better}]
+    return (*better, *causes), tuple(helps)
 
 
 def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
@@ -235,7 +214,7 @@ def _unknown(case: Case) -> tuple[str, ...]:
         "what was alive: it could not be counted": case.record.alive is None,
         "who else was on the card: the driver does not list it": case.record.processes is None,
     }
-    return tuple(words for words, is_missing in missing.items() if is_missing)
+    return tuple(filter(missing.get, missing))
 
 
 def _without_record(

@@ -1,4 +1,4 @@
-"""predicted: what the planner predicts of the remedies of a run, from its config and arguments.
+"""predicted: what the planner predicts of the remedies of a run, from what it wrote about itself.
 
 It imports no torch; the planner's subprocess does, which takes seconds.
 """
@@ -7,18 +7,21 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.request import request_of
-from trainer_plugins.planner.compare.margin import is_safe, margin_bytes
+from trainer_plugins.explain.text.remedies.plan_command import DECIDING
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.predict import predict_all
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
+from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.printable import printable
+from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.units import size
 
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
@@ -27,13 +30,11 @@ _OF_EVALUATION = {"eval-batch", "eval-logits"}
 _OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
 _SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
 _LONGEST_SECONDS = 300
-_KNOWN_ERROR_OF_WEIGHTS = 0.05
-"""The parameters of a plan and of its run differ by less; a larger difference is another model."""
-
+_KNOWN_ERROR_OF_WEIGHTS = 0.05  # of a plan; a larger difference is another model
 _ROWS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+# Arguments for which the planner searches the best value itself.
 _SOUGHT = _ROWS | {"per_device_eval_batch_size", "eval_accumulation_steps"}
-"""Arguments for which the planner searches the best value itself."""
-
+# Options of `trainer-plugins plan`, and what is typed for a run instead (TRL's flags).
 _PLANNED_AS_TYPED = {
     **{
         one.plan.removesuffix("LENGTH"): one.trl.removesuffix("LENGTH")
@@ -41,16 +42,29 @@ _PLANNED_AS_TYPED = {
     },
     "--accelerate-config": "accelerate launch --config_file",
 }
-"""Options of `trainer-plugins plan`, and what is typed for a run instead (TRL's flags)."""
+
+_DEVICES = ("cuda", "simgpu")
+
+
+class _SetUp(NamedTuple):
+    """Names what sets a strategy up: an argument, or else variables of a launch file."""
+
+    argument: str
+    switch: str  # the variable that switches it on
+    prefixes: tuple[str, ...]  # of the variables that hold its settings
+
+
+_SET_UP = {
+    "DeepSpeed": _SetUp("deepspeed", "ACCELERATE_USE_DEEPSPEED", ("ACCELERATE_",)),
+    "FSDP": _SetUp("fsdp", "ACCELERATE_USE_FSDP", ("FSDP_", "ACCELERATE_USE_FSDP")),
+}
+_OF_THIS_MACHINE = "ACCELERATE_TORCH_DEVICE"
 
 Outcomes = Mapping[str, MemoryPlan | PlanError]
 
 
 def predicted(said: Explanation, case: Case) -> Explanation:
-    """Predict what each remedy of the first cause brings, if a plan can show that.
-
-    What makes the run fit comes first, then what no plan knows, then what is not enough alone.
-    """
+    """Predict what each remedy of the first cause brings, if a plan can show that."""
     code = said.causes[0].code
     if code not in _OF_TRAINING | _OF_EVALUATION:
         return said
@@ -67,18 +81,20 @@ def predicted(said: Explanation, case: Case) -> Explanation:
         why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
-    remedies = _in_order(ours, plan, outcomes, case.record.run.world_size)
+    found = _in_order(ours, plan, outcomes, case.record.run.world_size)
+    remedies = [replace(each, cause=code) for each in found]
+    remedies += [each for each in said.remedies if each.cause != code]
+    needs = f"planned as it was, it needs {_needs(plan, plan.nvidia_smi_peak_bytes)}"
+    refused = [
+        f"what {do} would bring: {printable(outcome)}"
+        for do, outcome in outcomes.items()
+        if isinstance(outcome, PlanError)
+    ]
     return replace(
         said,
-        remedies=(
-            *(replace(each, cause=code) for each in remedies),
-            *(each for each in said.remedies if each.cause != code),
-        ),
-        facts=(
-            *said.facts,
-            f"planned as it was, it needs {_needs(plan, plan.nvidia_smi_peak_bytes)}",
-        ),
-        unknown=(*said.unknown, *_refused(outcomes)),
+        remedies=tuple(remedies),
+        facts=(*said.facts, needs),
+        unknown=(*said.unknown, *refused),
     )
 
 
@@ -95,11 +111,7 @@ def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
 
 
 def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
-    """Plan several runs, and say on stderr that it takes a while.
-
-    Raises:
-        PlanError: it was interrupted, or took too long.
-    """
+    """Plan several runs, and say on stderr that it takes a while."""
     sys.stderr.write(
         f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
         " answer without it)\n"
@@ -111,11 +123,7 @@ def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | Pl
 
 
 def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
-    """Check that a plan has the model of the run, and runs out of memory where the run did.
-
-    Raises:
-        PlanError: it does not, so that it says nothing of remedies.
-    """
+    """Refuse a plan of another model, or one that does not run out of memory where the run did."""
     weights = plan.breakdown.get("weights", 0) + plan.breakdown.get("frozen weights", 0)
     parameters = case.category("parameter")
     if parameters and abs(weights - parameters) > _KNOWN_ERROR_OF_WEIGHTS * parameters:
@@ -137,7 +145,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
 ) -> list[Remedy]:
-    """Return the remedies with what was predicted of them, and what else would fit."""
+    """Return first what makes the run fit, then what no plan knows, then what is not enough."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -199,9 +207,91 @@ def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
     return f"{size(peak_bytes)} of {size(plan.capacity_bytes or 0)}"
 
 
-def _refused(outcomes: Outcomes) -> list[str]:
-    return [
-        f"what {do} would bring: {printable(outcome)}"
-        for do, outcome in outcomes.items()
-        if isinstance(outcome, PlanError)
-    ]
+def request_of(case: Case) -> PlanRequest:
+    """Make the request for a plan of the run as it was, on the card as it was.
+
+    Raises:
+        PlanError: what is recorded is not enough; the message says what is missing.
+    """
+    record, run = case.record, case.record.run
+    device = run.device.split(":")[0]
+    if record.call != "train":
+        raise PlanError(f"it failed in {record.call}(), and a plan is of train()")
+    if device not in _DEVICES or not case.total:
+        raise PlanError(f"it ran on {run.device or 'an unknown device'}")
+    if case.tokens is None:
+        raise PlanError("the batch is not known, or has no input_ids")
+    _refuse(run)
+    rows, length = case.tokens
+    labels = record.batch.get("labels")
+    is_quantised = "quantization_config" in run.model_config
+    allocator = run.allocator.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    card = Card(
+        name=run.card or device,
+        capacity_bytes=case.total,
+        context_bytes=case.outside,
+        context_source="what was outside torch when it ran out of memory",
+    )
+    return PlanRequest(
+        source=ConfigSource(
+            config={**run.model_config, "architectures": [run.built_class.rpartition(".")[2]]},
+            arguments=_flags(run.arguments),
+            sequence_length=length,
+            target_length=labels.shape[1] if labels and len(labels.shape) == 2 else None,
+            dtype=None if is_quantised or not run.dtype else run.dtype,
+            peft=run.adapter or None,
+            num_evaluation_batches=max(1, run.num_evaluation_batches),
+            has_metrics=run.has_metrics,
+        ),
+        device=device,
+        card=card if run.capability is None else replace(card, capability=run.capability),
+        allocator=run.allocator.get("PYTORCH_ALLOC_CONF", allocator),
+        num_gpus=run.world_size,
+        environment=_exported(run),
+        has_padding=None if rows > 1 and "attention_mask" in record.batch else False,
+    )
+
+
+def _refuse(run: RunFacts) -> None:
+    """Refuse runs whose plan would be a plan of something else."""
+    if not run.built_class.startswith("transformers."):
+        raise PlanError(
+            f"transformers has no class {run.built_class or run.model or 'of its model'}"
+        )
+    if run.model.startswith("Peft") and not run.adapter:
+        raise PlanError("its adapter is not recorded")
+    set_up = _SET_UP.get(run.family)
+    if set_up and not run.arguments.get(set_up.argument) and not _exported(run):
+        raise PlanError(f"its launch file is not recorded, from which it ran as {run.family}")
+    if set_up is None and run.family not in ("DDP", "nothing"):
+        raise PlanError(f"it ran as {run.family}")
+
+
+def _exported(run: RunFacts) -> dict[str, str]:
+    """Return the variables that a launch file set; none if arguments set the strategy up."""
+    set_up = _SET_UP.get(run.family)
+    if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
+        return {}
+    variables = run.launch.environment
+    if str(variables.get(set_up.switch)).lower() != "true":
+        return {}
+    found = {
+        name: text
+        for name, text in variables.items()
+        if name.startswith(set_up.prefixes) and name != _OF_THIS_MACHINE
+    }
+    if run.launch.deepspeed:
+        found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = json.dumps(run.launch.deepspeed)
+    return found
+
+
+def _flags(arguments: Mapping[str, object]) -> tuple[str, ...]:
+    flags = ["--output_dir", "runs"]
+    for name in DECIDING:
+        value = arguments.get(name)
+        if value in (None, "", [], {}):
+            continue
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        flags += [f"--{name}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return tuple(flags)

@@ -50,14 +50,14 @@ def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
 def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
     """Return what helps where main memory or /dev/shm ended a run, of which there is no record."""
     more = remedy(advice.LARGER_SHM if cause == "shm" else advice.MORE_MAIN_MEMORY, Door.SHELL)
-    found = [_fewer_workers(cause, num_workers), more]
-    return tuple(replace(each, cause=cause) for each in found if each is not None)
+    fewer = _fewer_workers(cause, num_workers)
+    return tuple(replace(each, cause=cause) for each in (fewer, more) if each is not None)
 
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
     """Fill an advice with the numbers of a record; None if it does not apply."""
     if one in _FILLED:
-        return _FILLED[one](cause, case)
+        return _FILLED[one](one, cause, case)
     if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
         return remedy(one, next(each for each in _DOORS if each in one.spellings))
     return None
@@ -67,11 +67,10 @@ def _rows(case: Case) -> int:
     return case.argument("per_device_train_batch_size", 8)
 
 
-def _smaller_micro_batch(cause: str, case: Case) -> Remedy | None:
-    rows, one = _rows(case), advice.SMALLER_MICRO_BATCH
+def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
+    rows, steps = _rows(case), max(1, case.argument("gradient_accumulation_steps", 1))
     if rows <= 1:
         return None
-    steps = max(1, case.argument("gradient_accumulation_steps", 1))
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
     effect = f"{_about(case, needed)}, with the same effective batch"
     values = {"rows": smaller, "steps": steps * rows // smaller}
@@ -79,17 +78,16 @@ def _smaller_micro_batch(cause: str, case: Case) -> Remedy | None:
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
-    """Return the most rows, of those that divide the batch, that should fit, and what they need.
+    """Return the most rows that divide the batch and should fit, and the bytes that they need.
 
-    A forward pass that was not over would have needed more: twice what it had is assumed. Where
-    nothing was counted, half the rows are returned, and 0 bytes.
+    Where nothing was counted, that is half the rows, and 0 bytes.
     """
     divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
     if case.record.alive is None or not case.total:
         return next((each for each in divisors if each <= rows // 2), 1), 0
     of_batch = max(0, case.live + case.asked - case.fixed)
     if case.record.part != "backward":
-        of_batch *= 2
+        of_batch *= 2  # we assume that the rest of the forward pass needs as much again
     sizes = [(each, fixed + of_batch * each // rows) for each in divisors]
     return next((pair for pair in sizes if pair[1] <= case.room), sizes[-1])
 
@@ -102,21 +100,21 @@ def _about(case: Case, needed: int) -> str:
     return f"about {size(needed)} of {size(case.total)} instead of more than {size(case.total)}"
 
 
-def _survive(cause: str, case: Case) -> Remedy | None:
+def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     codes = [each.finding.code for each in case.entries if isinstance(each, Remark)]
     if SURVIVAL_REFUSED.search(" ".join([case.record.error.text, *codes])):
         return None
-    return remedy(advice.SURVIVE, Door.SHELL, command=_command(case))
+    return _relaunched(one, cause, case)
 
 
-def _command(case: Case) -> str:
-    """Return the command line that starts the run, as it is typed again."""
-    run = case.record.run
+def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
+    """Write the command line that starts the run, as it is typed again."""
+    run, command = case.record.run, "YOUR LAUNCH COMMAND"
     if run.launch is not None and run.launch.words:
-        return shlex.join(run.launch.words)
-    if run.world_size > 1 or not run.command:
-        return "YOUR LAUNCH COMMAND"
-    return shlex.join(("python", *run.command))
+        command = shlex.join(run.launch.words)
+    elif run.world_size == 1 and run.command:
+        command = shlex.join(("python", *run.command))
+    return remedy(one, Door.SHELL, command=command)
 
 
 def _needs_checkpointing(case: Case) -> bool:
@@ -125,35 +123,36 @@ def _needs_checkpointing(case: Case) -> bool:
     return not is_live and not run.arguments.get("gradient_checkpointing")
 
 
-def _shorter_rows(cause: str, case: Case) -> Remedy:
+def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:
     length = case.tokens[1] if case.tokens else 0
     if length <= 1:
-        return remedy(advice.SHORTER_ROWS, Door.TRL)
-    return remedy(advice.SHORTER_ROWS, Door.TRL, length=length // 2)
+        return remedy(one, Door.TRL)
+    return remedy(one, Door.TRL, length=length // 2)
 
 
-def _liger(cause: str, case: Case) -> Remedy:
-    asked = f"{advice.LIGER.effect}: {size(case.asked)} were asked for there" if case.asked else ""
-    return remedy(advice.LIGER, Door.TRAINER, asked, by_arithmetic=asked)
+def _liger(one: Advice, cause: str, case: Case) -> Remedy:
+    asked = f"{one.effect}: {size(case.asked)} were asked for there" if case.asked else ""
+    return remedy(one, Door.TRAINER, asked, by_arithmetic=asked)
 
 
-def _without_table(one: Advice, is_sdpa: bool, cause: str, case: Case) -> Remedy | None:
-    if ("scaled_dot_product_attention" in case.functions) is not is_sdpa:
-        return None
+def _without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
+    is_sdpa = "scaled_dot_product_attention" in case.functions
+    if is_sdpa is not (one is advice.FLASH_ATTENTION):
+        return None  # it has this kernel already
     effect = f"the table of {size(case.asked)} is not made"
     return remedy(one, Door.ARGUMENTS, effect, by_arithmetic=True)
 
 
-def _outputs_to_main_memory(cause: str, case: Case) -> Remedy | None:
+def _outputs_to_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
         return None
     kept = kept_logits(case)
     effect = f"{size(kept)} of outputs go to main memory" if kept else ""
-    return remedy(advice.OUTPUTS_TO_MAIN_MEMORY, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
+    return remedy(one, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
 
 
-def _smaller_eval_batch(cause: str, case: Case) -> Remedy | None:
-    rows, one = case.argument("per_device_eval_batch_size", 8), advice.SMALLER_EVAL_BATCH
+def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
+    rows = case.argument("per_device_eval_batch_size", 8)
     if rows <= 1:
         return None
     if cause == "generate-cache":
@@ -163,24 +162,22 @@ def _smaller_eval_batch(cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
 
 
-def _shorter_answers(cause: str, case: Case) -> Remedy | None:
+def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
     length = case.argument("generation_max_length", 0)
-    if length <= 1:
-        return None
-    return remedy(advice.SHORTER_ANSWERS, Door.TRAINER, length=length // 2)
+    return remedy(one, Door.TRAINER, length=length // 2) if length > 1 else None
 
 
 def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
     """Offer another optimizer; after a save, only if nothing else makes that smaller."""
-    is_sharded = _family(case) == "FSDP" or _zero_stage(case) == 3
+    is_sharded = case.record.run.family == "FSDP" or _is_zero3(case)
     has_other = is_sharded or _saves_states(case) or _copying(case) is not None
     if cause == "save-gather" and has_other:
         return None
-    trained, states, effect = case.trained, case.states, ""
+    states, effect = case.states, ""
     if one is advice.FUSED_ADAMW:
         if not any("multi_tensor" in name for name in case.functions):
             return None
-        effect = f"temporaries of up to {size(trained)} are not made"
+        effect = f"temporaries of up to {size(case.trained)} are not made"
     elif one is advice.EIGHT_BIT_ADAMW:
         if not states or "bitsandbytes" not in case.record.run.versions:
             return None
@@ -194,12 +191,11 @@ def _saves_states(case: Case) -> bool:
     return "_save_optimizer_and_scheduler" in case.functions
 
 
-def _copy_in_main_memory(cause: str, case: Case) -> Remedy | None:
+def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     if (copied := _copying(case)) is None:
         return None
     how = "instead of .clone()" if ".clone()" in copied.code else "before the copy"
-    place = f"{copied.file}:{copied.line}"
-    return remedy(advice.COPY_IN_MAIN_MEMORY, Door.CODE, how=how, place=place)
+    return remedy(one, Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
 
 
 def _copying(case: Case) -> Frame | None:
@@ -212,67 +208,61 @@ def _own_frames(case: Case) -> list[Frame]:
     return [each for each in case.record.frames if not each.file.startswith(_LIBRARIES)]
 
 
-def _load_into_main_memory(cause: str, case: Case) -> Remedy | None:
+def _load_into_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     loads = [each for each in case.record.frames if "torch.load(" in each.code]
     if not loads or loads[-1] not in _own_frames(case):
         return None
-    one = advice.LOAD_INTO_MAIN_MEMORY
     return remedy(one, f"{one.flag(Door.CODE)} at {loads[-1].file}:{loads[-1].line}")
 
 
-def _keep_numbers(cause: str, case: Case) -> Remedy:
+def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
     kept = kept_in(case)
-    where = f" at {kept[0][1]}" if kept else ""
-    return remedy(advice.KEEP_NUMBERS, advice.KEEP_NUMBERS.flag(Door.CODE) + where)
+    return remedy(one, one.flag(Door.CODE) + (f" at {kept[0][1]}" if kept else ""))
 
 
-def _released(cause: str, case: Case) -> Remedy:
+def _released(one: Advice, cause: str, case: Case) -> Remedy:
     models = case.record.alive.models if case.record.alive else ()
     held = sum(each.num_bytes for each in models[1:])
     effect = f"releases {size(held)} of weights and what belongs to them; names what holds more"
-    return remedy(advice.RELEASED, Door.CODE, effect, by_arithmetic=True)
+    return remedy(one, Door.CODE, effect, by_arithmetic=True)
 
 
-def _end_process(cause: str, case: Case) -> Remedy | None:
+def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     others = [each for each in case.record.processes or () if not each.is_own]
     if len(others) != 1 or not others[0].is_of_user:
         return None
     pid, name = others[0].pid, others[0].name or "its name is unknown"
     effect = f"frees {size(case.foreign)}; it is yours: {name}"
-    return remedy(advice.END_PROCESS, Door.SHELL, effect, by_arithmetic=True, pid=pid)
+    return remedy(one, Door.SHELL, effect, by_arithmetic=True, pid=pid)
 
 
-def _list_processes(cause: str, case: Case) -> Remedy:
+def _list_processes(one: Advice, cause: str, case: Case) -> Remedy:
     effect = f"shows what holds {size(case.foreign)}; end it, or wait"
-    return remedy(advice.LIST_PROCESSES, Door.SHELL, effect, by_arithmetic=True)
+    return remedy(one, Door.SHELL, effect, by_arithmetic=True)
 
 
-def _other_card(cause: str, case: Case) -> Remedy:
-    return remedy(advice.OTHER_CARD, Door.SHELL, command=_command(case))
-
-
-def _smaller_engine_share(cause: str, case: Case) -> Remedy:
+def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
     """Lower the share that the engine holds now, by what was missing."""
-    one, total = advice.SMALLER_ENGINE_SHARE, max(1, case.total)
-    share = case.record.run.arguments.get("vllm_gpu_memory_utilization")
-    door = Door.TRL if isinstance(share, float) else Door.VLLM
-    now = share if isinstance(share, float) else case.foreign / total
+    share, total = case.record.run.arguments.get("vllm_gpu_memory_utilization"), max(1, case.total)
+    now, door = case.foreign / total, Door.VLLM
+    if isinstance(share, float):
+        now, door = share, Door.TRL
     new = advice.smaller_share(now, max(0, case.asked - case.free) / total)
     effect = f"the engine holds {size(case.foreign)} now, and takes this share of the card then"
     return remedy(one, door, effect, by_arithmetic=case.asked, share=f"{new:g}")
 
 
-def _expandable_segments(cause: str, case: Case) -> Remedy | None:
+def _expandable_segments(one: Advice, cause: str, case: Case) -> Remedy | None:
     if case.is_expandable:
         return None
     effect = f"the {size(case.unused)} that lay unused can be joined"
-    return remedy(advice.EXPANDABLE_SEGMENTS, Door.ENVIRONMENT, effect, by_arithmetic=True)
+    return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
 
-def _print_shapes(cause: str, case: Case) -> Remedy:
+def _print_shapes(one: Advice, cause: str, case: Case) -> Remedy:
     own = _own_frames(case)
     place = f"{own[-1].file}:{own[-1].line}" if own else "the failing line"
-    return remedy(advice.PRINT_SHAPES, Door.CODE, place=place)
+    return remedy(one, Door.CODE, place=place)
 
 
 def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
@@ -286,51 +276,47 @@ def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
     return remedy(one, Door.TRAINER, effect, workers=half)
 
 
-def _family(case: Case) -> str:
-    return case.record.run.strategy.family if case.record.run.strategy is not None else ""
+def _is_zero3(case: Case) -> bool:
+    return case.record.run.strategy is not None and case.record.run.strategy.zero_stage == 3
 
 
-def _zero_stage(case: Case) -> int | None:
-    return case.record.run.strategy.zero_stage if case.record.run.strategy is not None else None
-
-
-_FILLED: Mapping[Advice, Callable[[str, Case], Remedy | None]] = {
+_FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
     advice.SHORTER_ROWS: _shorter_rows,
     advice.LIGER: _liger,
-    advice.SDPA_ATTENTION: partial(_without_table, advice.SDPA_ATTENTION, False),
-    advice.FLASH_ATTENTION: partial(_without_table, advice.FLASH_ATTENTION, True),
+    advice.SDPA_ATTENTION: _without_table,
+    advice.FLASH_ATTENTION: _without_table,
     advice.OUTPUTS_TO_MAIN_MEMORY: _outputs_to_main_memory,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
     advice.SHORTER_ANSWERS: _shorter_answers,
-    advice.FUSED_ADAMW: partial(_smaller_states, advice.FUSED_ADAMW),
-    advice.EIGHT_BIT_ADAMW: partial(_smaller_states, advice.EIGHT_BIT_ADAMW),
-    advice.ADAFACTOR: partial(_smaller_states, advice.ADAFACTOR),
+    advice.FUSED_ADAMW: _smaller_states,
+    advice.EIGHT_BIT_ADAMW: _smaller_states,
+    advice.ADAFACTOR: _smaller_states,
     advice.COPY_IN_MAIN_MEMORY: _copy_in_main_memory,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.KEEP_NUMBERS: _keep_numbers,
     advice.RELEASED: _released,
     advice.END_PROCESS: _end_process,
     advice.LIST_PROCESSES: _list_processes,
-    advice.OTHER_CARD: _other_card,
+    advice.OTHER_CARD: _relaunched,
     advice.SMALLER_ENGINE_SHARE: _smaller_engine_share,
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
     advice.PRINT_SHAPES: _print_shapes,
-    advice.FEWER_WORKERS: lambda cause, case: _fewer_workers(
+    advice.FEWER_WORKERS: lambda _, cause, case: _fewer_workers(
         cause, case.argument("dataloader_num_workers", 0)
     ),
 }
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.CHECKPOINTING: _needs_checkpointing,
-    advice.SHARDED_SAVE: lambda case: _family(case) == "FSDP",
-    advice.SAVE_WITHOUT_GATHER: lambda case: _zero_stage(case) == 3,
+    advice.SHARDED_SAVE: lambda case: case.record.run.family == "FSDP",
+    advice.SAVE_WITHOUT_GATHER: _is_zero3,
     advice.SAVE_ONLY_MODEL: _saves_states,
-    advice.OFFLOAD_OPTIMIZER: lambda case: _family(case) == "DeepSpeed",
+    advice.OFFLOAD_OPTIMIZER: lambda case: case.record.run.family == "DeepSpeed",
     advice.HALF_PRECISION_WEIGHTS: lambda case: "float16" not in case.record.run.dtype,
     advice.FOUR_BITS: lambda case: "quantization_config" not in case.record.run.model_config,
-    advice.LOAD_ON_ONE_RANK: lambda case: _family(case) == "FSDP",
-    advice.NO_PINNED_OFFLOAD: lambda case: _family(case) == "DeepSpeed",
+    advice.LOAD_ON_ONE_RANK: lambda case: case.record.run.family == "FSDP",
+    advice.NO_PINNED_OFFLOAD: lambda case: case.record.run.family == "DeepSpeed",
 }
 _ALWAYS = {
     advice.PAD_TO_FEW_LENGTHS, advice.ARGMAX_LOGITS, advice.LOSS_ONLY, advice.METRICS_ON_CPU,

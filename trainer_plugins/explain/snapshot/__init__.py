@@ -5,8 +5,7 @@ to its first event by `trace.py`, repeated by `replay.py`, sorted into categorie
 `lives.py` and `held.py`, and judged by `causes.py` and `remedies.py`.
 """
 
-from trainer_plugins.explain.snapshot.compare import compare_snapshots
-from trainer_plugins.explain.snapshot.explained import explain_snapshot
+from trainer_plugins.explain.snapshot.explained import compare_snapshots, explain_snapshot
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 
 __all__ = ["NotReadableError", "compare_snapshots", "explain_snapshot"]

@@ -45,8 +45,7 @@ class Frame(NamedTuple):
     name: str
 
 
-Stack = tuple[Frame, ...]
-"""The frames of an allocation, the innermost first; empty if none were recorded."""
+Stack = tuple[Frame, ...]  # the innermost first; empty if none were recorded
 
 
 class Wait(NamedTuple):
@@ -88,19 +87,15 @@ class Card:
     events: tuple[Event, ...]
     stacks: tuple[int, ...]  # for each event the number of its stack
     waits: tuple[Wait, ...]
-    has_mapped: bool
-    """Whether pages were mapped, as expandable segments do, rather than segments taken."""
-
-    has_taken: bool
+    has_mapped: bool  # whether pages were mapped, as expandable segments do
+    has_taken: bool  # whether segments were taken
 
     @property
-    def allocated_bytes(self) -> int:
-        """Return what the file states as allocated at its end."""
+    def allocated_bytes(self) -> int:  # as the file states it, at the end
         return sum(segment.allocated_bytes for segment in self.segments)
 
     @property
-    def reserved_bytes(self) -> int:
-        """Return what the process held of the card at the end."""
+    def reserved_bytes(self) -> int:  # at the end
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
@@ -120,8 +115,7 @@ class Snapshot:
     def main_card(self) -> Card:
         """Choose the card to explain: one that ran out of memory, else the busiest."""
         return max(
-            self.cards,
-            key=lambda card: (card.num_ooms > 0, len(card.events), card.reserved_bytes),
+            self.cards, key=lambda one: (one.num_ooms > 0, len(one.events), one.reserved_bytes)
         )
 
 
@@ -190,23 +184,17 @@ class _Reader:
         for each in raw:
             name = each["action"]
             names.add(name)
-            if name in _ACTIONS:
-                action = _ACTIONS[name]
-                is_oom = action == "oom"
-                event = Event(
-                    action,
-                    _number(each["device_free" if is_oom else "addr"]),
-                    _number(each["size"], _HIGHEST if is_oom else _LARGEST),
-                    _number(each["stream"]),
-                )
-                events.append(event)
-                stacks.append(self._stack(each.get("frames")))
-                if event.action == "free":
-                    since = released.pop(event.address, len(events) - 1)
-                    if since < len(events) - 1:
-                        waits.append(Wait(event.address, since, len(events) - 1))
-            elif name == "free_requested":
+            if name == "free_requested":
                 released[_number(each["addr"])] = len(events)
+            if name not in _ACTIONS:
+                continue
+            action, is_oom = _ACTIONS[name], name == "oom"
+            address = _number(each["device_free" if is_oom else "addr"])
+            num_bytes = _number(each["size"], _HIGHEST if is_oom else _LARGEST)
+            if action == "free" and (since := released.pop(address, len(events))) < len(events):
+                waits.append(Wait(address, since, len(events)))
+            events.append(Event(action, address, num_bytes, _number(each["stream"])))
+            stacks.append(self._stack(each.get("frames")))
         waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
         return Card(
             index,
@@ -228,12 +216,11 @@ class _Reader:
                 f"its segment at {start:#x} is smaller than its blocks, so it was edited or is "
                 "damaged; write a new one"
             )
+        active_bytes = sum(block.num_bytes for block in blocks if block.is_active)
         return Segment(
             start,
             num_bytes,
-            _number(raw["allocated_size"], num_bytes)
-            if "allocated_size" in raw
-            else sum(block.num_bytes for block in blocks if block.is_active),
+            _number(raw.get("allocated_size", active_bytes), num_bytes),
             _number(raw["stream"]),
             raw["segment_type"] == "small",
             bool(raw.get("is_expandable")),
@@ -258,9 +245,7 @@ class _Reader:
         key = tuple(map(id, frames[:_MOST_FRAMES]))
         number = self._known.get(key)
         if number is None:
-            stack = tuple(
-                self._frames.get(id(frame)) or self._frame(frame) for frame in frames[:_MOST_FRAMES]
-            )
+            stack = tuple(map(self._frame, frames[:_MOST_FRAMES]))
             number = self._numbers.setdefault(stack, len(self._stacks))
             if number == len(self._stacks):
                 self._stacks.append(stack)
@@ -268,6 +253,8 @@ class _Reader:
         return number
 
     def _frame(self, raw: Mapping[str, Any]) -> Frame:
+        if known := self._frames.get(id(raw)):
+            return known
         file, line, name = raw.get("filename") or "", raw.get("line") or 0, raw.get("name") or ""
         if not (isinstance(file, str) and isinstance(line, int) and isinstance(name, str)):
             raise TypeError("a frame holds other things than texts and a line")

@@ -1,5 +1,6 @@
 """Names the causes that a snapshot shows. The first is the answer."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -82,32 +83,29 @@ def _leak(case: SnapshotCase) -> Iterator[Cause]:
     leaked = leaked_lives(case)
     if not leaked:
         return
-    bytes_at: dict[str, int] = {}
+    bytes_at: Counter[str] = Counter()
     for life in leaked:
-        place = case.sorter.place(life)
-        bytes_at[place] = bytes_at.get(place, 0) + life.num_bytes
-    place = max(bytes_at, key=bytes_at.__getitem__)
+        bytes_at[case.sorter.place(life)] += life.num_bytes
+    [(place, most)] = bytes_at.most_common(1)
     steps = {case.sorter.step_at(life.birth) for life in leaked}
     yield cause(
         "leak",
         f"They are from {len(steps)} of the {case.sorter.step_at(case.held.position)} earlier steps"
-        f" in the trace, and most, {size(bytes_at[place])}, are from {place}",
-        summary=f"{size(sum(bytes_at.values()))} of earlier steps are still alive: something keeps"
-        " their tensors",
+        f" in the trace, and most, {size(most)}, are from {place}",
+        summary=f"{size(bytes_at.total())} of earlier steps are still alive: something keeps their"
+        " tensors",
         doubt="Look for a list, a metric or a hook that keeps a tensor with its graph (`loss`"
         " instead of `loss.item()`)",
     )
 
 
 def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
-    now = case.sorter.step_at(case.held.position)
+    sorter, now = case.sorter, case.sorter.step_at(case.held.position)
+    same = [life for life in sorter.lives if life.stack and life.stack == case.oom_stack]
     before = [
         life.requested_bytes
-        for life in case.sorter.lives
-        if life.stack
-        and life.stack == case.oom_stack
-        and life.birth != BEFORE
-        and case.sorter.step_at(life.birth) < now
+        for life in same
+        if life.birth != BEFORE and sorter.step_at(life.birth) < now
     ]
     if now >= 2 and len(before) >= 2 and oom.num_bytes > 1.25 * max(before):
         yield cause(
@@ -146,11 +144,8 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
 
 def _uneven(case: SnapshotCase) -> str:
     """Compare the cards of a process that uses several; empty if they are loaded evenly."""
-    others = {
-        card.index: max(reserved_after(card))
-        for card in case.snapshot.cards
-        if card is not case.card
-    }
+    cards = [card for card in case.snapshot.cards if card is not case.card]
+    others = {card.index: max(reserved_after(card)) for card in cards}
     if not others or max(others.values()) >= case.reserved_bytes / 2:
         return ""
     held = ", ".join(f"card {index} {size(most)}" for index, most in others.items())
@@ -161,7 +156,7 @@ def _uneven(case: SnapshotCase) -> str:
 
 
 def _capacity(case: SnapshotCase) -> Cause:
-    category, most = next(iter(case.held.categories.items()), ("unknown", 0))
+    category, most = case.largest_category
     share = f"{percent(most / max(case.in_use_bytes, 1))} of it is {WORDS[category]}"
     largest = case.held.lines[0] if case.held.lines else None
     fits = case.missing_bytes <= 0

@@ -1,25 +1,31 @@
-"""Explains one snapshot: how it ended, what held the memory, why, and what would have helped."""
+"""Explains a snapshot, or what grew between two, by category and by source line."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
 from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.snapshot.causes import causes_of
-from trainer_plugins.explain.snapshot.held import WORDS
+from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.explain.snapshot.pickled import no_collection
+from trainer_plugins.explain.snapshot.pickled import NotReadableError, no_collection
 from trainer_plugins.explain.snapshot.remedies import Tries, tried
 from trainer_plugins.explain.snapshot.stacks import lines_of
 from trainer_plugins.explain.snapshot.trace import has_lost_its_end, known_from
 from trainer_plugins.printable import printable
-from trainer_plugins.units import percent, size
+from trainer_plugins.units import MIB, percent, size
+
+Name = TypeVar("Name", bound=str)
 
 _MOST_LINES = 8
+_GROWN_BYTES = 16 * MIB
+_GROWN_FRACTION = 0.01
+# Causes whose remedies change what is computed, which no replay of a trace can show.
 _NOT_REPLAYED = ("eval-logits", "generate-cache")
-"""Causes whose remedies change what is computed, which no replay of a trace can show."""
 
 
 def explain_snapshot(path: Path) -> Explanation:
@@ -34,26 +40,18 @@ def explain_snapshot(path: Path) -> Explanation:
 
 
 def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
-    """Return what `explain_snapshot` says, with the case that it is about.
-
-    Raises:
-        NotReadableError: the file is not a snapshot, is damaged, or would run code.
-    """
+    """Return what `explain_snapshot` says, with the case that it is about."""
     with no_collection():
         case = case_of(path)
-        return case, _explanation(case, path)
-
-
-def _explanation(case: SnapshotCase, path: Path) -> Explanation:
-    tries = tried(case)
-    causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
-    return Explanation(
-        subject=printable(path),
-        causes=causes,
-        remedies=tuple(_ordered(tries.remedies, causes)),
-        facts=tuple(_facts(case)),
-        unknown=tuple(_unknown(case, tries)),
-    )
+        tries = tried(case)
+        causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
+        return case, Explanation(
+            subject=printable(path),
+            causes=causes,
+            remedies=tuple(_ordered(tries.remedies, causes)),
+            facts=tuple(_facts(case)),
+            unknown=tuple(_unknown(case, tries)),
+        )
 
 
 def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
@@ -68,23 +66,10 @@ def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Re
 
 def _facts(case: SnapshotCase) -> Iterator[str]:
     unused = size(case.unused_bytes)
-    yield _ending(case)
-    if case.oom is not None:
-        if case.oom_stack:
-            lines = lines_of(case.snapshot.stacks[case.oom_stack])
-            yield "The request that failed came from " + ", called from ".join(lines)
-        yield (
-            f"At the OOM {in_bytes(case.held.allocated_bytes)} were allocated of"
-            f" {size(case.reserved_bytes)} reserved"
-        )
-    else:
-        yield (
-            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
-            f" {len(case.card.events):,} events"
-        )
-    total = max(sum(case.held.categories.values()), 1)
+    yield from _ending(case)
+    total = max(case.in_use_bytes, 1)
     for category, num_bytes in case.held.categories.items():
-        yield f"{percent(num_bytes / total)} {WORDS[category]}: {in_bytes(num_bytes)}"
+        yield f"{percent(num_bytes / total)} {WORDS[category]}: {_in_bytes(num_bytes)}"
     for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
         yield f"{size(num_bytes)} in {count:,} block{'s' if count > 1 else ''} from {place}"
     if case.oom is not None:
@@ -104,19 +89,29 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
         yield f"The file has other cards, which are not counted here; at its end they held: {held}"
 
 
-def _ending(case: SnapshotCase) -> str:
+def _ending(case: SnapshotCase) -> Iterator[str]:
+    allocated = _in_bytes(case.held.allocated_bytes)
     if case.oom is None:
-        category, most = next(iter(case.held.categories.items()), ("unknown", 0))
-        return (
-            f"{in_bytes(case.held.allocated_bytes)} were allocated at the peak of card"
+        category, most = case.largest_category
+        yield (
+            f"{allocated} were allocated at the peak of card"
             f" {case.card.index}, most of it {WORDS[category]} ({size(most)}); no OOM is recorded"
         )
+        yield (
+            f"{size(case.peak_reserved_bytes)} were reserved at most, in"
+            f" {len(case.card.events):,} events"
+        )
+        return
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
     how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
-    return (
+    yield (
         f"{how}{more}. Card {case.card.index}: {size(case.oom.num_bytes)} were asked for,"
         f" {size(case.oom.left_bytes)} were left, and the process held {size(case.reserved_bytes)}"
     )
+    if case.oom_stack:
+        lines = lines_of(case.snapshot.stacks[case.oom_stack])
+        yield "The request that failed came from " + ", called from ".join(lines)
+    yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
 
 
 def _checks(case: SnapshotCase) -> Iterator[str]:
@@ -129,7 +124,7 @@ def _checks(case: SnapshotCase) -> Iterator[str]:
         yield (
             f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the"
             " address that the card gave, and the peak of reserved memory is the recorded one:"
-            f" {in_bytes(outcome.peak_bytes)}"
+            f" {_in_bytes(outcome.peak_bytes)}"
         )
 
 
@@ -174,6 +169,73 @@ def _likely(unknown: int, case: SnapshotCase) -> str:
     return ""
 
 
-def in_bytes(num_bytes: int) -> str:
+def _in_bytes(num_bytes: int) -> str:
     """Render a size so that it can be compared to the byte."""
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
+
+
+def compare_snapshots(before: Path, after: Path) -> Explanation:
+    """Show what a second snapshot holds more than a first one, at the moment of each dump.
+
+    A snapshot that ended in an OOM is compared at that OOM: its dump shows what was left after it.
+
+    Raises:
+        NotReadableError: one of the files is not a snapshot.
+    """
+    with no_collection():
+        cases = [_case(path) for path in (before, after)]
+    first, second = (case.held if case.oom is not None else case.at_end for case in cases)
+    grown = second.allocated_bytes - first.allocated_bytes
+    causes: tuple[Cause, ...] = ()
+    if grown > max(_GROWN_BYTES, _GROWN_FRACTION * first.allocated_bytes):
+        causes = (_growth(first, second, grown),)
+    subject = f"{printable(before)} and {printable(after)}"
+    facts = tuple(_compared(first, second, cases))
+    return Explanation(subject=subject, causes=causes, remedies=(), facts=facts)
+
+
+def _case(path: Path) -> SnapshotCase:
+    try:
+        return case_of(path)
+    except NotReadableError as error:
+        raise NotReadableError(f"{printable(path)}: {error}") from None
+
+
+def _growth(first: Held, second: Held, grown: int) -> Cause:
+    changes = _changes(_lines(first), _lines(second))
+    return cause(
+        "leak",
+        *(f"{size(change)} more from {place}" for place, change in changes[:3] if change > 0),
+        summary=f"{size(grown)} more are allocated in the second snapshot than in the first",
+        grade="possible",
+        doubt="It is a leak only if both were dumped at the same point of the loop",
+    )
+
+
+def _compared(first: Held, second: Held, cases: list[SnapshotCase]) -> Iterator[str]:
+    for which, held, case in zip(("first", "second"), (first, second), cases, strict=True):
+        when = "at its OOM" if case.oom is not None else "when it was dumped"
+        yield (
+            f"The {which} one has {_in_bytes(held.allocated_bytes)} allocated on card "
+            f"{case.card.index} {when}, and {size(case.peak_reserved_bytes)} reserved at most"
+        )
+    for category, change in _changes(first.categories, second.categories):
+        if change:
+            yield f"{_signed(change)} {WORDS[category]}"
+    for place, change in _changes(_lines(first), _lines(second))[:_MOST_LINES]:
+        if change:
+            yield f"{_signed(change)} from {place}"
+
+
+def _lines(held: Held) -> dict[str, int]:
+    return {place: num_bytes for place, num_bytes, _ in held.lines}
+
+
+def _changes(before: Mapping[Name, int], after: Mapping[Name, int]) -> list[tuple[Name, int]]:
+    """Return what grew, the most first, and what shrank, the most last."""
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
+    return sorted(changes.items(), key=lambda item: -item[1])
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'+' if num_bytes > 0 else '-'}{size(abs(num_bytes))}"

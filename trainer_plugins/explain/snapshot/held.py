@@ -6,6 +6,7 @@ pass was temporary; what outlives a backward pass is a gradient.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,12 +28,7 @@ Category = Literal[
     "unknown",
     "waiting",
 ]
-"""What a block was for.
-
-`other` was taken outside of modules, as a batch is. `unknown` was there before the recording began,
-or has no frames. `waiting` was released, and another stream still reads it: the allocator does not
-count it as allocated.
-"""
+"""What a block was for; the allocator does not count what is `waiting` as allocated."""
 
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
@@ -56,8 +52,7 @@ class Held:
 
     position: int
     categories: Mapping[Category, int]  # all that is in use, the largest first
-    lines: tuple[tuple[str, int, int], ...]
-    """Source line, bytes and number of blocks, the largest first."""
+    lines: tuple[tuple[str, int, int], ...]  # source line, bytes, blocks; the largest first
 
     @property
     def allocated_bytes(self) -> int:
@@ -76,9 +71,7 @@ class Pass(NamedTuple):
 class Sorter:
     """Sorts the blocks of a card into categories.
 
-    Args:
-        end: the event at which the run ended: an OOM. What happens after it is the unwinding of
-            the error, and does not show what a block was for.
+    What happens after `end`, an OOM, unwinds the error, and does not show what a block was for.
     """
 
     def __init__(
@@ -90,13 +83,13 @@ class Sorter:
         self._stacks = snapshot.stacks
         allocations = sorted((life.birth, life.stack) for life in lives if life.birth != BEFORE)
         self._has_frames = any(stack for _, stack in allocations)
-        self._passes: list[Pass] = []
+        self.passes: list[Pass] = []
         for birth, stack in allocations:
             if birth < self._end:
                 self._extend(birth, self.meaning(stack).work)
-        self._starts = [each.first for each in self._passes]
+        self._starts = [each.first for each in self.passes]
         self._backward_before = list(
-            accumulate((each.kind == "backward" for each in self._passes), initial=0)
+            accumulate((each.kind == "backward" for each in self.passes), initial=0)
         )
         self._fates = self._usual_fates()
         self._logits_bytes = self._sizes_of_losses()
@@ -117,26 +110,21 @@ class Sorter:
     def held_at(self, position: int) -> Held:
         """Say what is in use after an event."""
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
-        categories: dict[Category, int] = {}
-        lines: dict[str, tuple[int, int]] = {}
+        categories: Counter[Category] = Counter()
+        bytes_from: Counter[str] = Counter()
+        blocks_from: Counter[str] = Counter()
         for life in self.alive_at(position):
             category = "waiting" if life.address in waiting else self.category(life)
-            categories[category] = categories.get(category, 0) + life.num_bytes
+            categories[category] += life.num_bytes
             place = self.place(life)
-            num_bytes, count = lines.get(place, (0, 0))
-            lines[place] = (num_bytes + life.num_bytes, count + 1)
-        return Held(
-            position,
-            dict(sorted(categories.items(), key=lambda item: -item[1])),
-            tuple(
-                (place, num_bytes, count)
-                for place, (num_bytes, count) in sorted(lines.items(), key=lambda item: -item[1][0])
-            ),
-        )
+            bytes_from[place] += life.num_bytes
+            blocks_from[place] += 1
+        lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
+        return Held(position, dict(categories.most_common()), tuple(lines))
 
     def gradient_bytes(self) -> int:
         """Return what the gradients took at the end of the last complete backward pass."""
-        ends = [each.last for each in self._passes[:-1] if each.kind == "backward"]
+        ends = [each.last for each in self.passes[:-1] if each.kind == "backward"]
         return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
     def place(self, life: Life) -> str:
@@ -157,7 +145,8 @@ class Sorter:
             return "temporaries" if is_short else "unknown"
         if work == "loss" or (work == "forward" and life.requested_bytes in self._logits_bytes):
             return "logits"
-        if self._is_temporary(life):
+        fate = self._fate(life)
+        if self._fates.get(life.stack, False) if fate is None else fate:
             return "temporaries"
         if work in ("backward", "unknown"):
             return "gradients"
@@ -169,34 +158,29 @@ class Sorter:
             return "activations"
         return "other"
 
-    @property
-    def passes(self) -> Sequence[Pass]:
-        """Return the passes, in order."""
-        return self._passes
-
     def _extend(self, birth: int, work: Work) -> None:
         """Put an allocation into the last pass, or into a new one."""
         kind = work if work in ("backward", "optimizer") else "forward"
         if work == "unknown" and self._has_frames:
             kind = "backward"  # its thread has no frames of Python
-        if self._passes and self._passes[-1].kind == kind:
-            self._passes[-1] = self._passes[-1]._replace(last=birth)
+        if self.passes and self.passes[-1].kind == kind:
+            self.passes[-1] = self.passes[-1]._replace(last=birth)
         else:
-            self._passes.append(Pass(birth, birth, kind))
+            self.passes.append(Pass(birth, birth, kind))
 
     def _known_death(self, life: Life) -> int | None:
         return life.death if life.death is not None and life.death < self._end else None
 
     def _pass_at(self, position: int) -> Pass | None:
         index = bisect_right(self._starts, position) - 1
-        return self._passes[index] if index >= 0 else None
+        return self.passes[index] if index >= 0 else None
 
     def _fate(self, life: Life) -> bool | None:
         """Say whether a block went within its pass; None if the run ended before that was known."""
         its, death = self._pass_at(life.birth), self._known_death(life)
         if its is None or life.birth == BEFORE:
             return False
-        is_last = its is self._passes[-1]
+        is_last = its is self.passes[-1]
         if death is not None:
             # Passes of an evaluation follow each other: what ends with one was not temporary in it.
             is_training = its.kind != "forward" or not is_last
@@ -205,18 +189,11 @@ class Sorter:
 
     def _usual_fates(self) -> Mapping[int, bool]:
         """Say for each stack whether most of its bytes went within their pass."""
-        bytes_of: dict[int, tuple[int, int]] = {}
+        balance: Counter[int] = Counter()
         for life in self.lives:
-            fate = self._fate(life)
-            if fate is not None:
-                short, long = bytes_of.get(life.stack, (0, 0))
-                added = (life.num_bytes, 0) if fate else (0, life.num_bytes)
-                bytes_of[life.stack] = (short + added[0], long + added[1])
-        return {stack: short > long for stack, (short, long) in bytes_of.items()}
-
-    def _is_temporary(self, life: Life) -> bool:
-        fate = self._fate(life)
-        return self._fates.get(life.stack, False) if fate is None else fate
+            if (fate := self._fate(life)) is not None:
+                balance[life.stack] += life.num_bytes if fate else -life.num_bytes
+        return {stack: num_bytes > 0 for stack, num_bytes in balance.items()}
 
     def _dies_in_backward(self, life: Life) -> bool:
         death = self._known_death(life)
@@ -228,12 +205,6 @@ class Sorter:
 
         The logits have it too, or half of it where the model computes in 16 bits.
         """
-        largest = max(
-            (
-                life.requested_bytes
-                for life in self.lives
-                if self.meaning(life.stack).work == "loss"
-            ),
-            default=0,
-        )
+        losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
+        largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

@@ -3,16 +3,17 @@
 Sizes are those of blocks: what the allocator gave, which is at least what was asked for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace, known_from, trace_of
 
-BEFORE = -1
-"""The birth of a block that was there before the first event."""
+BEFORE = -1  # the birth of a block that was there before the first event
 
 
 @dataclass(slots=True)
@@ -40,23 +41,6 @@ class Repeated:
     block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
-class _MeasuredCard(ModelCard):
-    """Notes the size of each block that is allocated once the trace runs."""
-
-    def __init__(self, trace: Trace, rules: AllocatorRules) -> None:
-        super().__init__(trace, rules=rules)
-        self.block_bytes: list[int] = []
-
-    def start(self, capacity_bytes: int | None) -> None:
-        super().start(capacity_bytes)
-        self.block_bytes.clear()
-
-    def malloc(self, num_bytes: int, stream: int) -> int:
-        address = super().malloc(num_bytes, stream)
-        self.block_bytes.append(self.block_bytes_at(address))
-        return address
-
-
 def repeat(card: Card, snapshot: Snapshot) -> Repeated:
     """Repeat the events of a card.
 
@@ -64,86 +48,61 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
         NotModelledError: it holds what the allocator's model does not have.
     """
     trace = trace_of(card, snapshot.name)
-    rules = _rules_of(snapshot.settings, trace)
-    measured = _MeasuredCard(trace, rules)
-    try:
-        outcome = replay(trace, measured)
-    # Addresses that no allocator gave, which only an edited file holds.
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, NotModelledError):
-            raise
-        raise NotModelledError("its events contradict each other") from None
-    if len(measured.block_bytes) != sum(event.action == "alloc" for event in trace.events):
-        raise NotModelledError(outcome.first_difference or "its events contradict each other")
-    return Repeated(trace, rules, outcome, tuple(measured.block_bytes))
-
-
-def _rules_of(settings: Mapping[str, object], trace: Trace) -> AllocatorRules:
-    """Read the settings that a snapshot names, as `_dump_snapshot` of torch 2.13 writes them."""
     rules = AllocatorRules(expandable_segments=trace.expandable)
-    split = settings.get("max_split_size")  # -1 is no limit
-    return replace(rules, max_split_bytes=split) if isinstance(split, int) and split > 0 else rules
+    split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
+    if isinstance(split, int) and split > 0:
+        rules = replace(rules, max_split_bytes=split)
+    model = ModelCard(trace, rules=rules)
+    try:
+        outcome = replay(trace, model)
+    except NotModelledError:
+        raise
+    # Addresses that no allocator gave, which only an edited file holds.
+    except (KeyError, ValueError, IndexError, AttributeError):
+        raise NotModelledError("its events contradict each other") from None
+    if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
+        raise NotModelledError(outcome.first_difference or "its events contradict each other")
+    return Repeated(trace, rules, outcome, tuple(model.block_bytes))
 
 
 def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
     """Follow each block; without a replay, sizes are what was asked for, rounded up."""
-    at_end = {
-        block.address: block
-        for segment in card.segments
-        for block in segment.blocks
-        if block.is_active
-    }
+    blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
     round_size = AllocatorModel().round_size
-    sizes: Iterator[int] | None = iter(repeated.block_bytes) if repeated is not None else None
-    at_start = _at_start(repeated.trace) if repeated is not None else {}
+    sizes = iter(repeated.block_bytes) if repeated is not None else None
+    segments = repeated.trace.segments if repeated is not None else ()
+    at_start = dict(used for segment in segments for used in segment.used())
     first = known_from(card)
     lives: list[Life] = []
     alive: dict[int, Life] = {}
     for position, event in enumerate(card.events[first:], first):
         if event.action == "alloc":
             num_bytes = next(sizes) if sizes is not None else round_size(event.num_bytes)
-            life = Life(
-                event.address, position, None, num_bytes, event.num_bytes, card.stacks[position]
-            )
+            stack = card.stacks[position]
+            life = Life(event.address, position, None, num_bytes, event.num_bytes, stack)
             alive[event.address] = life
             lives.append(life)
         elif event.action == "free":
-            ended = alive.pop(event.address, None)
-            if ended is not None:
+            if ended := alive.pop(event.address, None):
                 ended.death = position
             else:
                 num_bytes = at_start.get(event.address, round_size(event.num_bytes))
                 lives.append(Life(event.address, BEFORE, position, num_bytes, event.num_bytes, 0))
-    for address, block in at_end.items():
+    for address, size, _, stack in {block.address: block for block in blocks}.values():
         if address in alive:
-            alive[address].num_bytes = block.num_bytes  # as the file states it
+            alive[address].num_bytes = size  # as the file states it
         else:
-            size = block.num_bytes
-            lives.append(Life(address, BEFORE, None, size, size, block.stack))
+            lives.append(Life(address, BEFORE, None, size, size, stack))
     return lives
 
 
 def peak_of(card: Card, lives: Sequence[Life]) -> int:
     """Return the event after which most bytes are in use; the last one if nothing is recorded."""
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for life in lives:
-        changes[life.birth] = changes.get(life.birth, 0) + life.num_bytes
+        changes[life.birth] += life.num_bytes
         if life.death is not None:
-            changes[life.death] = changes.get(life.death, 0) - life.num_bytes
-    highest, peak, held = -1, len(card.events) - 1, 0
-    for position in sorted(changes):
-        held += changes[position]
-        if held >= highest:
-            highest, peak = held, position
-    return peak
-
-
-def _at_start(trace: Trace) -> Mapping[int, int]:
-    found = {}
-    for segment in trace.segments:
-        position = segment.address
-        for state, num_bytes in segment.pieces:
-            if state == "used":
-                found[position] = num_bytes
-            position += num_bytes
-    return found
+            changes[life.death] -= life.num_bytes
+    positions = sorted(changes)
+    held = accumulate(changes[position] for position in positions)
+    return max(zip(held, positions, strict=True), default=(0, len(card.events) - 1))[1]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trainer_plugins.explain.known_causes import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot, read
-from trainer_plugins.explain.snapshot.held import Held, Sorter
+from trainer_plugins.explain.snapshot.held import Category, Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat
 from trainer_plugins.explain.snapshot.stacks import Meaning
 from trainer_plugins.explain.snapshot.trace import NotModelledError
@@ -21,12 +21,10 @@ class Oom(NamedTuple):
 
     @property
     def is_impossible(self) -> bool:
-        """Return whether more was asked for than any card has."""
         return self.num_bytes > IMPOSSIBLE_BYTES
 
     @property
     def is_contradictory(self) -> bool:
-        """Return whether the request was refused though the card had room for it."""
         return is_refused_though_free(self.num_bytes, self.left_bytes, 0.05 * self.num_bytes)
 
 
@@ -54,16 +52,11 @@ class SnapshotCase:
 
     @property
     def unused_bytes(self) -> int:
-        """Return what was reserved and not in use.
-
-        At an OOM none of it could be used or released: torch takes a free block that is large
-        enough, and releases every segment without a live block, before it gives up.
-        """
+        """Return what was reserved and not in use; at an OOM it could not be used or released."""
         return self.reserved_bytes - self.in_use_bytes
 
     @property
-    def capacity_bytes(self) -> int:
-        """Return what the process could have held: what it held, and what the card had left."""
+    def capacity_bytes(self) -> int:  # what the process held, and what the card had left
         return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
 
     @property
@@ -73,8 +66,11 @@ class SnapshotCase:
         return wanted - self.unused_bytes
 
     @property
+    def largest_category(self) -> tuple[Category, int]:
+        return next(iter(self.held.categories.items()), ("unknown", 0))
+
+    @property
     def request(self) -> Meaning:
-        """Return what the stack of the failing request shows."""
         return self.sorter.meaning(self.oom_stack)
 
 
@@ -97,6 +93,7 @@ def case_of(path: Path) -> SnapshotCase:
     position = end if end is not None else peak_of(card, lives)
     reserved = reserved_after(card)
     refused = card.events[end] if end is not None else None
+    after = range(end, len(card.events)) if end is not None else ()
     return SnapshotCase(
         snapshot=snapshot,
         card=card,
@@ -107,16 +104,13 @@ def case_of(path: Path) -> SnapshotCase:
         peak_reserved_bytes=max(reserved),
         oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
         oom_stack=card.stacks[end] if end is not None else 0,
-        went_on=end is not None and _went_on(card, sorter, end),
+        went_on=any(
+            card.events[at].action == "alloc"
+            and sorter.meaning(card.stacks[at]).work in ("backward", "optimizer")
+            for at in after
+        ),
         repeated=repeated,
         why_not_repeated=why,
-    )
-
-
-def _went_on(card: Card, sorter: Sorter, end: int) -> bool:
-    return any(
-        event.action == "alloc" and sorter.meaning(stack).work in ("backward", "optimizer")
-        for event, stack in zip(card.events[end:], card.stacks[end:], strict=True)
     )
 
 

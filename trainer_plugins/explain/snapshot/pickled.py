@@ -21,9 +21,7 @@ from typing import Any
 from trainer_plugins.printable import printable
 from trainer_plugins.units import MIB, size
 
-LARGEST_BYTES = 256 * MIB
-"""The largest file that is read; it takes ten times as much memory, and about half a minute."""
-
+LARGEST_BYTES = 256 * MIB  # of a file; it takes ten times the memory, and about half a minute
 _MOST_CONTAINERS = 16_000_000  # a snapshot of 100 MB has 2 million lists and dicts
 _MOST_NOTES = 32_000_000  # of what is remembered, and of beginnings: one or two for a container
 _MOST_WAITING = 16_000_000  # of what is in no list or dict yet, a snapshot has some thousands
@@ -55,7 +53,7 @@ def load(path: Path) -> Any:
     """Read a pickle of plain values.
 
     Raises:
-        NotReadableError: it is not one, it is damaged or too large, or it would run code.
+        NotReadableError: it is none, it is damaged or too large, or it would run code.
     """
     data = _bytes_of(path)
     if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
@@ -98,18 +96,11 @@ class _Program:
 
     def __init__(self) -> None:
         self._made: list[Any] = []  # what is in no list or dict yet, the newest last
-        self._marks: list[int] = []
-        """How much there was where each list or dict began that is not filled yet."""
-
+        self._marks: list[int] = []  # where each list or dict began that is not filled yet
         self._memo: list[Any] = []
 
     def run(self, data: bytes) -> Any:
-        """Return what it makes.
-
-        Raises:
-            NotReadableError: an instruction is not needed for plain values, or the end is missing.
-            ValueError, TypeError, LookupError, AttributeError: they do not fit together.
-        """
+        """Return what it makes; instructions that do not fit together raise whatever they raise."""
         made, memo, at, end = self._made, self._memo, 2, len(data)
         while at < end and len(made) <= _MOST_WAITING:
             code = data[at]

@@ -7,7 +7,8 @@ replay cannot tell a remedy from luck, and none is named.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer_plugins import advice
@@ -19,7 +20,6 @@ from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
-_SPLIT_MB = (512, 256, 128, 64)
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
 _LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to be
@@ -28,17 +28,15 @@ _LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to b
 def leaked_lives(case: SnapshotCase) -> list[Life]:
     """Find what is alive from several earlier steps: activations should live for one."""
     now = case.sorter.step_at(case.held.position)
-    old: dict[str, list[Life]] = {}
+    old: defaultdict[str, list[Life]] = defaultdict(list)
     for life in case.sorter.alive_at(case.held.position):
         is_kept = case.sorter.category(life) in ("activations", "logits", "other")
         if is_kept and life.birth != BEFORE and case.sorter.step_at(life.birth) < now:
-            old.setdefault(case.sorter.place(life), []).append(life)
-    leaked = [
-        life
-        for lives in old.values()
-        if len({case.sorter.step_at(life.birth) for life in lives}) >= _LEAK_STEPS
-        for life in lives
-    ]
+            old[case.sorter.place(life)].append(life)
+    leaked: list[Life] = []
+    for lives in old.values():
+        if len({case.sorter.step_at(life.birth) for life in lives}) >= _LEAK_STEPS:
+            leaked += lives
     total = sum(life.num_bytes for life in leaked)
     return leaked if total > max(256 * MIB, 0.05 * case.in_use_bytes) else []
 
@@ -59,9 +57,7 @@ def tried(case: SnapshotCase) -> Tries:
         return Tries()
     if case.repeated is None:
         return Tries(why_none_helps=case.why_not_repeated)
-    trial = _Trial(case, case.repeated, oom)
-    trial.run()
-    return trial.found
+    return _Trial(case, case.repeated, oom).run()
 
 
 @dataclass
@@ -74,11 +70,10 @@ class _Trial:
     found: Tries = field(default_factory=Tries)
     num_events: int = 0  # repeated until now
 
-    def run(self) -> None:
-        """Try settings of the allocator, smaller tensors, and a larger card."""
+    def run(self) -> Tries:
         if leaked := leaked_lives(self.case):
             self._try_without(leaked)  # other remedies would only delay the same end
-            return
+            return self.found
         if self.case.missing_bytes > 0:
             self.found.why_none_helps = "what was in use left too little room, even without gaps"
         else:
@@ -86,6 +81,7 @@ class _Trial:
         self._try_half()
         self._try_small_states()
         self._try_capacity()
+        return self.found
 
     def _try_settings(self) -> str:
         """Try other settings; return why none helps, empty if one does."""
@@ -122,9 +118,7 @@ class _Trial:
         return f"{variable}={','.join([*others, option])}"
 
     def _try_without(self, leaked: Sequence[Life]) -> None:
-        """Take away what is left of earlier steps."""
-        births = {life.birth for life in leaked}
-        spare = self._spare(divided_by=lambda at: _NOTHING if at in births else 1)
+        spare = self._spare(smaller=leaked, divisor=_NOTHING)
         if spare is not None:
             place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
             self._add(
@@ -136,16 +130,16 @@ class _Trial:
 
     def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
-        case = self.case
-        if case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
+        sorter = self.case.sorter
+        if self.case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
             return
-        births = {
-            life.birth
-            for life in case.sorter.lives
-            if case.sorter.category(life) in ("activations", "logits", "temporaries")
-            and case.sorter.meaning(life.stack).work != "optimizer"
-        }
-        spare = self._spare(divided_by=lambda at: 2 if at in births else 1, request_by=2)
+        of_batch = [
+            life
+            for life in sorter.lives
+            if sorter.category(life) in ("activations", "logits", "temporaries")
+            and sorter.meaning(life.stack).work != "optimizer"
+        ]
+        spare = self._spare(smaller=of_batch, divisor=2, request_divisor=2)
         if spare is not None:
             self._add(
                 advice.SMALLER_MICRO_BATCH,
@@ -161,12 +155,9 @@ class _Trial:
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
         ):
             return
-        births = {
-            life.birth
-            for life in case.sorter.lives
-            if case.sorter.category(life) == "optimizer states"
-        }
-        spare = self._spare(divided_by=lambda at: 4 if at in births else 1, request_by=4)
+        sorter = case.sorter
+        states = [each for each in sorter.lives if sorter.category(each) == "optimizer states"]
+        spare = self._spare(smaller=states, divisor=4, request_divisor=4)
         if spare is not None:
             self._add(
                 advice.EIGHT_BIT_ADAMW,
@@ -192,55 +183,42 @@ class _Trial:
         self,
         rules: AllocatorRules | None = None,
         *,
-        divided_by: Callable[[int], int] = lambda at: 1,
-        request_by: int = 1,
+        smaller: Collection[Life] = (),
+        divisor: int = 1,
+        request_divisor: int = 1,
         more_bytes: int = 0,
     ) -> int | None:
-        """Return what the card has left after the request that failed; None is an OOM.
-
-        Args:
-            rules: the settings; None is those of the run.
-            divided_by: by what the size of an allocation is divided, by the number of its event.
-            request_by: by what the request that failed is divided.
-            more_bytes: how much larger the card is.
-        """
-        events = self.case.card.events
-        first = len(events) - len(self.repeated.trace.events)
+        """Return what the card has left after the request that failed; None is an OOM."""
+        births = {life.birth for life in smaller}
+        events, trace = self.case.card.events, self.repeated.trace
+        first = len(events) - len(trace.events)
         model = AllocatorModel(self.case.capacity_bytes + more_bytes, rules or self.repeated.rules)
+        blocks: dict[int, Block] = {}
         try:
-            blocks = self._placed(model)
+            for segment in trace.segments:
+                for address, num_bytes in segment.used():
+                    blocks[address] = model.malloc(num_bytes, segment.stream)
             for position in range(first, self.case.held.position):
                 event = events[position]
                 self.num_events += 1
-                num_bytes = event.num_bytes // divided_by(position)
+                num_bytes = event.num_bytes // (divisor if position in births else 1)
                 if event.action == "alloc":
                     blocks[event.address] = model.malloc(num_bytes, event.stream)
                 elif event.action == "free" and event.address in blocks:
                     model.free(blocks.pop(event.address))
-            model.malloc(self.oom.num_bytes // request_by, self.oom.stream)
+            model.malloc(self.oom.num_bytes // request_divisor, self.oom.stream)
         except AllocatorFull:
             return None
         return model.capacity_bytes - model.reserved_bytes
-
-    def _placed(self, model: AllocatorModel) -> dict[int, Block]:
-        """Allocate what lay there before the recording."""
-        blocks: dict[int, Block] = {}
-        for segment in self.repeated.trace.segments:
-            position = segment.address
-            for state, num_bytes in segment.pieces:
-                if state == "used":
-                    blocks[position] = model.malloc(num_bytes, segment.stream)
-                position += num_bytes
-        return blocks
 
 
 def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, AllocatorRules]]:
     if not recorded.expandable_segments:
         one = advice.EXPANDABLE_SEGMENTS
         yield one, one.flag(Door.ENVIRONMENT), replace(recorded, expandable_segments=True)
-    for megabytes in _SPLIT_MB:
-        one, limit = advice.MAX_SPLIT_SIZE, megabytes * MIB
-        rules = replace(recorded, expandable_segments=False, max_split_bytes=limit)
+    one = advice.MAX_SPLIT_SIZE
+    for megabytes in (512, 256, 128, 64):
+        rules = replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB)
         yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
     one = advice.COLLECT_EARLIER
     rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)

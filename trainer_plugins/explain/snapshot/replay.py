@@ -24,41 +24,59 @@ class Card(Protocol):
     @property
     def peak_bytes(self) -> int: ...  # the highest reserved memory since `start`
 
-    def start(self, capacity_bytes: int | None) -> None:
-        """Count peaks from here on, and reserve no more than this; None is no limit."""
-        ...
+    # Peaks are counted from here on, and no more than this is reserved; None is no limit.
+    def start(self, capacity_bytes: int | None) -> None: ...
 
-    def place_next(self, address: int, num_bytes: int) -> None:
-        """Give the next new segment this address."""
-        ...
+    def place_next(self, address: int, num_bytes: int) -> None: ...
 
-    def malloc(self, num_bytes: int, stream: int) -> int:
-        """Allocate, and return the address.
-
-        Raises:
-            AllocatorFull: the card does not have that much left.
-        """
-        ...
+    def malloc(self, num_bytes: int, stream: int) -> int: ...  # the address, or AllocatorFull
 
     def free(self, address: int) -> None: ...
 
     def empty_cache(self) -> None: ...
 
 
-class GivenAddresses:
-    """Gives new segments the addresses that a real card gave them, or from `start` on by a rule."""
+class ModelCard:
+    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule from `start`.
 
-    def __init__(self, rule: ChunkedAddresses | None) -> None:
-        self._rule = rule
+    `rules`, else CUDA's defaults, hold from the first event on, since no setting may keep the
+    blocks before it from where they were.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        rule: ChunkedAddresses | None = None,
+        rules: AllocatorRules | None = None,
+    ) -> None:
+        at_first = AllocatorRules(expandable_segments=trace.expandable)
+        self._rule, self._rules = rule, rules
         self._has_started = False
-        self._held: dict[int, int] = {}
+        self._held: dict[int, int] = {}  # segments by their addresses
         self._given: tuple[int, int] | None = None
         self._others = _OUT_OF_THE_WAY
+        self._blocks: dict[int, Block] = {}
+        self.block_bytes: list[int] = []  # the size of the block that each allocation got
+        self._model = AllocatorModel(None, at_first, self)
 
-    def start(self) -> None:
+    @property
+    def reserved_bytes(self) -> int:
+        return self._model.reserved_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._model.peak_reserved_bytes
+
+    def start(self, capacity_bytes: int | None) -> None:
         self._has_started = True
         if self._rule is not None:
             self._rule.hold(self._held)
+        self.block_bytes.clear()
+        if self._rules is not None:
+            self._model.rules = self._rules
+        self._model.reset_peaks()
+        if capacity_bytes is not None:
+            self._model.capacity_bytes = capacity_bytes
 
     def place_next(self, address: int, num_bytes: int) -> None:
         self._given = (address, num_bytes)
@@ -82,54 +100,11 @@ class GivenAddresses:
         else:
             del self._held[address]
 
-
-class ModelCard:
-    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule for them.
-
-    Args:
-        rules: the settings of the run; None is CUDA's defaults. They hold from the first event on,
-            since no setting may keep the blocks before it from where they were.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        rule: ChunkedAddresses | None = None,
-        rules: AllocatorRules | None = None,
-    ) -> None:
-        at_first = AllocatorRules(expandable_segments=trace.expandable)
-        self._rules = rules
-        self._given = GivenAddresses(rule)
-        self._blocks: dict[int, Block] = {}
-        self._model = AllocatorModel(None, at_first, self._given)
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._model.reserved_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._model.peak_reserved_bytes
-
-    def start(self, capacity_bytes: int | None) -> None:
-        self._given.start()
-        if self._rules is not None:
-            self._model.rules = self._rules
-        self._model.reset_peaks()
-        if capacity_bytes is not None:
-            self._model.capacity_bytes = capacity_bytes
-
-    def place_next(self, address: int, num_bytes: int) -> None:
-        self._given.place_next(address, num_bytes)
-
     def malloc(self, num_bytes: int, stream: int) -> int:
         block = self._model.malloc(num_bytes, stream)
         self._blocks[block.address] = block
+        self.block_bytes.append(block.size_bytes)
         return block.address
-
-    def block_bytes_at(self, address: int) -> int:
-        """Return the size of the block in use at an address."""
-        return self._blocks[address].size_bytes
 
     def free(self, address: int) -> None:
         self._model.free(self._blocks.pop(address))
@@ -189,7 +164,6 @@ class _Replay:
         self._capacity = capacity_of(trace)
 
     def run(self) -> Outcome:
-        """Repeat the events."""
         self._begin()
         self._card.start(self._capacity)
         self._reserved = self._outcome.peak_bytes = self._card.reserved_bytes
@@ -209,10 +183,7 @@ class _Replay:
         return self._outcome
 
     def _begin(self) -> None:
-        """Allocate all that lies in the segments, piece by piece, and free what has to be free.
-
-        All that was allocated before is in use then, so each piece comes after the last one.
-        """
+        """Allocate all pieces first, so that each comes after the last one; then free some."""
         free: list[int] = []
         unmapped: list[int] = []
         if sum(map(_num_pieces, self._trace.segments)) > _MOST_PIECES:
@@ -250,12 +221,11 @@ class _Replay:
         )
         if not was_full:
             self._card.empty_cache()
-            if self._card.reserved_bytes == self._reserved - taken:
-                self._outcome.same_release += 1
-            else:
-                self._differs(position, "another part of the cache was released")
+        # If it was full, what is held after the next allocation shows what was released.
+        if was_full or self._card.reserved_bytes == self._reserved - taken:
+            self._outcome.same_release += 1
         else:
-            self._outcome.same_release += 1  # what is held after the next allocation shows it
+            self._differs(position, "another part of the cache was released")
         self._released = 0
 
     def _repeat(self, event: Event, position: int) -> None:
@@ -307,8 +277,7 @@ def _num_pieces(segment: StartSegment) -> int:
 
 def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
     """Cut what one allocation of the small pool cannot hold."""
-    for state, size in segment.pieces:
-        left = size
+    for state, left in segment.pieces:
         while segment.is_small and left > _SMALL_BYTES:
             yield state, _SMALL_BYTES
             left -= _SMALL_BYTES

@@ -1,10 +1,9 @@
 """Reads a stack: during which work memory was taken, and which line of the user's code asked."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainer_plugins.explain.ours import OF_TORCH, is_ours, is_users
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
@@ -42,8 +41,7 @@ _LINEAR = re.compile(r"/torch/nn/(?:modules/linear|functional)\.py$|/bitsandbyte
 _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(NamedTuple):
     """Holds what one stack shows."""
 
     work: Work
@@ -59,7 +57,8 @@ def meaning_of(stack: Stack) -> Meaning:
 def lines_of(stack: Stack, most: int = 4) -> list[str]:
     """Name the innermost lines of the user's code, or the place if there are none."""
     frames, python = _read(stack)
-    return [line_of(frame) for frame in list(_own(python))[:most]] or [_place(frames, python)]
+    own = [line_of(frame) for frame in python if is_users(frame.file)]
+    return own[:most] or [_place(frames, python)]
 
 
 def line_of(frame: Frame) -> str:
@@ -72,10 +71,6 @@ def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if _PYTHON.search(frame.file)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
-
-
-def _own(python: Iterable[Frame]) -> Iterable[Frame]:
-    return (frame for frame in python if is_users(frame.file))
 
 
 def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
@@ -91,9 +86,8 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
         return "loss"
     if in_module:  # also what a checkpoint computes again, within the backward pass
         return "forward"
-    if any(frame.name == "__init__" or _makes_parameters(frame) for frame in python):
-        return "parameters"
-    return "other"
+    makes = any(frame.name == "__init__" or _makes_parameters(frame) for frame in python)
+    return "parameters" if makes else "other"
 
 
 def _is_head(python: Sequence[Frame]) -> bool:
@@ -106,9 +100,8 @@ def _is_head(python: Sequence[Frame]) -> bool:
     inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
     if any(map(_HEAD.search, inner[:2])):
         return True
-    of_model = [
-        frame.file for frame in python if frame.name == "forward" and _MODEL_FILE.search(frame.file)
-    ]
+    forwards = [frame.file for frame in python if frame.name == "forward"]
+    of_model = list(filter(_MODEL_FILE.search, forwards))
     return bool(of_model and _LINEAR.search(python[0].file)) and of_model.count(of_model[0]) == 1
 
 
@@ -125,7 +118,7 @@ def _makes_parameters(frame: Frame) -> bool:
 
 
 def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
-    own = next(iter(_own(python)), None)
+    own = next((frame for frame in python if is_users(frame.file)), None)
     # A model of transformers is not the user's code, but tells more than `trainer.train()`.
     innermost = next((frame for frame in python if not OF_TORCH.search(frame.file)), own)
     if own is not None and innermost is not None:

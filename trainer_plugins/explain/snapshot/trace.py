@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorModel
-from trainer_plugins.allocator.model_rules import LARGE_SEGMENT_BYTES
+from trainer_plugins.allocator.settings import LARGE_SEGMENT_BYTES
 from trainer_plugins.explain.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 
@@ -30,6 +30,14 @@ class StartSegment(NamedTuple):
     is_small: bool
     pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
+    def used(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each block in use."""
+        address = self.address
+        for state, num_bytes in self.pieces:
+            if state == "used":
+                yield address, num_bytes
+            address += num_bytes
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -46,54 +54,35 @@ class NotModelledError(ValueError):
 
 
 def known_from(card: Card) -> int:
-    """Return the first event after which all are known.
-
-    A program that stops recording and begins again leaves a gap. If the events are undone back to
-    it, a live block is freed, or one was allocated where nothing lies.
-    """
+    """Return the first event after which all are known."""
     return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
 def _after_gap(card: Card) -> int:
-    live = _active_at_end(card)
+    """Undo the events back to the first gap: a program stopped recording, and began again."""
+    live = {
+        block.address for segment in card.segments for block in segment.blocks if block.is_active
+    }
     for position in range(len(card.events) - 1, -1, -1):
         event = card.events[position]
-        if event.action == "alloc" and event.address in live:
-            live.remove(event.address)
-        elif event.action == "free" and event.address not in live:
-            live.add(event.address)
-        elif event.action in _CHANGES:
-            return position + 1
+        if event.action in _CHANGES:
+            if (event.action == "alloc") is not (event.address in live):
+                return position + 1
+            live ^= {event.address}
     return 0
 
 
 def has_lost_its_end(card: Card) -> bool:
-    """Return whether the events fit together, but end before the segments were written.
-
-    If recording was stopped before the dump, most events do not fit the segments.
-    """
+    """Return whether recording was stopped before the dump: most events do not fit the segments."""
     if _after_gap(card) <= len(card.events) / 2:
         return False
-    live = _active_at_end(card)
-    for event in reversed(card.events):
-        if event.action == "alloc":
-            live.discard(event.address)
-        elif event.action == "free":
-            live.add(event.address)
+    last: dict[int, str] = {}  # what happened at an address
     for event in card.events:
-        if event.action == "alloc" and event.address not in live:
-            live.add(event.address)
-        elif event.action == "free" and event.address in live:
-            live.remove(event.address)
-        elif event.action in _CHANGES:
-            return False
+        if event.action in _CHANGES:
+            if last.get(event.address) == event.action:
+                return False  # twice in a row: events are missing within the recording too
+            last[event.address] = event.action
     return True
-
-
-def _active_at_end(card: Card) -> set[int]:
-    return {
-        block.address for segment in card.segments for block in segment.blocks if block.is_active
-    }
 
 
 def trace_of(card: Card, source: str) -> Trace:
@@ -109,14 +98,14 @@ def trace_of(card: Card, source: str) -> Trace:
     if has_expandable and has_others:
         raise NotModelledError("some of its segments are expandable and others not")
     events = card.events[known_from(card) :]
-    start = _Start(card, events, expandable=has_expandable)
-    return Trace(source, has_expandable, tuple(start.segments()), events)
+    segments = _Start(card, events, has_expandable).segments()
+    return Trace(source, has_expandable, tuple(segments), events)
 
 
 class _Start:
     """Finds what was there at the first event."""
 
-    def __init__(self, card: Card, events: Sequence[Event], *, expandable: bool) -> None:
+    def __init__(self, card: Card, events: Sequence[Event], expandable: bool) -> None:
         self._expandable = expandable
         self._events = events
         self._live: dict[int, int | None] = {}  # sizes of blocks; None if only the request is known
@@ -131,9 +120,7 @@ class _Start:
             else:
                 about = (segment.num_bytes, segment.stream, segment.is_small)
                 self._taken[segment.address] = about
-            for block in segment.blocks:
-                if block.is_active:
-                    self._live[block.address] = block.num_bytes
+            self._live |= {one.address: one.num_bytes for one in segment.blocks if one.is_active}
         for event in reversed(events):
             self._undo(event)
 
@@ -154,7 +141,6 @@ class _Start:
             self._taken[address] = (size, event.stream, size == _SMALL_SEGMENT_BYTES)
 
     def segments(self) -> Iterator[StartSegment]:
-        """Return the segments, the lowest first."""
         if self._expandable:
             yield from self._of_ranges()
             return
@@ -188,9 +174,9 @@ class _Start:
     ) -> Iterator[tuple[State, int]]:
         """Cut a range into its blocks.
 
-        The size of a block that was freed within the trace is not in the file. In the small pool
-        and in expandable segments it is that of its request. In the large pool what is left of a
-        block is only cut off if it is more than 1 MiB: a shorter rest belongs to the block.
+        The file lacks the size of a block that was freed within the trace. It is that of its
+        request, plus in the large pool a rest of 1 MiB or less, which the allocator does not cut
+        off.
         """
         position = start
         for address, following in pairwise([*inside, end]):
@@ -234,13 +220,11 @@ class _Ranges:
         self._highs: dict[int, int] = {}
 
     def add(self, low: int, high: int) -> None:
-        """Add a range that overlaps no other."""
         if low not in self._highs:
             self._lows.insert(bisect_left(self._lows, low), low)
         self._highs[low] = high
 
     def remove(self, low: int, high: int) -> None:
-        """Cut a range out."""
         first = max(bisect_right(self._lows, low) - 1, 0)
         last = bisect_left(self._lows, high)
         cut = [(start, self._highs.pop(start)) for start in self._lows[first:last]]
@@ -252,7 +236,6 @@ class _Ranges:
                 self.add(max(high, start), end)
 
     def apart(self) -> list[tuple[int, int]]:
-        """Return the ranges in order."""
         return [(low, self._highs[low]) for low in self._lows]
 
     def joined(self) -> list[tuple[int, int]]:
@@ -260,9 +243,8 @@ class _Ranges:
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
             if joined and low <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
-            else:
-                joined.append((low, high))
+                low, high = joined[-1][0], max(high, joined.pop()[1])
+            joined.append((low, high))
         return joined
 
 

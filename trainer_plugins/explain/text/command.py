@@ -37,15 +37,10 @@ _LAUNCHERS = (
 
 
 def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
-    """Return the command line of a run, its launcher included.
+    """Return the command line of a run, its launcher included, quoted so that nothing is executed.
 
     It is the one that the text shows, else one made of what a launcher prints of its ranks, else of
-    the outermost frame. It is quoted, so that a shell executes nothing in it.
-
-    Args:
-        text: the log, as far as it was kept.
-        frames: of the traceback, outermost first.
-        writer: the rank that failed; empty if unknown.
+    the outermost frame.
     """
     if words := shown(text):
         return shlex.join(words)
@@ -76,7 +71,7 @@ def shown(text: str) -> list[str]:
 
 
 def _names_a_program(words: Sequence[str]) -> bool:
-    """Return whether these are a command line, and no sentence that begins with the same word."""
+    """Tell a command line from a sentence that begins with the same word."""
     launcher, *others = words
     if launcher.rpartition("/")[2].startswith("python"):
         others = [word for word in others if word == "-m" or not word.startswith("-")][:1]

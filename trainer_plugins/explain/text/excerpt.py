@@ -1,19 +1,19 @@
-"""Finds the first OOM of a log of any size, and keeps the lines around it."""
+"""Finds the first OOM of a log of any size, and keeps the lines around it.
+
+Lines are cleaned of what terminals, launchers and loggers put around the words.
+"""
 
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from typing import BinaryIO
+from dataclasses import astuple
+from typing import BinaryIO, NamedTuple
 
-from trainer_plugins.explain.text.lines import Line, clean_line, clean_lines
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
 
 _BLOCK_BYTES = 1 << 20
-_KEPT_CHARACTERS = 1 << 16
-"""How much is kept of the head of the log, of what precedes the OOM, and of what follows it."""
-
+_KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
@@ -26,9 +26,7 @@ _HINTS = re.compile(
     rf"|{KILLED}"
 )
 _LONGEST_HINT = 32
-_MOST_UNKNOWN = 0.3
-"""A text has fewer characters than this that are invalid in UTF-8, even in another encoding."""
-
+_MOST_UNKNOWN = 0.3  # of a text's characters that are invalid in UTF-8, even in another encoding
 # In a sentence, where `classify` takes it for no error: someone who pastes it means an OOM.
 _TRIED = re.compile(
     r"(?<!: [\"'])(?:(?:CUDA|HIP|XPU|NPU) out of memory\. Tried to allocate \d"
@@ -47,17 +45,59 @@ _ONE_LINE = re.compile(
 )
 _MOST_BROKEN_LINES, _NUM_BEFORE, _NUM_AFTER = 12, 12, 40
 
+_ESCAPE = re.compile(
+    r"\x1b\[[0-?]{0,40}[ -/]{0,4}[@-~]|\x1b\][^\x07\x1b]{0,500}(?:\x07|\x1b\\)?|\x1b[@-_]"
+)
+_LINK = re.compile(r"\[([^\]\n]{1,300})\]\(https?://[^)\n]{0,300}\)")  # as Colab prints paths
+_BOX = re.compile(r"^[│┃╭╰╮╯─━┏┗ ]*[│┃╭╰─━]|[ ]*[│┃╮╯]$|─{4,}")
+_TIME = r"\d{4}-\d\d-\d\d[T_ ]{1,2}\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
+# What precedes the words, often more than once. A group names the writer of the line.
+_PREFIX = re.compile(
+    r"(?:"
+    r"\[(?:default|[Rr]ank ?)(?P<rank>\d{1,6})\]:?"
+    r"|\((?P<worker>[\w.]{1,60}(?:\(\))? (?:rank=\d{1,6} )?pid=\d{1,9})[^)\n]{0,60}\)"
+    r"|\[\d{1,4},(?P<mpi>\d{1,6})\]<std(?:err|out)>:"
+    r"|(?P<slurm>\d{1,5}): (?=Traceback|  File|\[|\w{3,60}Error)"
+    rf"|\[?{_TIME}\]?(?: std(?:err|out) [FP])?[|:,-]?"
+    r"|\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\]?(?: \d\d-\d\d \d\d:\d\d:\d\d)?:?"
+    r"|\[[\w.]{1,60}(?::\w{1,60}){0,2}\]"
+    r"|[a-zA-Z][\w.-]{1,60} {0,4}\| "
+    r"|>(?!\w)|`{1,3}(?!\w{0,20}$)"
+    r")\s?"
+)
+_MOST_PREFIXES = 6
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """Keeps the cleaned lines around the first OOM of a log."""
+
+class Line(NamedTuple):
+    """Holds one line of a log, and which process wrote it."""
+
+    writer: str  # the rank or the worker as the log names it; empty if it does not
+    text: str
+
+
+class Excerpt(NamedTuple):
+    """Keeps the cleaned lines around the first OOM of a log, or its head and its end."""
 
     oom: OutOfMemory | None
-    """None if no OOM was found; then the lines are the head and the end of the log."""
-
     lines: tuple[Line, ...]
-
     at: int = 0  # the index of the line with the OOM
+
+
+def _clean_lines(text: str) -> list[Line]:
+    return [_clean_line(raw[:_LONGEST_LINE]) for raw in re.split(r"\r\n|\n|\r", text)]
+
+
+def _clean_line(raw: str) -> Line:
+    """Strip one line of escapes, boxes and prefixes, and name its writer."""
+    text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
+    writer = ""
+    for _ in range(_MOST_PREFIXES):
+        match = _PREFIX.match(text, len(text) - len(text.lstrip()))
+        if not match:
+            break
+        writer = writer or next((one for one in match.groups() if one), "")
+        text = text[match.end() :]
+    return Line(writer, _BOX.sub("", text))
 
 
 def find_first(stream: BinaryIO) -> Excerpt:
@@ -78,18 +118,14 @@ def find_first(stream: BinaryIO) -> Excerpt:
         if at is not None:
             start = max(0, at - _KEPT_CHARACTERS)
             is_far = is_cut or start > _KEPT_CHARACTERS
-            before = [*clean_lines(head + "\n" + buffer[start:at] if is_far else buffer[:at])]
-            after = list(clean_lines(buffer[at : at + _KEPT_CHARACTERS]))
+            before = _clean_lines(head + "\n" + buffer[start:at] if is_far else buffer[:at])
+            after = _clean_lines(buffer[at : at + _KEPT_CHARACTERS])
             return _excerpt([*before[:-1], *after], len(before) - 1)
         scanned = max(0, limit - _LONGEST_HINT)
         drop = max(0, scanned - _KEPT_CHARACTERS)
         buffer, scanned, is_cut = buffer[drop:], scanned - drop, is_cut or drop > 0
     tail = buffer[-_KEPT_CHARACTERS:]
-    return _swallowed(tuple(clean_lines(head + "\n" + tail if is_cut else tail)))
-
-
-def _swallowed(lines: tuple[Line, ...]) -> Excerpt:
-    """Take the words of a search that caught every OOM and gave up; no OOM if there are none."""
+    lines = tuple(_clean_lines(head + "\n" + tail if is_cut else tail))
     for at in range(len(lines) - 1, -1, -1):
         if said := _GAVE_UP.search(lines[at].text):
             text = lines[at].text[said.start() :]
@@ -133,7 +169,7 @@ def _first_oom(text: str, start: int, end: int) -> int | None:
 
 
 def _oom_in(raw: str) -> OutOfMemory | None:
-    text = clean_line(raw).text
+    text = _clean_line(raw).text
     tried = _TRIED.search(text)
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 

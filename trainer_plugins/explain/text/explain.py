@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from typing import BinaryIO
 
 from trainer_plugins.advice.vendors import CUDA
@@ -59,12 +60,14 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     if excerpt.oom is None:
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
-    causes, vendor = causes_of(facts), vendor_of(facts)
+    vendor = vendor_of(facts)
+    causes = tuple(
+        replace(each, doubt=vendor.translated(each.doubt) or each.doubt)
+        for each in causes_of(facts)
+    )
     return Explanation(
         subject=subject,
-        causes=tuple(
-            replace(each, doubt=vendor.translated(each.doubt) or each.doubt) for each in causes
-        ),
+        causes=causes,
         remedies=remedies_of(causes, facts, vendor),
         facts=_known(facts),
         unknown=_unknown(facts),
@@ -74,21 +77,16 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
 def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain a table of nvidia-smi, or words that are taken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
-    rules = (others.ddp_gpu0, others.data_parallel)
-    causes = tuple(one for rule in rules if (one := rule(facts)) is not None)
+    causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:
         remedies = remedies_of(causes, facts, CUDA)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
-    for line in excerpt.lines:
-        for pattern, meaning in _LOOKALIKES:
-            if re.search(pattern, line.text):
-                words = f"The words are: {line.text.strip()[:200]}"
-                found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}")
-                return Explanation(
-                    subject=subject,
-                    causes=(found,),
-                    remedies=for_cache_flushes(facts) if pattern == _CACHE_FLUSHES else (),
-                )
+    for line, (pattern, meaning) in product(excerpt.lines, _LOOKALIKES):
+        if re.search(pattern, line.text):
+            words = f"The words are: {line.text.strip()[:200]}"
+            found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}")
+            remedies = for_cache_flushes(facts) if pattern == _CACHE_FLUSHES else ()
+            return Explanation(subject=subject, causes=(found,), remedies=remedies)
     return Explanation(subject=subject, causes=(), remedies=())
 
 

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_plugins.explain.ours import is_ours, is_users
-from trainer_plugins.explain.text.lines import Line
+from trainer_plugins.explain.text.excerpt import Line
 
 _MOST_LINES = 600
 _PYTHON = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.+))?$')
@@ -20,8 +20,7 @@ _MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
 _HEAD = re.compile(r"Traceback \(most recent call last\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """Names one call of a traceback."""
 
     path: str
@@ -31,12 +30,10 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Return whether the file is outside installed packages and the standard library."""
         return is_users(self.path)
 
     @property
-    def words(self) -> str:
-        """Return all that the traceback shows of this call, for a search."""
+    def words(self) -> str:  # all that the traceback shows of this call, for a search
         return f"{self.path} {self.function} {self.source}"
 
     def __str__(self) -> str:
@@ -50,8 +47,7 @@ class Frame:
 def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
     """Return the frames of the traceback that ends at a line, outermost first.
 
-    Some loggers write the message first: if no frame precedes it, those that follow are taken. This
-    package's frames are left out: they are neither the user's nor where it failed.
+    Some loggers write the message first: if no frame precedes it, those that follow are taken.
     """
     writer = lines[at].writer
     before: list[str] = []
@@ -75,8 +71,8 @@ def _frames(texts: Sequence[str]) -> list[Frame]:
         if number == used:
             continue
         following = texts[number + 1 : number + 3]
-        found = _PYTHON.match(text) or _CELL.match(text) or _IPYTHON.match(text)
-        found = found or _RICH.match(text)
+        matches = (each.match(text) for each in (_PYTHON, _CELL, _IPYTHON, _RICH))
+        found = next(filter(None, matches), None)
         if not found and following:  # rich breaks a long path in the middle of a word
             rest = following[0].lstrip()
             found = _RICH.match(text + rest) or _RICH.match(f"{text} {rest}")
@@ -93,9 +89,8 @@ def _frames(texts: Sequence[str]) -> list[Frame]:
                 )
             )
         elif arrow and frames:
-            last = frames[-1]
             source = arrow["source"].replace("│", "").strip()
-            frames[-1] = Frame(last.path, last.line, last.function, source)
+            frames[-1] = frames[-1]._replace(source=source)
     return [frame for frame in frames if not is_ours(frame.path)]
 
 

@@ -9,10 +9,9 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from trainer_plugins.explain.text.lines import Line
+from trainer_plugins.explain.text.excerpt import Line
 
-_FAR = 3
-"""From this step on, nothing happens for the first time."""
+_FAR = 3  # from this step on, nothing happens for the first time
 
 # tqdm, with its total and without; Lightning's and Keras's bars; the Trainer's bar in a notebook.
 _BARS = (

@@ -12,9 +12,7 @@ from trainer_plugins.explain.text.progress import progress
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
 
-NOT_AVAILABLE_BYTES = 1 << 60
-"""More than any process holds: NVML writes this where the size is unknown."""
-
+NOT_AVAILABLE_BYTES = 1 << 60  # and more: NVML's word for a size that it does not know
 # How the Trainer and Unsloth print them before the first step.
 _IN_BANNERS = {
     "per_device_train_batch_size": r"|[Bb]atch size per device",
@@ -26,7 +24,6 @@ _SMI_PROCESS = re.compile(
     r"(\d{1,7})MiB\s*\|"
 )
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
-_SIZE_OF_ROWS = r"{name}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b"
 
 
 class SmiProcess(NamedTuple):
@@ -77,8 +74,7 @@ class TextFacts:
         return self.oom.allocated_bytes
 
     @property
-    def unused(self) -> int | None:
-        """Return what the allocator holds under no tensor."""
+    def unused(self) -> int | None:  # what the allocator holds under no tensor
         oom = self.oom
         if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
             return max(0, oom.reserved_bytes - self.live)
@@ -121,8 +117,7 @@ class TextFacts:
         return [one for one in self.oom.process_bytes if 0 < one[1] < NOT_AVAILABLE_BYTES]
 
     @property
-    def others(self) -> int | None:
-        """Return what is neither free nor this process's: T - F - L - U."""
+    def others(self) -> int | None:  # what is neither free nor this process's
         if self.total is None or self.free is None or self.own is None:
             return None
         return max(0, self.total - self.free - self.own)
@@ -134,11 +129,9 @@ class TextFacts:
         return max(0, own[0] - (self.live or 0) - (self.unused or 0)) if own else 0
 
     @property
-    def neighbours(self) -> tuple[tuple[int, int], ...]:
+    def neighbours(self) -> list[tuple[int, int]]:
         """Return the other processes that the message names, as pairs (pid, bytes)."""
-        return tuple(
-            (pid, size) for pid, size in self._named if pid is not None and size != self.own
-        )
+        return [(pid, size) for pid, size in self._named if pid is not None and size != self.own]
 
     def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
         """Return the innermost frame whose path, function or source matches."""
@@ -150,8 +143,7 @@ class TextFacts:
         return re.search(pattern, self.text) or re.search(pattern, self.command)
 
     @property
-    def users_frame(self) -> Frame | None:
-        """Return the innermost frame in the user's code."""
+    def users_frame(self) -> Frame | None:  # the innermost one
         return next((one for one in reversed(self.frames) if one.is_users), None)
 
     @property
@@ -162,7 +154,6 @@ class TextFacts:
 
     @property
     def failed(self) -> Frame | None:
-        """Return the frame in which it failed."""
         return self.frames[-1] if self.frames else None
 
     @property
@@ -186,7 +177,8 @@ class TextFacts:
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
-        found = self.says(_SIZE_OF_ROWS.format(name=f"(?:{name}{_IN_BANNERS.get(name, '')})"))
+        names = f"(?:{name}{_IN_BANNERS.get(name, '')})"
+        found = self.says(rf"{names}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b")
         return int(found[1]) if found else None
 
 
@@ -195,8 +187,8 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     lines, at = excerpt.lines, excerpt.at
     texts = [line.text for line in lines]
     near = max(0, at - _NUM_NEAR)
-    processes = [match for text in texts if (match := _SMI_PROCESS.match(text))]
-    cards = [match for text in texts if (match := _SMI_CARD.search(text))]
+    processes = filter(None, map(_SMI_PROCESS.match, texts))
+    cards = filter(None, map(_SMI_CARD.search, texts))
     return TextFacts(
         oom=oom,
         frames=frames_around(lines, at) or _last_words(texts, at),

@@ -1,18 +1,13 @@
-"""Judges launch files before the launch: any accelerate YAML or DeepSpeed JSON.
-
-It imports neither accelerate nor DeepSpeed: the tables in `keys.py` list what they read, and each
-rule names its source.
-"""
+"""Judges an accelerate YAML or a DeepSpeed JSON before the launch, and imports neither library."""
 
 from collections.abc import Mapping
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.accelerate import accelerate_findings
 from trainer_plugins.launch.lint.deepspeed import zero_findings
-from trainer_plugins.launch.lint.document import Document, read_document
+from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.host_memory import memory_findings
 from trainer_plugins.launch.lint.schema import name_findings, schema_findings
-from trainer_plugins.launch.lint.text import ConfigError
 from trainer_plugins.launch.lint.training import training_arguments, training_findings
 from trainer_plugins.launch.main_memory import HostLimits
 
@@ -31,13 +26,8 @@ def judge(
 ) -> tuple[Finding, ...]:
     """Judge a launch file. The worst findings come first.
 
-    Args:
-        document: the file, as `read_document` returns it.
-        training: TrainingArguments by name, as `training_arguments` reads them from a command line.
-        num_params: parameters of the model, all of them trained; without it main memory is not
-            judged.
-        num_ranks: ranks on all machines; None takes the file's number, or 1.
-        host: main memory of a machine.
+    `training` are TrainingArguments by name. Without `num_params`, all of them trained, main memory
+    is not judged. `num_ranks` are those of all machines: by default the file's number, or 1.
     """
     found = [
         *schema_findings(document),

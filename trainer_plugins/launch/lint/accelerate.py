@@ -7,23 +7,6 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
 
-_TYPES = [
-    "NO",
-    "MULTI_CPU",
-    "MULTI_GPU",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
-    "DEEPSPEED",
-    "FSDP",
-    "XLA",
-    "TPU",
-    "MEGATRON_LM",
-]
 _SECTIONS = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -75,11 +58,11 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
             evidence="accelerate knows the text 'NO'",
             remedy="Write distributed_type: 'NO'",
         )
-    elif kind not in _TYPES:
+    elif kind not in keys.DISTRIBUTED_TYPES:
         yield Finding.error(
             code="config-wrong-value",
             summary=f"distributed_type is {'missing' if kind is None else repr(kind)}",
-            evidence=f"accelerate knows {', '.join(_TYPES)}",
+            evidence=f"accelerate knows {', '.join(keys.DISTRIBUTED_TYPES)}",
             remedy="Write one of them",
         )
     if kind == "MULTI_CPU" and not config.get("mpirun_config"):
@@ -131,7 +114,6 @@ def _processes(config: Mapping, kind: object) -> Iterator[Finding]:
 def _count_problem(
     kind: object, processes: object, machines: int, rank: object
 ) -> tuple[str, str] | None:
-    """Return what is wrong with the numbers of processes and machines, and the remedy."""
     if machines < 1:
         return f"num_machines is {machines}", "Write num_machines: 1 or more"
     if isinstance(rank, int) and not 0 <= rank < machines:
@@ -145,14 +127,11 @@ def _count_problem(
     if processes == 0 or processes < -1:
         return f"num_processes is {processes}", "Write the number of cards"
     if kind in ("NO", False) and processes > 1:
-        problem = f"distributed_type 'NO' with num_processes {processes}"
-        return problem, "Write num_processes: 1"
+        return f"distributed_type 'NO' with num_processes {processes}", "Write num_processes: 1"
     if processes > 0 and processes % machines:
+        remedy = "num_processes counts the processes of all machines together: write a multiple of"
         problem = f"{processes} processes do not divide among {machines} machines"
-        return problem, (
-            "num_processes counts the processes of all machines together: write a multiple of"
-            " num_machines"
-        )
+        return problem, f"{remedy} num_machines"
     return None
 
 
@@ -170,9 +149,9 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         )
     if "deepspeed_config_file" not in section:
         return
-    refused = keys.REFUSED_BESIDE_JSON.intersection(section)
+    refused = {key for key in keys.REFUSED_BESIDE_JSON if key in section}
     if config.get("mixed_precision") is not None:
-        refused |= {"mixed_precision"}
+        refused.add("mixed_precision")
     for key in sorted(refused):
         yield Finding.error(
             code="config-refused-beside-json",

@@ -12,7 +12,6 @@ _GATHER_ON_SAVE = (
     "gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
 )
-_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
 def zero_findings(document: Document) -> Iterator[Finding]:
@@ -39,7 +38,6 @@ def zero_findings(document: Document) -> Iterator[Finding]:
 
 
 def _offload_target(document: Document, what: str) -> Iterator[Finding]:
-    """Judge where `what` (optimizer, param) is offloaded to."""
     block = document.in_deepspeed(f"zero_optimization.offload_{what}")
     device = document.in_deepspeed(f"zero_optimization.offload_{what}.device")
     device = device or document.in_accelerate(f"deepspeed_config.offload_{what}_device")
@@ -72,7 +70,6 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
 
 
 def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
-    """Judge whether this stage supports the offload in the file."""
     offloads = document.offload_devices
     if "param" in offloads and stage < 3:
         yield Finding.error(
@@ -106,10 +103,8 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _buckets(document: Document, stage: int) -> Iterator[Finding]:
-    """Count the buckets of gradients: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`.
-
-    `allgather_bucket_size` takes no memory: it limits how much is gathered at once, in place.
-    """
+    """Count the buckets of gradients: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`."""
+    # `allgather_bucket_size` takes no memory: it limits how much is gathered at once, in place.
     zero = document.in_deepspeed("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):
@@ -166,7 +161,15 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
         return
     zero = document.in_deepspeed("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    yield from _stage_3(zero) if stage == 3 else _below_stage_3(zero, stage)
+    of_stage_3 = sorted(key for key in zero if key.removeprefix("stage3_") in keys.STAGE3)
+    if stage == 3:
+        yield from _stage_3(zero)
+    elif of_stage_3:
+        yield _ignored(
+            f"{', '.join(of_stage_3)} has no effect at stage {stage}",
+            "they belong to stage 3",
+            "Remove them, or write stage 3",
+        )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
         yield _rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
     if document.in_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:
@@ -176,16 +179,6 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
             "activation_checkpointing has no effect for a Hugging Face model",
             "it configures deepspeed.checkpointing, which they do not call",
             "Give --gradient_checkpointing to the script",
-        )
-
-
-def _below_stage_3(zero: Mapping, stage: int) -> Iterator[Finding]:
-    of_stage_3 = sorted(key for key in zero if key.removeprefix("stage3_") in keys.STAGE3)
-    if of_stage_3:
-        yield _ignored(
-            f"{', '.join(of_stage_3)} has no effect at stage {stage}",
-            "they belong to stage 3",
-            "Remove them, or write stage 3",
         )
 
 
@@ -222,7 +215,7 @@ def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
         kind = document.in_deepspeed("optimizer.type")
         if kind is None:
             yield _wrong("optimizer.type", None, "a block without a type is not an optimizer")
-        if str(kind).lower() in _ONE_BIT:
+        if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
             why = "1-bit optimizers do not work with ZeRO stages 2 and 3"
             yield _wrong("optimizer.type", kind, why)
     name = "scheduler.params.warmup_num_steps"

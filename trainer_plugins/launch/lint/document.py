@@ -1,30 +1,37 @@
-"""Reads a launch file: its accelerate part, its DeepSpeed part, and its duplicate keys."""
+"""Reads a launch file in bounded time: its accelerate and DeepSpeed parts, and duplicate keys."""
 
 import base64
 import binascii
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.launch.lint.text import ConfigError as ConfigError
-from trainer_plugins.launch.lint.text import parse_json, parse_yaml, read_text
+import yaml
 
 Mapping = dict[str, Any]
+# No launch file comes near these limits: the largest one of accelerate, DeepSpeed, TRL and axolotl
+# has 5 KB and 5 levels.
+_MOST_BYTES = 1 << 20
+_MOST_LEVELS = 50
+_MOST_VALUES = 5_000
+
+
+class ConfigError(ValueError):
+    """A launch file, its name or a change to it is wrong; the user gets the text on one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Holds one file that `accelerate launch --config_file` or DeepSpeed reads.
-
-    At least one of its two parts is there.
-    """
+    """Holds one file that `accelerate launch --config_file` or DeepSpeed reads."""
 
     name: str  # the file's name without its suffix
-    accelerate: Mapping | None = None
+    accelerate: Mapping | None = None  # at least one of its two parts is there
     deepspeed: Mapping | None = None
-    duplicates: tuple[str, ...] = ()
-    """Keys that occur twice in one mapping; readers keep the last and do not warn."""
-
+    duplicates: tuple[str, ...] = ()  # keys that occur twice in a mapping; readers keep the last
     json_path: str | None = None  # `deepspeed_config_file`, if it names a file
     json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
@@ -63,9 +70,8 @@ class Document:
             if device in ("cpu", "nvme"):
                 found[what] = str(device)
         fsdp = self.in_accelerate("fsdp_config")
-        if isinstance(fsdp, dict) and (
-            fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true")
-        ):
+        fsdp = fsdp if isinstance(fsdp, dict) else {}
+        if fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true"):
             found["fsdp"] = "cpu"
         return found
 
@@ -96,18 +102,13 @@ def read_document(path: Path) -> Document:
 
 
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
-    """Read a YAML or JSON file, and the keys that occur twice in it.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not hold a mapping.
-    """
+    """Read a YAML or JSON file, and the keys that occur twice in it."""
     parse = parse_json if path.suffix == ".json" else parse_yaml
     loaded, duplicates = parse(read_text(path, str(path)), str(path))
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
-        raise ConfigError(
-            f"{path} holds {kind}, not a mapping: write `key: value` lines, or a JSON object"
-        )
+        wanted = "a mapping: write `key: value` lines, or a JSON object"
+        raise ConfigError(f"{path} holds {kind}, not {wanted}")
     return loaded, duplicates
 
 
@@ -121,15 +122,12 @@ def document_of(
 
 
 def _with_json(document: Document, named: object, folder: Path) -> Document:
-    """Read `deepspeed_config_file` as accelerate does: path, else JSON text, else base64 of JSON.
-
-    Source: accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15).
-    """
+    """Read `deepspeed_config_file` as accelerate does: path, else JSON, else base64 of JSON."""
     if not isinstance(named, str):
         problem = f"it is a {type(named).__name__}, but accelerate reads text"
         return replace(document, json_problem=problem)
     json_path, source = None, "deepspeed_config_file"
-    try:
+    try:  # accelerate/utils/deepspeed.py, HfDeepSpeedConfig.__init__ (1.10 to 1.15)
         if "{" in named:
             text = named
         elif (path := folder / Path(named).expanduser()).is_file():
@@ -148,9 +146,129 @@ def _with_json(document: Document, named: object, folder: Path) -> Document:
     if not isinstance(loaded, dict):
         problem = f"it holds a {type(loaded).__name__}, not a mapping"
         return replace(document, json_path=json_path, json_problem=problem)
-    return replace(
-        document,
-        deepspeed=loaded,
-        duplicates=document.duplicates + duplicates,
-        json_path=json_path,
-    )
+    duplicates = document.duplicates + duplicates
+    return replace(document, deepspeed=loaded, duplicates=duplicates, json_path=json_path)
+
+
+def read_text(path: Path, source: str) -> str:
+    """Read a file in UTF-8 that is no larger than a launch file can be."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        wanted = "Give an accelerate YAML or a DeepSpeed JSON"
+        raise ConfigError(f"{source} cannot be read: {error.strerror or error}. {wanted}") from None
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"{source} has more than 1 MiB, so it cannot be a launch file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        place = f"byte 0x{content[error.start]:02x} in line {line}"
+        raise ConfigError(f"{source} is not UTF-8: {place}. Save it as UTF-8") from None
+
+
+def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+    """Parse JSON; the second value names the keys that occur twice in one mapping."""
+    duplicates: list[str] = []
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        duplicates.extend(_more_than_once([key for key, _ in items]))
+        return dict(items)
+
+    def integer(digits: str) -> int | float:
+        # Python refuses thousands of digits, and does not name the key.
+        return int(digits) if len(digits) < 100 else math.inf
+
+    try:
+        value = json.loads(text, object_pairs_hook=pairs, parse_int=integer)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(_too_deep(source)) from None
+    _refuse_impossible_numbers(value, source)
+    return value, tuple(duplicates)
+
+
+def parse_yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+    """Parse YAML without tags that run code; the second value names keys that occur twice."""
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, ()
+        duplicates = _written_twice(root, loader, source)
+        value: object = loader.construct_document(root)
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
+        raise ConfigError(f"{source} is not YAML: {said}") from None
+    except RecursionError:
+        raise ConfigError(_too_deep(source)) from None
+    _refuse_impossible_numbers(value, source)
+    return value, duplicates
+
+
+def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for node, name in _walk(root, _within_node, source):
+        if isinstance(node, yaml.MappingNode):
+            found += _more_than_once([key for key, _ in _within_node(node)])
+        elif isinstance(node, yaml.ScalarNode):
+            try:
+                loader.construct_object(node)
+            # A date in month 13, a number of 5,000 digits: PyYAML does not say where.
+            except ValueError as error:
+                place = f"{source}, line {node.start_mark.line + 1}"
+                raise ConfigError(f"{place}: {name} is {str(node.value)[:40]!r}: {error}") from None
+    return tuple(dict.fromkeys(found))
+
+
+def _refuse_impossible_numbers(loaded: object, source: str) -> None:
+    for value, name in _walk(loaded, _within_value, source):
+        # Written so that NaN, which compares with nothing, is refused too.
+        if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
+            shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
+            why = f"{name} is {shown}, which is implausible: write another number"
+            raise ConfigError(f"{source}: {why}")
+
+
+def _within_node(node: object) -> list[tuple[str, object]]:
+    if isinstance(node, yaml.MappingNode):
+        return [(str(key.value), value) for key, value in node.value]
+    return [("", value) for value in node.value] if isinstance(node, yaml.SequenceNode) else []
+
+
+def _within_value(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [(str(key), one) for key, one in value.items()]
+    return [("", one) for one in value] if isinstance(value, list) else []
+
+
+def _walk(
+    root: object, within: Callable[[object], list[tuple[str, object]]], source: str
+) -> Iterator[tuple[object, str]]:
+    """Yield each value with its dotted name, as often as anchors refer to it."""
+    waiting = [(root, "", 1)]
+    num_seen = 0
+    while waiting:
+        value, name, level = waiting.pop()
+        num_seen += 1
+        # Within these limits other readers come to an end too.
+        if level > _MOST_LEVELS:
+            raise ConfigError(f"{_too_deep(source)}, in {name.partition('.')[0]}")
+        if num_seen > _MOST_VALUES:
+            many = f"{_MOST_VALUES:,} values once its anchors are followed"
+            raise ConfigError(f"{source} has more than {many}")
+        yield value, name
+        waiting += [
+            (one, ".".join(filter(None, (name, key))), level + 1)
+            for key, one in reversed(within(value))
+        ]
+
+
+def _more_than_once(names: list[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def _too_deep(source: str) -> str:
+    return f"{source} has more than {_MOST_LEVELS} nested levels, or an anchor that holds itself"

@@ -16,15 +16,13 @@ from trainer_plugins.units import GIB, size
 _NEARLY = 0.8
 _HALF, _FULL = 2.0, 4.0  # bytes of a number with 16 bits, and with 32
 _SUB_GROUP = 1_000_000_000  # deepspeed/runtime/zero/config.py, sub_group_size
+# Pinned blocks by the size of their tensors, for weights one by one: 1.1 to 1.33 in the models of
+# host_memory.toml, by the width of their layers.
 _ROUNDED = 1.3
-"""The size of pinned blocks relative to their tensors, for the weights of a model one by one. It is
-1.1 to 1.33 in the models of host_memory.toml: it depends on the width of their layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Holds tensors of one rank."""
-
     num_bytes: float
     pinned_bytes: float = 0.0  # their size if they are pinned, else 0
 
@@ -35,7 +33,9 @@ def memory_findings(
     """Judge the main memory of a machine by the parameters and the ranks of a launch."""
     if num_params is None or (document.accelerate is None and document.deepspeed is None):
         return
-    need = host_need(document, num_params, num_ranks or _ranks_of(document))
+    ranks = document.in_accelerate("num_processes")
+    in_file = ranks if isinstance(ranks, int) and ranks > 0 else 1
+    need = host_need(document, num_params, num_ranks or in_file)
     shortage = host.shortage(need)
     is_near = host.total_bytes is not None and need.total_bytes > _NEARLY * host.total_bytes
     if shortage is None and not is_near:
@@ -46,13 +46,13 @@ def memory_findings(
     if need.save_bytes:
         parts.append(f"{size(need.save_bytes)} that a save gathers")
     parts.append(f"and {size(need.process_bytes)} for Python and its libraries")
-    ranks = f"{need.num_ranks} rank{'s' if need.num_ranks > 1 else ''} on a machine"
+    of_machine = f"{need.num_ranks} rank{'s' if need.num_ranks > 1 else ''} on a machine"
     nearly = f"it needs {size(need.total_bytes)} of the {size(host.total_bytes or 0)} of a machine"
     yield Finding(
         code="config-host-memory",
         severity=Severity.WARNING if shortage is None else Severity.ERROR,
         summary=shortage or nearly,
-        evidence=f"{', '.join(parts)}, with {ranks}",
+        evidence=f"{', '.join(parts)}, with {of_machine}",
         remedy="Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); "
         "set pin_memory to false, since pinned tensors take powers of two; put the optimizer on "
         "NVMe (zero3_offload_nvme); or train adapters",
@@ -68,7 +68,9 @@ def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed
     if document.in_accelerate("distributed_type") == "FSDP":
         start, parts = _fsdp(document, num_params, share)
     elif document.zero_stage == 3:
-        start, parts = _defragmented(document, share), [*_zero_3(document, share)]
+        # deepspeed/runtime/zero/utils.py, defragment, joins weights on the card to one buffer
+        start = 0.0 if "param" in document.offload_devices else share * _HALF
+        parts = [*_zero_3(document, share)]
     else:
         # each rank loads the whole model, and moves it to its card
         start, parts = num_params * _HALF, [*_zero_2(document, share)]
@@ -82,28 +84,18 @@ def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed
     )
 
 
-def _ranks_of(document: Document) -> int:
-    """Return the ranks in a file; 1 if it leaves that to the launch."""
-    ranks = document.in_accelerate("num_processes")
-    return ranks if isinstance(ranks, int) and ranks > 0 else 1
-
-
 def _gathered_on_save(document: Document, num_params: float) -> float:
-    """Return what the first rank gathers when ZeRO-3 saves one file with 16-bit weights.
-
-    deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`.
-    """
+    """Return what the first rank gathers when ZeRO-3 saves one file with 16-bit weights."""
+    # deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`
     key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     gathers = document.zero_stage == 3 and document.in_deepspeed(key) is True
     return num_params * _HALF if gathers else 0.0
 
 
 def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, list[_Part]]:
-    """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays.
-
-    accelerate/utils/fsdp_utils.py, fsdp2_prepare_model: it upcasts, then takes a state dict, which
-    lives until the parts of all ranks are made. FSDP1 upcasts parts.
-    """
+    """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays."""
+    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, upcasts, and then takes a state dict that
+    # lives until the parts of all ranks are made. FSDP1 upcasts parts.
     is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
     start = num_params * (_FULL if is_second else _HALF)
     if "fsdp" not in document.offload_devices:
@@ -113,20 +105,9 @@ def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, l
     return start + share * _FULL + weights.pinned_bytes, [weights, gradients, states]
 
 
-def _defragmented(document: Document, share: float) -> float:
-    """Return what passes through main memory while weights on the card are joined to one buffer.
-
-    deepspeed/runtime/zero/utils.py, defragment.
-    """
-    return 0.0 if "param" in document.offload_devices else share * _HALF
-
-
 def _zero_3(document: Document, share: float) -> Iterator[_Part]:
-    """Count what stage 3 keeps of a rank's share.
-
-    deepspeed/runtime/zero/stage3.py: `_create_param_groups_fp16_flat_cpu_memory`,
-    `_create_fp32_partitions`, `initialize_optimizer_states`, `_setup_for_real_optimizer`.
-    """
+    # deepspeed/runtime/zero/stage3.py: `_create_param_groups_fp16_flat_cpu_memory`,
+    # `_create_fp32_partitions`, `initialize_optimizer_states`, `_setup_for_real_optimizer`
     zero, offloads = "zero_optimization", document.offload_devices
     has_bf16_master = document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True
     has_bf16_states = document.in_deepspeed("bf16.bf16_optimizer_states") is True
@@ -150,10 +131,7 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
 
 
 def _zero_2(document: Document, share: float) -> Iterator[_Part]:
-    """Count what an offload of stage 1 or 2 keeps of a rank's share.
-
-    deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`.
-    """
+    # deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`
     if document.offload_devices.get("optimizer") != "cpu":
         return
     pins = document.in_deepspeed("zero_optimization.offload_optimizer.pin_memory") is not False

@@ -1,17 +1,12 @@
-"""The keys that accelerate and DeepSpeed read, and what each may hold.
+"""The keys that accelerate and DeepSpeed read (a renamed one twice), and what each may hold.
 
-Sources, of accelerate 1.15 and DeepSpeed 0.19.8: `ClusterConfig`
-(accelerate/commands/config/config_args.py), the arguments of `accelerate launch`
-(accelerate/commands/launch.py), `DeepSpeedConfig` and its constants (deepspeed/runtime/config.py,
-constants.py), `DeepSpeedZeroConfig` (runtime/zero/config.py) with offload_config.py,
-precision_config.py, zenflow_config.py, leaf_module_config.py, and swap_tensor/constants.py for
+Sources, in accelerate 1.15: commands/config/config_args.py and commands/launch.py. In DeepSpeed
+0.19.8: runtime/config.py and constants.py, runtime/zero/config.py with offload_config.py,
+precision_config.py, zenflow_config.py and leaf_module_config.py, and swap_tensor/constants.py for
 `aio`.
-
-A key that DeepSpeed reads under two names is listed twice.
 """
 
-Keys = dict[str, str]
-"""The kind of each key: the name of a parameter of `_keys`."""
+Keys = dict[str, str]  # the kind of each key: the name of a parameter of `_keys`
 
 
 def _keys(**names_by_kind: str) -> Keys:
@@ -19,10 +14,16 @@ def _keys(**names_by_kind: str) -> Keys:
     return {name: kind for kind, names in names_by_kind.items() for name in names.split()}
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
+DISTRIBUTED_TYPES = _names(
+    """
+    NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU
+    MULTI_NEURON DEEPSPEED FSDP XLA TPU MEGATRON_LM
+    """
+)
 ACCELERATE = _keys(
     text="""
         compute_environment distributed_type mixed_precision rdzv_backend main_process_ip
@@ -126,9 +127,7 @@ ZERO |= {f"stage3_{key}": kind for key, kind in STAGE3.items()}
 BLOCKS: dict[str, Keys] = {
     "zero_optimization": ZERO,
     "zero_optimization.offload_param": _keys(
-        text="device nvme_path",
-        integer="buffer_count buffer_size max_in_cpu",
-        boolean="pin_memory",
+        text="device nvme_path", integer="buffer_count buffer_size max_in_cpu", boolean="pin_memory"
     ),
     "zero_optimization.offload_optimizer": _keys(
         text="device nvme_path",
@@ -166,9 +165,7 @@ BLOCKS: dict[str, Keys] = {
         integer="number_checkpoints",
     ),
     "torch_autocast": _keys(
-        boolean="enabled",
-        text="dtype",
-        sequence="lower_precision_safe_modules",
+        boolean="enabled", text="dtype", sequence="lower_precision_safe_modules"
     ),
     "optimizer": _keys(text="type", mapping="params", boolean="legacy_fusion"),
     "scheduler": _keys(text="type", mapping="params"),

@@ -5,34 +5,32 @@ Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_final
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.lint.document import Document, part
-from trainer_plugins.launch.lint.text import ConfigError
+from trainer_plugins.launch.lint.document import ConfigError, Document, part
 
-# DeepSpeed's name, TrainingArguments' name, its default.
-_PAIRS: tuple[tuple[str, str, object], ...] = (
-    ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", 8),
-    ("gradient_accumulation_steps", "gradient_accumulation_steps", 1),
-    ("gradient_clipping", "max_grad_norm", 1.0),
-    ("bf16.enabled", "bf16", False),
-    ("fp16.enabled", "fp16", False),
-    ("optimizer.params.lr", "learning_rate", 5e-5),
-    ("optimizer.params.eps", "adam_epsilon", 1e-8),
-    ("optimizer.params.weight_decay", "weight_decay", 0.0),
-    ("scheduler.params.warmup_max_lr", "learning_rate", 5e-5),
+
+class _Pair(NamedTuple):
+    key: str  # of DeepSpeed
+    name: str  # of TrainingArguments
+    default: object
+    stops_most: bool = False  # whether a fixed value stops most trainings
+
+
+_PAIRS = (
+    _Pair("train_micro_batch_size_per_gpu", "per_device_train_batch_size", 8, stops_most=True),
+    _Pair("gradient_accumulation_steps", "gradient_accumulation_steps", 1, stops_most=True),
+    _Pair("gradient_clipping", "max_grad_norm", 1.0, stops_most=True),
+    _Pair("bf16.enabled", "bf16", False, stops_most=True),
+    _Pair("fp16.enabled", "fp16", False, stops_most=True),
+    _Pair("optimizer.params.lr", "learning_rate", 5e-5),
+    _Pair("optimizer.params.eps", "adam_epsilon", 1e-8),
+    _Pair("optimizer.params.weight_decay", "weight_decay", 0.0),
+    _Pair("scheduler.params.warmup_max_lr", "learning_rate", 5e-5),
 )
-_CLASHING = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-)
-"""Fixed values of these stop most trainings."""
 
 
 def training_arguments(words: Sequence[str]) -> dict[str, object]:
@@ -45,13 +43,13 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
         ConfigError: a value has no name.
     """
     found: dict[str, object] = {}
-    waiting: str | None = None
+    waiting: str | None = None  # the name of a flag whose value may follow
     for word in words:
         if word.startswith("--") or (waiting is None and "=" in word):
             name, equals, value = word.removeprefix("--").partition("=")
-            waiting = name.replace("-", "_")
-            found[waiting] = _value(value) if equals else True
-            waiting = None if equals else waiting
+            name = name.replace("-", "_")
+            found[name] = _value(value) if equals else True
+            waiting = None if equals else name
         elif waiting is not None:
             found[waiting] = _value(word)
             waiting = None
@@ -74,14 +72,14 @@ def training_findings(
 ) -> Iterator[Finding]:
     """Judge a file by TrainingArguments; if they are unknown, by what most trainings have."""
     config = _handed_over(document)
-    for key, name, default in _PAIRS:
+    for key, name, default, stops_most in _PAIRS:
         value = part(config, key)
         if value is None or value == "auto" or isinstance(value, dict):
             continue
         is_written = part(document.deepspeed or config, key) is not None
         source = "written" if is_written else "filled in by accelerate because it is missing"
         if training is None:
-            if key in _CLASHING and not (name in ("bf16", "fp16") and value is False):
+            if stops_most and not (name in ("bf16", "fp16") and value is False):
                 yield _fixed(key, value, name, source)
             continue
         asked = training.get(name, default)
@@ -107,11 +105,9 @@ def _handed_over(document: Document) -> dict[str, Any]:
     """Return the DeepSpeed config with the values that accelerate fills in."""
     if document.deepspeed is not None:
         return {"gradient_accumulation_steps": 1, **document.deepspeed}
-    section = document.in_accelerate("deepspeed_config")
     names = ("gradient_accumulation_steps", "gradient_clipping")
-    return (
-        {key: section[key] for key in names if key in section} if isinstance(section, dict) else {}
-    )
+    written = {name: document.in_accelerate(f"deepspeed_config.{name}") for name in names}
+    return {name: value for name, value in written.items() if value is not None}
 
 
 def _fixed(key: str, value: object, name: str, source: str) -> Finding:

@@ -18,9 +18,7 @@ from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, PlanError
 class Pair:
     """Holds one figure of both sides, in bytes; None where a side has none."""
 
-    name: str
-    """The moment and the counter, `train, allocated`; or a category at the peak."""
-
+    name: str  # the moment and the counter, `train, allocated`; or a category at the peak
     a_bytes: int | None
     b_bytes: int | None
 
@@ -30,9 +28,7 @@ class Beside:
     """Holds the figures of two sides."""
 
     a: str
-    b: str
-    """The paths of both sides."""
-
+    b: str  # the paths of both sides
     changes: tuple[tuple[str, str, str], ...]
     """What was planned otherwise: its name and both texts; empty if a side is a run."""
 
@@ -52,10 +48,7 @@ def beside(a: Path, b: Path) -> Beside:
     """Compare two sides, each a plan that was printed as JSON or the output_dir of a run.
 
     Of several runs in one folder the last one counts, and of several ranks the one with the most.
-    A plan beside a run has the moments that MemoryWatchdog tells apart.
-
-    Raises:
-        PlanError: a file is not a plan, or a folder has no timelines.
+    Next to a run, a plan has the moments that MemoryWatchdog distinguishes.
     """
     one, other = _side(a), _side(b)
     if one.plan is None or other.plan is None:

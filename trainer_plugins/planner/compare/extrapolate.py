@@ -1,7 +1,7 @@
 """Predict the trace of a run with many layers from runs with few.
 
 The trace of n + p layers is that of n layers with stretches inserted, and each of them repeats the
-stretch before it. Three traces are made, of n, n + p and n + 2p layers. The first two must foretell
+stretch before it. Three traces are made, of n, n + p and n + 2p layers. The first two must predict
 the third, event by event and byte by byte; otherwise nothing is extrapolated. The result is
 replayed like any trace. Reserved memory is not linear in anything, but so it is the same as in a
 prediction in full.
@@ -18,7 +18,6 @@ from trainer_plugins.planner.tracing.events import ALLOC, FREE, LEFT, Event, Sto
 _FAR = 100
 """How many events must agree after a difference, until its reading is taken as certain."""
 
-
 _Born: TypeAlias = tuple[int, Moment, str, Category, str]
 """Stream, moment, operation, category and dtype of a storage."""
 
@@ -31,21 +30,15 @@ class _Step(NamedTuple):
 
     kind: int
     moment: Moment
-    born: "_Born | None"
-    """What is known of the storage; None if the event has none."""
-
-    place: int
-    """The place of a freed storage among those like it: 0 is the newest, -1 the oldest."""
-
+    born: "_Born | None"  # what is known of the storage; None if the event has none
+    place: int  # the place of a freed storage among those like it: 0 is the newest, -1 the oldest
     num_bytes: int
 
 
 class _Part(NamedTuple):
     """Describes a step that both traces have, or a stretch that only the longer one has."""
 
-    before: _Step | None
-    """The step in the shorter trace; None for a stretch."""
-
+    before: _Step | None  # the step in the shorter trace; None for a stretch
     steps: Sequence[_Step]
 
 
@@ -68,12 +61,20 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
     host_peaks: dict[Moment, int] = {}
     # each moment by itself: with more layers, another one may be the highest
     for moment in traces[0].host_peaks:
-        first, *others = (trace.host_peaks[moment] for trace in traces)
-        grows = others[0] - first
-        if any(peak != first + times * grows for times, peak in enumerate(others, 1)):
+        peak = continued([trace.host_peaks[moment] for trace in traces], num_more)
+        if peak is None:
             return None
-        host_peaks[moment] = first + num_more * grows
+        host_peaks[moment] = peak
     return _trace_of(_repeated(parts, num_more), host_peaks)
+
+
+def continued(numbers: Sequence[int], num_more: int) -> int | None:
+    """Continue numbers by `num_more` steps from the first; None if they grow unevenly."""
+    first, *others = numbers
+    grows = others[0] - first
+    if any(number != first + times * grows for times, number in enumerate(others, 1)):
+        return None
+    return first + num_more * grows
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:

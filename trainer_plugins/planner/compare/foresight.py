@@ -6,7 +6,7 @@ Imports torch.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainer_plugins.planner.compare.extrapolate import longer
+from trainer_plugins.planner.compare.extrapolate import continued, longer
 from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
@@ -20,12 +20,7 @@ gradients: later ones are like them, except for where their blocks lie."""
 
 
 class Foresight:
-    """Predicts runs of one model, one after the other.
-
-    Args:
-        watch: rehearses a run.
-        judge: makes a plan of what was watched.
-    """
+    """Predicts runs of one model, one after the other."""
 
     def __init__(
         self,
@@ -38,11 +33,7 @@ class Foresight:
         self._unproven: set[tuple[str, str | None]] = set()
 
     def __call__(self, request: PlanRequest) -> tuple[MemoryPlan, bool]:
-        """Predict a run, and return also whether all of its layers were run.
-
-        Raises:
-            PlanError: a prediction in full would raise the same.
-        """
+        """Predict a run, and return also whether all of its layers were run."""
         watched = self._from_few_layers(request)
         if watched is None:
             return self._judge(request, self._watch(request)), True
@@ -52,12 +43,11 @@ class Foresight:
         """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps.
 
         docs/plan.md says how near. If the layers do not repeat, all of them are run.
-
-        Raises:
-            PlanError: a prediction in full would raise the same.
         """
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
-        plan = self._probed(request, _with_few_steps(request, num_micro_steps))
+        few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
+        short = with_flags(request, gradient_accumulation_steps=few)
+        plan = self._probed(request, replace(short, num_steps=_STEPS_OF_A_PROBE))
         base = plan.streamed
         return plan if base is None else replace(plan, streamed=base.with_step_of(num_micro_steps))
 
@@ -112,9 +102,9 @@ class Foresight:
 def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
     """Make the rehearsal of all layers from those of few; return None if they do not repeat."""
     trace = longer([each.trace for each in seen], num_more)
-    num_parameters = _grown([each.num_parameters for each in seen], num_more)
-    num_trainable = _grown([each.num_trainable_parameters for each in seen], num_more)
-    pinned = _grown([each.host.pinned_bytes for each in seen], num_more)
+    num_parameters = continued([each.num_parameters for each in seen], num_more)
+    num_trainable = continued([each.num_trainable_parameters for each in seen], num_more)
+    pinned = continued([each.host.pinned_bytes for each in seen], num_more)
     if trace is None or num_parameters is None or num_trainable is None or pinned is None:
         return None
     return replace(
@@ -124,7 +114,7 @@ def _longer(seen: Sequence[Watched], num_more: int) -> Watched | None:
         num_trainable_parameters=num_trainable,
         host=replace(
             seen[0].host,
-            tensor_bytes=trace.host_peak_bytes,
+            tensor_bytes=max(trace.host_peaks.values(), default=0),
             pinned_bytes=pinned,
             until_resume_bytes=peak_until_resume(trace.host_peaks),
         ),
@@ -146,7 +136,7 @@ def _streamed(first: Streamed | None, second: Streamed | None, num_more: int) ->
 def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> MemoryPlan:
     """Continue the figures of two plans, for buckets that span layers.
 
-    Allocated memory is even in layers. What is reserved beside it is not: the least of it counts,
+    Allocated memory is even in layers. What is reserved in addition is not: the least of it counts,
     so that nothing is left out that fits.
     """
 
@@ -181,17 +171,13 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
     )
 
 
-def _with_few_steps(request: PlanRequest, num_micro_steps: int) -> PlanRequest:
-    few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
-    return replace(
-        with_flags(request, gradient_accumulation_steps=few), num_steps=_STEPS_OF_A_PROBE
-    )
+def grown(plan: MemoryPlan, factor: float) -> int:
+    """Estimate the allocated bytes at the peak of the same run with `factor` times the tokens.
 
-
-def _grown(numbers: Sequence[int], num_more: int) -> int | None:
-    """Continue numbers by `num_more` steps from the first; None if they grow unevenly."""
-    first, *others = numbers
-    grows = others[0] - first
-    if any(number != first + times * grows for times, number in enumerate(others, 1)):
-        return None
-    return first + num_more * grows
+    Only what a batch makes grows: another moment may then be the highest, so it may be more. What
+    an optimizer step makes has the size of the weights.
+    """
+    if plan.moment not in ("forward", "backward", "evaluation"):
+        return plan.allocated_peak_bytes
+    batch = sum(plan.breakdown.get(name, 0) for name in ("activations", "logits and loss"))
+    return int(plan.allocated_peak_bytes + (factor - 1) * batch)

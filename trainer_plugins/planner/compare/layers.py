@@ -22,8 +22,7 @@ class Repetition:
     """Describes how the layers of a model repeat."""
 
     num_layers: int
-    period: int
-    """The distance in layers from a layer to the next that is like it."""
+    period: int  # the distance in layers from a layer to the next that is like it
 
     @property
     def first(self) -> int:
@@ -72,10 +71,7 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
 
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
-    """Make the config of the same model with fewer layers.
-
-    Lists with an entry for each layer are cut.
-    """
+    """Make the config of the same model with fewer layers; lists with an entry a layer are cut."""
     counts = _counts(source)
     before = max(counts.values())
     lists = {

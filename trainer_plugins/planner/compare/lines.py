@@ -33,11 +33,8 @@ AS_GIVEN = "as given"
 class SearchRequest:
     """Describes a search that starts from one run."""
 
-    run: PlanRequest
-    """The run; its rows and accumulation give the effective batch."""
-
-    lengths: tuple[int, ...]
-    """The lengths to try, in tokens."""
+    run: PlanRequest  # the run; its rows and accumulation give the effective batch
+    lengths: tuple[int, ...]  # the lengths to try, in tokens
 
     @property
     def num_ways(self) -> int:
@@ -63,14 +60,10 @@ class SearchLine:
     Sizes in bytes.
     """
 
-    strategy: str
-    """The name of a shipped launch file, `STREAMED` or `AS_GIVEN`."""
-
+    strategy: str  # the name of a shipped launch file, `STREAMED` or `AS_GIVEN`
     gradient_checkpointing: bool
     sequence_length: int
-    micro_batch: int
-    """Rows of one forward pass on one card (`per_device_train_batch_size`)."""
-
+    micro_batch: int  # rows of one forward pass on one card (`per_device_train_batch_size`)
     accumulation_steps: int
     fits: bool
     allocated_peak_bytes: int
@@ -84,8 +77,7 @@ class SearchLine:
     copy_seconds_per_step: float = 0.0
     """How long a step copies a streamed base at least, at `BUS_BYTES_PER_SECOND`."""
 
-    is_safe: bool = True
-    """Whether it fits even if the plan is as far off as any was."""
+    is_safe: bool = True  # whether it fits even if the plan is as far off as any was
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -118,9 +110,7 @@ class SearchLine:
 class SearchResult:
     """Holds the result of a search."""
 
-    lines: tuple[SearchLine, ...]
-    """Each way to run that was tried, in this order."""
-
+    lines: tuple[SearchLine, ...]  # each way to run that was tried, in this order
     best: SearchLine | None
     """The line that fits and has the most tokens in one forward pass; None if nothing fits.
 
@@ -135,9 +125,7 @@ class SearchResult:
     not_tried: tuple[tuple[str, str], ...] = ()
     """Ways to run that cannot be best, each with the reason."""
 
-    effective_batch: int
-    """Rows between two optimizer steps on all cards, the same in each line."""
-
+    effective_batch: int  # rows between two optimizer steps on all cards, the same in each line
     num_gpus: int
     gpu: str
     capacity_bytes: int

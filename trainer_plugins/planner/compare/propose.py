@@ -1,4 +1,4 @@
-"""Find with what a run would fit that does not: few changes, each predicted and with its price.
+"""Find changes with which a run would fit that does not: few, each predicted and with its price.
 
 The rows between two optimizer steps stay the same. What leaves the training as it is comes first:
 fewer rows at once, then checkpointing. If that is too little, one change more is tried, or two.
@@ -11,54 +11,39 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import isqrt
 
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
-    IN_4_BITS,
-    LORA,
-    NOT_PREPARED,
-    STREAM,
+    Switch,
     as_flags,
-    half_as_long,
-    not_prepared,
+    half_length,
+    of_flags,
     source_of,
-    with_adapter,
-    with_base_in_4_bits,
-    with_base_streamed,
     with_flags,
 )
-from trainer_plugins.planner.plan import Category, MemoryPlan, Proposal, at_least
-from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.planner.trainer import Arguments, optimizer_name
+from trainer_plugins.planner.kind import text_of
+from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least
+from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
 _MOST_OF_THE_PLANS_TIME = 1.2
-"""No probe is begun after so many times the CPU time of the plan itself. A probe takes less than
-that of the plan, so that both are done in three times at most."""
+"""No probe begins after this part of the CPU time of the plan itself. A probe takes less than the
+plan, so that both are done in three times at most."""
 
 Probe = Callable[[PlanRequest], MemoryPlan]
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Describes one thing to change, besides the rows."""
-
-    words: str
-    price: str
-    flags: str
-    turn: Callable[[PlanRequest], PlanRequest]
-    frees: dict[Category, float]
-    """How much of each category it can free at most, as a fraction; empty if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Try:
     """Holds the changes of one try, and what came of it."""
 
-    changes: tuple[_Change, ...]
+    changes: tuple[Switch, ...]
     rows: int
     plan: MemoryPlan
 
@@ -75,16 +60,21 @@ class Proposer:
     """
 
     def __init__(
-        self, run: PlanRequest, args: Arguments, plan: MemoryPlan, probe: Probe, seconds: float
+        self, run: PlanRequest, args: HfArguments, plan: MemoryPlan, probe: Probe, seconds: float
     ) -> None:
         assert run.card is not None
         self._run, self._args, self._plan, self._probe = run, args, plan, probe
         self._card: Card = run.card
         self._room = run.card.capacity_bytes - run.card.context_bytes
-        self._rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._rows_now = args.per_device_train_batch_size
+        self._rows = self._rows_now * args.gradient_accumulation_steps
         self._until = time.process_time() + seconds * _MOST_OF_THE_PLANS_TIME
         self._found: list[Proposal] = []
         self._failed: dict[str, MemoryPlan] = {}
+
+    @property
+    def _is_late(self) -> bool:
+        return time.process_time() > self._until
 
     def look(self) -> tuple[tuple[Proposal, ...], tuple[str, ...]]:
         """Return what fits, the least costly first; and what does not, with what is missing."""
@@ -92,13 +82,14 @@ class Proposer:
             self._for_evaluation()
         else:
             self._for_training()
-        missing = tuple(
-            f"{words}: {size(plan.nvidia_smi_peak_bytes - self._card.capacity_bytes)} short"
-            if plan.nvidia_smi_peak_bytes > self._card.capacity_bytes
-            else f"{words}: fits, with less to spare than plans are known to be wrong"
-            for words, plan in self._failed.items()
-        )
+        missing = tuple(f"{words}: {self._lacks(plan)}" for words, plan in self._failed.items())
         return tuple(self._found), missing
+
+    def _lacks(self, plan: MemoryPlan) -> str:
+        missing = plan.nvidia_smi_peak_bytes - self._card.capacity_bytes
+        if missing > 0:
+            return f"{size(missing)} short"
+        return "fits, but the margin is below the planner's known error"
 
     def _only_evaluation_is_short(self) -> bool:
         """Return whether the evaluation does not fit, and all that comes before it does."""
@@ -113,20 +104,21 @@ class Proposer:
 
         The training stays as it is, and so do the metrics.
         """
-        rows = self._args.per_device_eval_batch_size
-        num_batches = source_of(self._run).num_evaluation_batches
+        rows, source = self._args.per_device_eval_batch_size, source_of(self._run)
+        num_batches = source.num_evaluation_batches
         now = min(self._args.eval_accumulation_steps or num_batches, num_batches)
-        while rows and not self._found and time.process_time() < self._until:
-            fewer = () if rows == self._args.per_device_eval_batch_size else (_eval_rows(rows),)
+        fewer: tuple[Switch, ...] = ()
+        while rows and not self._found and not self._is_late:
             if fewer:
                 self._evaluated(fewer)
-            if not self._found and source_of(self._run).has_metrics:
+            if not self._found and source.has_metrics:
                 self._accumulated(fewer, now)
             rows //= 2
+            fewer = (_eval_rows(rows),)
 
-    def _accumulated(self, fewer: tuple[_Change, ...], now: int) -> None:
+    def _accumulated(self, fewer: tuple[Switch, ...], now: int) -> None:
         """Find after how many batches at most the outputs have to leave the card."""
-        least = self._try((*fewer, _accumulation(1)), self._args.per_device_train_batch_size)
+        least = self._try((*fewer, _accumulation(1)), self._rows_now)
         if least is None or not is_safe(least.plan):
             return
         grown_bytes = self._plan.allocated_peak_bytes - least.plan.allocated_peak_bytes
@@ -135,34 +127,34 @@ class Proposer:
         # blocks of 1, 2, 3 ... batches are left in the cache, none large enough for the next
         most = min(now - 1, isqrt(2 * max(0, spare) // batch_bytes))
         steps = 1 << max(0, most.bit_length() - 1)
-        while steps > 1 and time.process_time() < self._until:
+        while steps > 1 and not self._is_late:
             if self._evaluated((*fewer, _accumulation(steps))):
                 return
             steps //= 2
         self._keep(least)
 
-    def _evaluated(self, changes: tuple[_Change, ...]) -> bool:
-        tried = self._try(changes, self._args.per_device_train_batch_size)
+    def _evaluated(self, changes: tuple[Switch, ...]) -> bool:
+        tried = self._try(changes, self._rows_now)
         if tried is None or not is_safe(tried.plan):
             return False
         self._keep(tried)
         return True
 
     def _for_training(self) -> None:
-        base: tuple[_Change, ...] = ()
+        base: tuple[Switch, ...] = ()
         if not self._args.gradient_checkpointing:
-            self._largest((), self._plan)
-            base = (_CHECKPOINTING,)
-        with_base = self._largest(base, None) if base else self._largest((), None)
+            self._fewer_rows()
+            base = (switches.CHECKPOINTING,)
+        with_base = self._largest(base)
         if with_base is not None and not is_safe(with_base.plan):
             self._with_more(base, with_base.plan)
 
-    def _with_more(self, base: tuple[_Change, ...], plan: MemoryPlan) -> None:
+    def _with_more(self, base: tuple[Switch, ...], plan: MemoryPlan) -> None:
         """Try one more change, then two, each with fewest rows first."""
         more = _changes(self._run, self._args, plan)
         alone: dict[str, MemoryPlan] = {}
         for extra in (*((each,) for each in more), *combinations(more, 2)):
-            if len(self._found) >= _ENOUGH or time.process_time() > self._until:
+            if len(self._found) >= _ENOUGH or self._is_late:
                 return
             # what one change has brought is known then, and not only the most of it
             leasts = [
@@ -173,48 +165,47 @@ class Proposer:
             least = max(_least(plan, extra), *leasts, 0)
             if self._is_covered(extra) or least > self._card.capacity_bytes:
                 continue
-            tried = self._largest((*base, *extra), None)
+            tried = self._largest((*base, *extra))
             if tried is not None and len(extra) == 1:
                 alone[extra[0].words] = tried.plan
 
-    def _is_covered(self, extra: tuple[_Change, ...]) -> bool:
+    def _is_covered(self, extra: tuple[Switch, ...]) -> bool:
         """Return whether a part of these changes is enough."""
         words = {each.words for each in extra}
         return any(words & {*found.changes} for found in self._found)
 
-    def _largest(self, changes: tuple[_Change, ...], known: MemoryPlan | None) -> _Try | None:
+    def _sizes(self) -> list[int]:
+        """Return the possible numbers of rows at once, the most first."""
+        return [each for each in range(self._rows_now, 0, -1) if self._rows % each == 0]
+
+    def _fewer_rows(self) -> None:
+        """Propose the most rows at once that fit without another change."""
+        plan, now = self._plan, self._rows_now
+        likely = [each for each in self._sizes()[1:] if grown(plan, each / now) < self._room]
+        if likely:
+            self._first_safe((), likely)
+
+    def _largest(self, changes: tuple[Switch, ...]) -> _Try | None:
         """Find the most rows at once that fit with these changes, and keep it as a proposal.
 
-        Args:
-            changes: what is changed besides the rows.
-            known: a plan with these changes and all rows at once, which does not fit.
-
-        Returns:
-            The last try; None if it is plain that nothing fits, or it cannot be predicted.
+        Returns the last try; None if it cannot be predicted.
         """
-        rows_now = self._args.per_device_train_batch_size
-        sizes = [each for each in range(rows_now, 0, -1) if self._rows % each == 0]
-        if known is not None:
-            sizes = [each for each in sizes[1:] if grown(known, each / rows_now) < self._room]
-            if not sizes:
-                return None
-            return self._first_safe(changes, sizes)
+        sizes = self._sizes()
         smallest = self._try(changes, sizes[-1])
         if smallest is None or not is_safe(smallest.plan):
             return smallest
         usable = self._room - margin_bytes(self._room)
         likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < usable]
-        is_late = time.process_time() > self._until
-        found = self._first_safe(changes, likely) if likely and not is_late else None
+        found = self._first_safe(changes, likely) if likely and not self._is_late else None
         if found is None or not is_safe(found.plan):
             self._keep(smallest)
             return smallest
         return found
 
-    def _first_safe(self, changes: tuple[_Change, ...], sizes: list[int]) -> _Try | None:
+    def _first_safe(self, changes: tuple[Switch, ...], sizes: list[int]) -> _Try | None:
         tried = None
         for rows in sizes:
-            if tried is not None and time.process_time() > self._until:
+            if tried is not None and self._is_late:
                 return tried
             tried = self._try(changes, rows)
             if tried is None:
@@ -224,19 +215,15 @@ class Proposer:
                 return tried
         return tried
 
-    def _try(self, changes: tuple[_Change, ...], rows: int) -> _Try | None:
+    def _try(self, changes: tuple[Switch, ...], rows: int) -> _Try | None:
         words = ", ".join((_rows(rows, self._rows // rows), *(each.words for each in changes)))
         progress.part(f"looking for what would fit: {words}")
         try:
-            run = with_flags(
-                self._run,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=self._rows // rows,
-            )
+            run = with_flags(self._run, **self._batch(rows))
             for change in changes:
                 run = change.turn(run)
             plan = self._probe(run)
-        # an error of one try that nobody foresaw must not take the plan
+        # an unexpected error of one try must not take the plan
         except Exception:  # noqa: BLE001
             traceback.print_exc()
             return None
@@ -244,28 +231,34 @@ class Proposer:
             self._failed[words] = plan
         return _Try(changes, rows, plan)
 
+    def _batch(self, rows: int) -> dict[str, object]:
+        """Return the flags for this number of rows at once."""
+        return {
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": self._rows // rows,
+        }
+
     def _keep(self, tried: _Try) -> None:
         source = source_of(self._run)
         rows, steps, plan = tried.rows, self._rows // tried.rows, tried.plan
-        words = tuple(each.words for each in tried.changes)
+        words = [each.words for each in tried.changes]
         time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
-        prices = [each.price.format(time=time) for each in tried.changes]
-        flags = [each.flags.format(length=_half(source)) for each in tried.changes]
-        if rows != self._args.per_device_train_batch_size:
-            words = (_rows(rows, steps), *words)
+        half = half_length(source)
+        prices = [each.price.format(time=time, length=half) for each in tried.changes]
+        flags = [each.flags.format(length=half) for each in tried.changes]
+        if rows != self._rows_now:
+            words.insert(0, _rows(rows, steps))
             prices.insert(0, "the same training in smaller steps")
-            flags.insert(
-                0, f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {steps}"
-            )
-        is_half = any(each.words == _HALF for each in tried.changes)
+            flags.insert(0, as_flags(self._batch(rows)))
+        is_half = switches.HALF_LENGTH in tried.changes
         self._found.append(
             Proposal(
-                changes=words,
+                changes=tuple(words),
                 price="; ".join(prices),
                 flags=" ".join(flags),
                 micro_batch=rows,
                 accumulation_steps=steps,
-                sequence_length=_half(source) if is_half else source.sequence_length,
+                sequence_length=half if is_half else source.sequence_length,
                 reserved_peak_bytes=plan.reserved_peak_bytes,
                 nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
                 margin_bytes=plan.margin_bytes or 0,
@@ -278,11 +271,7 @@ def _rows(rows: int, steps: int) -> str:
     return f"{rows} row{'s' if rows > 1 else ''} x {steps}"
 
 
-def _half(source: ConfigSource) -> int:
-    return max(1, source.sequence_length // 2)
-
-
-def _least(plan: MemoryPlan, changes: tuple[_Change, ...]) -> int:
+def _least(plan: MemoryPlan, changes: tuple[Switch, ...]) -> int:
     """Return the least that a run needs with these changes; 0 if that is unknown."""
     if not all(each.frees for each in changes):
         return 0
@@ -293,101 +282,59 @@ def _least(plan: MemoryPlan, changes: tuple[_Change, ...]) -> int:
     return sum(left.values()) + plan.context_bytes
 
 
-def _flag(words: str, price: str, frees: dict[Category, float], **flags: object) -> _Change:
-    return _Change(words, price, as_flags(flags), lambda run: with_flags(run, **flags), frees)
-
-
-def _file(words: str, price: str, name: str) -> _Change:
+def _file(words: str, price: str, name: str) -> Switch:
     path = str(configs.path(name))
-    return _Change(
-        words,
-        price,
-        f"--accelerate-config {path}",
-        lambda run: replace(run, launch_file=path),
-        {},
-    )
+    flags = f"--accelerate-config {path}"
+    return Switch(words, price, flags, lambda run: replace(run, launch_file=path))
 
 
-def _eval_rows(rows: int) -> _Change:
+def _eval_rows(rows: int) -> Switch:
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    return _flag(words, "the same metrics in more batches", {}, per_device_eval_batch_size=rows)
+    return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
 
 
-def _accumulation(steps: int) -> _Change:
+def _accumulation(steps: int) -> Switch:
     words = f"outputs to main memory after {steps} batch{'es' if steps > 1 else ''}"
-    return _flag(words, "outputs wait in main memory", {}, eval_accumulation_steps=steps)
+    return of_flags(words, "outputs wait in main memory", eval_accumulation_steps=steps)
 
 
-_CHECKPOINTING = _flag(
-    "checkpointing",
-    "each forward is computed twice, about a third more time",
-    {"activations": 1.0},
-    gradient_checkpointing=True,
-)
-_HALF = "half the length"
-
-
-def _changes(run: PlanRequest, args: Arguments, plan: MemoryPlan) -> list[_Change]:
+def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
     """Return what can be changed in this run, the least costly first."""
-    source = source_of(run)
-    found: list[_Change] = []
-    of_batch: dict[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
-    if optimizer_name(args) == "adamw_torch" and plan.moment == "optimizer step":
-        price = "the same optimizer in one kernel"
-        foreach: dict[Category, float] = {"activations": 1.0}
-        found.append(_flag("fused optimizer", price, foreach, optim="adamw_torch_fused"))
-    found.append(
-        _flag("fused loss", "needs liger-kernel", of_batch, use_liger_kernel=True),
-    )
-    if "8bit" not in optimizer_name(args):
-        price = "optimizer states in 8 bits, needs bitsandbytes"
-        states: dict[Category, float] = {"optimizer states": 0.75}
-        found.append(_flag("8-bit optimizer", price, states, optim="adamw_bnb_8bit"))
+    source, optimizer = source_of(run), text_of(args.optim)
+    found = []
+    if optimizer == "adamw_torch" and plan.moment == "optimizer step":
+        found.append(switches.FUSED_OPTIMIZER)
+    found.append(switches.FUSED_LOSS)
+    if "8bit" not in optimizer:
+        found.append(switches.EIGHT_BIT_OPTIMIZER)
     if source.sequence_length > 1:
-        price = f"rows are cut at {_half(source)} tokens"
-        found.append(_Change(_HALF, price, "--seq-length {length}", half_as_long, of_batch))
-    if run.launch_file is None and not args.deepspeed and not args.fsdp:
+        found.append(switches.HALF_LENGTH)
+    if _is_alone(run, args):
         if run.num_gpus > 1:
-            spread = "more traffic between the cards"
-            found.append(_file("ZeRO-3", spread, "zero3"))
-            found.append(
-                _file(
-                    "ZeRO-3 with offload",
-                    "states in main memory, slower steps",
-                    "zero3_offload_all",
-                )
-            )
+            found.append(_file("ZeRO-3", "more traffic between the cards", "zero3"))
+            price = "states in main memory, slower steps"
+            found.append(_file("ZeRO-3 with offload", price, "zero3_offload_all"))
         elif source.peft is None:
             price = "states and weights in main memory, slower steps"
             found.append(_file("offload", price, "one_gpu_7b_offload"))
-    return [*found[:2], *_adapters(run, args, of_batch), *found[2:]]
+    return [*found[:2], *_adapters(run, args), *found[2:]]
 
 
-def _adapters(run: PlanRequest, args: Arguments, of_batch: dict[Category, float]) -> list[_Change]:
+def _is_alone(run: PlanRequest, args: HfArguments) -> bool:
+    return run.launch_file is None and not args.deepspeed and not args.fsdp
+
+
+def _adapters(run: PlanRequest, args: HfArguments) -> list[Switch]:
     """Return the ways to train an adapter: on the base as it is, streamed, or in 4 bits."""
-    source, found = source_of(run), []
-    is_alone = run.launch_file is None and not args.deepspeed and not args.fsdp
-    if source.peft is not None and run.resident_layers is None and is_alone:
-        price = "the same training; the base comes over the bus, {time}"
-        most: dict[Category, float] = {"frozen weights": 1.0}
-        found.append(_Change("base streamed", price, STREAM, with_base_streamed, most))
-    states: dict[Category, float] = {**of_batch, "gradients": 1.0, "optimizer states": 1.0}
-    if source.peft is None:
-        price = "trains an adapter and not the weights"
-        found.append(_Change("LoRA", price, LORA, with_adapter, states))
-    is_whole = source.quantisation is None and "quantization_config" not in source.config
-    if not is_whole and source.peft is not None and source.prepares_kbit and source.trainer is None:
-        price = "what is not quantised computes in 16 bits, the norms too"
-        halves: dict[Category, float] = {**of_batch, "frozen weights": 0.5}
-        found.insert(
-            0, _Change("no preparation by PEFT", price, NOT_PREPARED, not_prepared, halves)
-        )
-    if is_whole and is_alone:
-        price = "the base is rounded to 4 bits, needs bitsandbytes"
-        words, flags = "base in 4 bits", IN_4_BITS
-        if source.peft is None:
-            price = f"trains an adapter and not the weights; {price}"
-            words, flags = "QLoRA", f"{LORA} {flags}"
-        frees: dict[Category, float] = {**states, "weights": 0.75, "frozen weights": 0.75}
-        found.append(_Change(words, price, flags, with_base_in_4_bits, frees))
+    source, has_adapter = source_of(run), source_of(run).peft is not None
+    is_quantised = source.quantisation is not None or "quantization_config" in source.config
+    found = []
+    if has_adapter and is_quantised and source.prepares_kbit and source.trainer is None:
+        found.append(switches.UNPREPARED)
+    if has_adapter and run.resident_layers is None and _is_alone(run, args):
+        found.append(switches.STREAMED_BASE)
+    if not has_adapter:
+        found.append(switches.ADAPTER)
+    if not is_quantised and _is_alone(run, args):
+        found.append(switches.BASE_IN_4_BITS if has_adapter else switches.QLORA)
     return found

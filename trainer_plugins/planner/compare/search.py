@@ -13,6 +13,7 @@ from typing import Any
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.lines import (
     AS_GIVEN,
     ON_MANY,
@@ -23,15 +24,15 @@ from trainer_plugins.planner.compare.lines import (
     SearchRequest,
     SearchResult,
 )
-from trainer_plugins.planner.compare.margin import grown, is_safe, margin_bytes
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
+from trainer_plugins.planner.kind import cards_of_a_row, sizes_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.sharded.strategies import cards_of_a_row
+from trainer_plugins.planner.tried import is_safe, margin_bytes
 
 _CARDS_OF_A_MACHINE = 8
 _CERTAINLY = 1.1
-"""A candidate is not probed if it seems to need so many times what the card has."""
+"""A candidate is not probed if it seems to need this many times what the card has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def search(
         best_plan=best[1] if best else None,
         refused=tuple((way.name, str(error)) for way, error in searched.refused.items()),
         not_tried=tuple(searched.not_tried.items()),
-        effective_batch=rows * run.num_gpus // cards_of_a_row(run, args),
+        effective_batch=rows * run.num_gpus // cards_of_a_row(sizes_of(run, args)),
         num_gpus=run.num_gpus,
         gpu=card.name,
         capacity_bytes=card.capacity_bytes,

@@ -1,22 +1,13 @@
 """Change a run that was described by a config and flags, in one respect each."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins import advice
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.planner.plan import Category, PlanError
 from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
-
-LORA = "--lora-r 16 --lora-target all-linear"
-"""The flags for what `with_adapter` does."""
-
-IN_4_BITS = "--load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16"
-"""The flags for what `with_base_in_4_bits` does."""
-
-STREAM = f"--stream-base {RESIDENT_LAYERS}"
-"""The flag for what `with_base_streamed` does."""
-
-NOT_PREPARED = "--no-prepare-kbit"
-"""The flag for what `not_prepared` does."""
 
 _NF4 = {
     "load_in_4bit": True,
@@ -24,6 +15,18 @@ _NF4 = {
     "bnb_4bit_compute_dtype": "bfloat16",
 }
 _LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Describes one thing to change in a run, besides its rows."""
+
+    words: str  # what a proposal calls it
+    price: str  # what it costs; `{time}` stands for the time that copies take
+    flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
+    turn: Callable[[PlanRequest], PlanRequest]
+    frees: Mapping[Category, float] = field(default_factory=dict)
+    """How much of each category it can free at most, as a fraction; empty if that is unknown."""
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -40,8 +43,26 @@ def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
 
 
+def of_flags(words: str, price: str, **changed: object) -> Switch:
+    """Make a switch that changes TrainingArguments."""
+    return Switch(words, price, as_flags(changed), lambda run: with_flags(run, **changed))
+
+
+def _of_training(
+    words: str, advised: Advice, frees: Mapping[Category, float], price: str = ""
+) -> Switch:
+    """Make the switch of a remedy that is a flag of TrainingArguments."""
+    flags = advised.flag(Door.TRAINER)
+    changed = flags_in(flags)
+
+    def turn(run: PlanRequest) -> PlanRequest:
+        return with_flags(run, **changed)
+
+    return Switch(words, price or advised.price, flags, turn, frees)
+
+
 def with_adapter(run: PlanRequest) -> PlanRequest:
-    """Train LoRA adapters in place of the weights.
+    """Train LoRA adapters instead of the weights.
 
     Raises:
         PlanError: the run already trains an adapter.
@@ -64,7 +85,7 @@ def not_prepared(run: PlanRequest) -> PlanRequest:
 
 
 def with_base_streamed(run: PlanRequest) -> PlanRequest:
-    """Keep the frozen base in main memory, but for a few layers.
+    """Keep the frozen base in main memory, except for a few layers.
 
     Raises:
         PlanError: the run already does so, or trains all its weights.
@@ -72,7 +93,9 @@ def with_base_streamed(run: PlanRequest) -> PlanRequest:
     if run.resident_layers is not None:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
-        raise PlanError("this run trains all its weights, and a frozen base is streamed: see lora")
+        raise PlanError(
+            "this run trains all its weights, and only a frozen base is streamed: see lora"
+        )
     return replace(run, resident_layers=RESIDENT_LAYERS)
 
 
@@ -80,17 +103,75 @@ def half_as_long(run: PlanRequest) -> PlanRequest:
     """Cut rows and labels at half of their length."""
     source = source_of(run)
     target = source.target_length
-    return replace(
-        run,
-        source=replace(
-            source,
-            sequence_length=max(1, source.sequence_length // 2),
-            target_length=max(1, target // 2) if target is not None else None,
-        ),
+    halved = replace(
+        source,
+        sequence_length=half_length(source),
+        target_length=max(1, target // 2) if target is not None else None,
     )
+    return replace(run, source=halved)
+
+
+def half_length(source: ConfigSource) -> int:
+    """Return half of the length of rows."""
+    return max(1, source.sequence_length // 2)
 
 
 def source_of(run: PlanRequest) -> ConfigSource:
     """Return the config and the flags of a run that has them."""
     assert isinstance(run.source, ConfigSource)
     return run.source
+
+
+_OF_A_BATCH: Mapping[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
+_OF_WEIGHTS: Mapping[Category, float] = {
+    **_OF_A_BATCH,
+    "gradients": 1.0,
+    "optimizer states": 1.0,
+}
+"""What an adapter can free, which has few weights to train."""
+
+CHECKPOINTING = _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 1.0})
+FUSED_OPTIMIZER = _of_training(
+    "fused optimizer", advice.FUSED_ADAMW, {"activations": 1.0}, "the same optimizer in one kernel"
+)
+EIGHT_BIT_OPTIMIZER = _of_training(
+    "8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.75}
+)
+FUSED_LOSS = _of_training("fused loss", advice.LIGER, _OF_A_BATCH)
+HALF_LENGTH = Switch(
+    "half the length",
+    "rows are cut at {length} tokens",
+    advice.SHORTER_ROWS.flag(Door.PLAN, length="{length}"),
+    half_as_long,
+    _OF_A_BATCH,
+)
+ADAPTER = Switch(
+    "LoRA", advice.ADAPTER.price, advice.ADAPTER.flag(Door.PLAN), with_adapter, _OF_WEIGHTS
+)
+STREAMED_BASE = Switch(
+    "base streamed",
+    "the same training; the base comes over the bus, {time}",
+    advice.STREAM_BASE.flag(Door.PLAN, layers=RESIDENT_LAYERS),
+    with_base_streamed,
+    {"frozen weights": 1.0},
+)
+BASE_IN_4_BITS = Switch(
+    "base in 4 bits",
+    "the base is rounded to 4 bits, needs bitsandbytes",
+    advice.FOUR_BITS.flag(Door.PLAN),
+    with_base_in_4_bits,
+    {**_OF_WEIGHTS, "weights": 0.75, "frozen weights": 0.75},
+)
+QLORA = replace(
+    BASE_IN_4_BITS,
+    words="QLoRA",
+    price=advice.FOUR_BITS.price,
+    flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",
+)
+UNPREPARED = Switch(
+    "no preparation by PEFT",
+    "what is not quantised computes in 16 bits, the norms too",
+    advice.UNPREPARED.flag(Door.PLAN),
+    not_prepared,
+    {**_OF_A_BATCH, "frozen weights": 0.5},
+)

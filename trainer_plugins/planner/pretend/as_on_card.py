@@ -1,62 +1,56 @@
 """Let tensors without bytes behave as on the card. Imports torch and transformers.
 
-Without these patches, a run on fake tensors ends well and gives wrong numbers. Each patch has a
+Without these patches, a run on fake tensors succeeds and gives wrong numbers. Each patch has a
 function that says why it is needed. `in_world` installs all of them, and removes them afterwards.
 """
 
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.pretend import attention, flash_attn, speech, streams
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.pretend import attention, cuda
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
+
+ANY_CARD = Card(name="any card", capacity_bytes=80 * GIB)
+"""Stands for the card of a run that names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Describes the card and the batches that are simulated."""
 
-    device: str
-    """The type of device: `cuda`, or `simgpu` if that is this process's accelerator."""
-
-    capability: tuple[int, int] = (9, 0)
-    """The compute capability of the card, which decides about kernels."""
-
-    memory_bytes: int = 80 * GIB
-    """The memory of the card, as a program is told that asks for it."""
-
-    num_cards: int = 1
-    """How many such cards the process has."""
-
-    num_multiprocessors: int = 132
-    """How many programs of a kernel run at once on the card."""
-
+    device: str  # the type of device: `cuda`, or `simgpu` if that is this process's accelerator
+    card: Card = ANY_CARD
+    num_cards: int = 1  # how many such cards the process has
     has_padding: bool = False
     """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
 
     packed_sequences: int = 0
-    """How many sequences are packed into the rows, told apart by position ids. 0: a row is one.
-    If rows are packed, masks are kept too."""
+    """How many sequences are packed into the rows, which only position ids separate; 0: a row is
+    one. If rows are packed, masks are kept too."""
+
+    has_flash_attn: bool = True  # whether the run may call the package flash-attn
 
 
 @contextlib.contextmanager
 def in_world(world: World) -> Iterator[Tracker]:
     """Make every tensor inside the block fake, and let the tracker see every storage."""
     on_cuda = world.device == "cuda"
-    tracker = Tracker(
-        world.device, KernelRules(world.capability) if on_cuda else None, world.has_padding
-    )
-    patches = Patches()
-    try:
+    rules = KernelRules(world.card.capability) if on_cuda else None
+    tracker = Tracker(world.device, rules, world.has_padding)
+    with Patches() as patches:
         _data_can_be_set(patches)
         _copies_are_of_this_world(patches)
         _values_are_of_this_world(patches)
@@ -71,24 +65,30 @@ def in_world(world: World) -> Iterator[Tracker]:
         _lists_have_one_value(patches, tracker)
         _lists_become_tensors(patches)
         _predictions_become_arrays(patches)
-        speech.stand_in(patches, tracker, on_cuda)
+        _ctc_losses_need_no_values(patches, tracker, on_cuda)
+        _no_layer_is_left_out(patches)
         if on_cuda:
-            _cuda_answers(patches, tracker, world)
-            _one_kernel_each(patches)
+            cuda.answer(patches, tracker, world.card, world.num_cards)
         patches.wrap(torch.accelerator, "empty_cache", lambda original: tracker.emptied())
         tracker.not_watched = tuple(patches.missing)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, tracker:
             tracker.fake_mode = fake_mode
             yield tracker
-    finally:
-        patches.close()
+
+
+def forget_accelerate() -> None:
+    """Reset accelerate's state: a process has one, and each prediction is another run."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
 
 
 def _values_are_of_this_world(patches: Patches) -> None:
-    """Let `torch.tensor(1.0, device=...)` make a fake tensor in a backward too.
+    """Let `torch.tensor(1.0, device=...)` make a fake tensor in the thread of a backward too.
 
     It makes a tensor on the host, and moves it before FakeTensorMode sees it, unless the thread was
-    told not to. FakeTensorMode tells its own thread; a backward for a card runs in another.
+    configured otherwise; FakeTensorMode does that only for its own thread.
     """
 
     def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -111,9 +111,7 @@ def _modules_can_be_moved(patches: Patches) -> None:
         fn: Callable[[torch.Tensor], torch.Tensor],
         recurse: bool = True,
     ) -> torch.nn.Module:
-        if not any(
-            isinstance(tensor, FakeTensor) for tensor in (*self.parameters(), *self.buffers())
-        ):
+        if not any(isinstance(each, FakeTensor) for each in (*self.parameters(), *self.buffers())):
             return original(self, fn, recurse)
         if recurse:
             for child in self.children():
@@ -139,7 +137,7 @@ def _modules_can_be_moved(patches: Patches) -> None:
 def _data_can_be_set(patches: Patches) -> None:
     """Let `tensor.data = other` change what a fake tensor keeps for itself: its device, its value.
 
-    It has a value as in `torch.tensor(0.8)`, from which torch computes on the host.
+    A fake tensor has a value if it was made as in `torch.tensor(0.8)`; torch computes from it.
     """
     data: Any = torch.Tensor.data
 
@@ -169,25 +167,27 @@ def _optimizers_take_lists(patches: Patches) -> None:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
         if hasattr(module, "_foreach_supported_types"):
-            patches.set(
-                module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor]
-            )
+            kinds = [*module._foreach_supported_types, FakeTensor]
+            patches.set(module, "_foreach_supported_types", kinds)
 
 
 def _attention_as_on_the_card(patches: Patches, world: World) -> None:
     chosen: Callable[..., torch.Tensor] = attention.simgpu_attention
     if world.device == "cuda":
-        chosen = functools.partial(attention.cuda_attention, capability=world.capability)
-        flash_attn.stand_in(patches, world.capability, world.packed_sequences)
+        chosen = functools.partial(attention.cuda_attention, capability=world.card.capability)
     # context parallelism replaces it by its name
     named = functools.update_wrapper(chosen, torch.nn.functional.scaled_dot_product_attention)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", named)
+    if world.device == "cuda" and world.has_flash_attn:
+        from trainer_plugins.planner.pretend import flash_attn
+
+        flash_attn.stand_in(patches, world.card.capability, world.packed_sequences)
 
 
 def _no_tracing_path(patches: Patches) -> None:
     """Let transformers take fake tensors for real ones.
 
-    It believes that a graph is being traced otherwise: it then makes every mask, and avoids flash.
+    Otherwise it believes that a graph is being traced: it then makes every mask, and avoids flash.
     """
     import transformers.utils.import_utils as module
 
@@ -198,9 +198,8 @@ def _no_tracing_path(patches: Patches) -> None:
 def _masks(patches: Patches, tracker: Tracker, world: World) -> None:
     """Answer questions about masks without values.
 
-    transformers drops a mask that is all ones. The tracker answers `mask.all()`; `fast_all` is the
-    other way to ask, of transformers 5. Whether the positions of a row begin anew in its middle is
-    asked by `all` too.
+    transformers drops a mask that is all ones. It asks by `mask.all()`, which the tracker answers,
+    or by `fast_all`. Whether positions restart inside a row is asked by `all` too.
     """
     import transformers.masking_utils as module
 
@@ -221,7 +220,7 @@ def _masks(patches: Patches, tracker: Tracker, world: World) -> None:
 
 
 def _resized_storages_are_seen(patches: Patches, tracker: Tracker) -> None:
-    """Tell the tracker of `resize_`, by which FSDP takes and frees memory: it is not dispatched."""
+    """Tell the tracker of `resize_`, with which FSDP takes and frees memory: it is no operation."""
 
     def resize_(
         original: Callable[..., object], storage: torch.UntypedStorage, num_bytes: int
@@ -234,11 +233,8 @@ def _resized_storages_are_seen(patches: Patches, tracker: Tracker) -> None:
 
 
 def _shapes_of_dtensor_are_not(patches: Patches, tracker: Tracker) -> None:
-    """Do not count the fake tensors of whole size with which DTensor infers shapes."""
-    try:
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    except ImportError:
-        return
+    """Do not count the fake tensors of full size with which DTensor infers shapes."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     def paused(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         tracker.paused = True
@@ -292,9 +288,8 @@ def _lists_become_tensors(patches: Patches) -> None:
 def _predictions_become_arrays(patches: Patches) -> None:
     """Let evaluation turn predictions into numpy arrays of their shape that share one element.
 
-    Each holds a fake tensor of the main memory that a real array takes, also when they are joined.
+    Each array, also a joined one, holds a fake tensor of the main memory that a real array takes.
     """
-    import numpy
     from transformers import trainer, trainer_pt_utils
 
     class Array(numpy.ndarray[Any, Any]):
@@ -315,9 +310,7 @@ def _predictions_become_arrays(patches: Patches) -> None:
         if isinstance(tensors, dict):
             return type(tensors)({name: numpify(each) for name, each in tensors.items()})
         on_host = tensors.cpu()
-        if on_host.dtype == torch.bfloat16:
-            on_host = on_host.to(torch.float32)
-        return array(on_host)
+        return array(on_host.to(torch.float32) if on_host.dtype == torch.bfloat16 else on_host)
 
     def join(one: Any, other: Any, padding_index: int = -100) -> Any:
         one, other = numpy.atleast_1d(one), numpy.atleast_1d(other)
@@ -331,71 +324,24 @@ def _predictions_become_arrays(patches: Patches) -> None:
             patches.set(module, "nested_numpify", numpify)
 
 
-def _one_kernel_each(patches: Patches) -> None:
-    """Let the backward of SiLU and Mish allocate its result alone, as their CUDA kernels do.
+def _ctc_losses_need_no_values(patches: Patches, tracker: Tracker, on_cuda: bool) -> None:
+    """Let a CTC loss be counted, although the lengths of labels have no values."""
 
-    A build without CUDA has no such kernels, and takes them apart into six operations
-    (native_functions.yaml: CompositeImplicitAutograd beside CPU and CUDA).
+    def ctc_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        from trainer_plugins.planner.pretend import speech
+
+        return speech.CtcLoss(tracker, on_cuda)(*args, **kwargs)
+
+    patches.set(torch, "ctc_loss", ctc_loss)
+
+
+def _no_layer_is_left_out(patches: Patches) -> None:
+    """Let LayerDrop, which draws by numpy, keep every layer: draw the highest number.
+
+    If torch draws, the tracker answers that its number is not less than another.
     """
-    for name in ("silu_backward", "mish_backward"):
-        library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")
 
+    def highest(original: Callable[..., object], size: Any = None) -> object:
+        return original(size) if size is not None else math.nextafter(1.0, 0.0)
 
-def _cuda_answers(patches: Patches, tracker: Tracker, world: World) -> None:
-    """Answer what programs ask torch.cuda before and between steps."""
-    import transformers
-
-    class Properties:
-        name = "a card that is not there"
-        major, minor = world.capability
-        total_memory = world.memory_bytes
-        multi_processor_count = world.num_multiprocessors
-        gcnArchName = ""  # noqa: N815 - torch's name
-        uuid = "00000000-0000-0000-0000-000000000000"
-
-    def allocated(device: Any = None) -> int:
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index
-        return tracker.allocated_bytes[index or 0]
-
-    answers: dict[str, object] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: world.num_cards,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "device": contextlib.nullcontext,  # as in `with torch.cuda.device(0):`
-        "get_device_capability": lambda device=None: world.capability,
-        "get_device_properties": lambda device=None: Properties,
-        "get_device_name": lambda device=None: Properties.name,
-        "is_bf16_supported": lambda including_emulation=True: world.capability >= (8, 0),
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "is_current_stream_capturing": lambda: False,
-        "empty_cache": tracker.emptied,
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
-        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),
-        "get_rng_state_all": list,
-        "set_rng_state": lambda state, device="cuda": None,
-        "set_rng_state_all": lambda states: None,
-        "mem_get_info": lambda device=None: (
-            world.memory_bytes - allocated(device),
-            world.memory_bytes,
-        ),
-        "memory_allocated": allocated,
-        "max_memory_allocated": allocated,
-        "memory_reserved": allocated,
-        "max_memory_reserved": allocated,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": lambda device=None: {},
-        **streams.answers(tracker),
-    }
-    for name, answer in answers.items():
-        patches.set(torch.cuda, name, answer)
-    patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    # transformers asks the build of torch too, which may have no CUDA
-    has_tf32 = world.capability >= (8, 0)
-    patches.set(transformers.training_args, "is_torch_tf32_available", lambda: has_tf32)
-    # FakeTensorMode would initialise CUDA to learn the number of the current device.
-    patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
+    patches.wrap(numpy.random, "random", highest)

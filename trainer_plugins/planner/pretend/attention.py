@@ -1,4 +1,4 @@
-"""Choose the attention kernel that a card would take. Imports torch.
+"""Compute attention by the kernel that a card would take. Imports torch.
 
 Without a card, torch always takes the kernel that stores all scores.
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from trainer_plugins.planner.kernels import attention_kernel
+from trainer_plugins.planner.cards import attention_kernel
 
 aten = torch.ops.aten
 
@@ -50,17 +50,15 @@ def cuda_attention(
     )
     result: torch.Tensor
     if kernel == "flash":
-        given_scale = scale if scale is not None else size**-0.5
+        scale = scale if scale is not None else size**-0.5
         if missing := -size % 8:
-            query, key, value = (
-                functional.pad(tensor, (0, missing)) for tensor in (query, key, value)
-            )
+            query, key, value = (functional.pad(each, (0, missing)) for each in (query, key, value))
         result = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=given_scale
+            query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
     elif kernel == "memory-efficient":
         attn_mask = _aligned(attn_mask, (*query.shape[:3], key.shape[2]))
-        trains = _needs_gradient(query, key, value)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         result = aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
         )[0]
@@ -84,7 +82,7 @@ def simgpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention as the simulated card does, by the CPU's choice of a kernel.
+    """Compute attention as the simulated card does: by the kernel that the CPU chooses.
 
     The CPU's flash kernel has no dropout, and takes no mask that needs a gradient. In these cases
     all scores are stored (testing/simgpu/attention.h).
@@ -93,16 +91,16 @@ def simgpu_attention(
         query, key, value, attn_mask = _in_autocast("simgpu", query, key, value, attn_mask)
     needs_scores = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
     attn_mask = _added(attn_mask, query.dtype)
-    result: torch.Tensor
+    result: tuple[torch.Tensor, ...]
     if needs_scores:
         result = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        )
     else:
         result = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    return result
+        )
+    return result[0]
 
 
 def _in_autocast(
@@ -117,28 +115,17 @@ def _in_autocast(
 
 
 def _added(mask: _Mask, dtype: torch.dtype) -> _Mask:
-    """Turn a bool mask into numbers to add.
-
-    They are made once a layer, and kept for the backward: transformers/attention.cpp,
-    convert_boolean_attn_mask.
-    """
+    """Turn a bool mask into numbers to add: attention.cpp, convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
 def _aligned(mask: _Mask, shape: tuple[int, ...]) -> _Mask:
-    """Expand a mask to a shape; its rows begin at multiples of 16 elements.
-
-    transformers/attention.cpp, pad_bias.
-    """
+    """Expand a mask; its rows begin at multiples of 16 elements: attention.cpp, pad_bias."""
     if mask is None:
         return None
     length = mask.shape[-1]
     missing = -length % _MASK_ALIGNMENT
     padded = functional.pad(mask, (0, missing))[..., :length] if missing else mask
     return padded.expand(*shape)
-
-
-def _needs_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

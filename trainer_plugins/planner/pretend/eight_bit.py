@@ -1,10 +1,8 @@
 """Allocate what the optimizers of bitsandbytes allocate, without the package and its kernels.
 
-Imports torch.
-
 The sizes are from bitsandbytes 0.50.2, optim/optimizer.py (Optimizer1State, Optimizer2State) and
 optim/ademamix.py. The kernels that update a parameter get only its states, and take nothing from
-the allocator.
+the allocator. Imports torch.
 """
 
 from collections.abc import Iterable
@@ -13,13 +11,40 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.trainer import TrainerLike, optimizer_name
+from trainer_plugins.hf_trainer import HfTrainer
 
 _BLOCK = 256
 """Elements that share a scale in 8 bits; also the number of values that 8 bits can hold."""
 
 _FEWEST_IN_8_BITS = 4096  # min_8bit_size: a smaller parameter has its states in float32
 _FEWEST_PAGED = 100_000  # get_state_buffer: a smaller parameter is not paged
+
+OPTIMIZERS = (
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+)
+"""The optimizers of bitsandbytes that TrainingArguments can name.
+
+transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer.
+"""
+
+PAGED = (
+    "states of a paged optimizer are in CUDA's managed memory, which torch's allocator does not "
+    "see: they are counted in main memory; on the card they take what is free"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,62 +57,38 @@ class DeclaredStates:
     """For each state, how many copies share a scale and a map: AdEMAMix has two averages in one."""
 
 
-def _declared(name: str) -> DeclaredStates:
-    copies = (2, 1) if "ademamix" in name else (1, 1) if "adamw" in name else (1,)
+def states_of(name: str) -> DeclaredStates:
+    """Return what an optimizer keeps, by its name in `OPTIMIZERS`."""
+    copies: tuple[int, ...] = (1,)
+    if "ademamix" in name:
+        copies = (2, 1)
+    elif "adamw" in name:
+        copies = (1, 1)
     return DeclaredStates(bits=8 if "8bit" in name else 32, is_paged="paged" in name, copies=copies)
 
 
-OPTIMIZERS = {
-    name: _declared(name)
-    for name in (
-        *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-        *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
-        *("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"),
-        *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-    )
-}
-"""The optimizers of bitsandbytes that TrainingArguments can name, and what each keeps.
-
-transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer.
-"""
-
-PAGED = (
-    "states of a paged optimizer are in CUDA's managed memory, which torch's allocator does not "
-    "see: they are counted in main memory; on the card they take what is free"
-)
-
-
-def stand_in(trainer: TrainerLike) -> DeclaredStates | None:
+def stand_in(trainer: HfTrainer, name: str) -> DeclaredStates | None:
     """Replace an optimizer of bitsandbytes in the Trainer's arguments by one with the same states.
 
-    Returns what the optimizer keeps; None if the arguments name none of bitsandbytes.
+    Returns what it keeps; None if the Trainer was given another optimizer.
     """
-    declared = OPTIMIZERS.get(optimizer_name(trainer.args))
-    if (
-        declared is None
-        or trainer.optimizer is not None
-        or trainer.optimizer_cls_and_kwargs is not None
-    ):
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return None
-    embeddings = [
-        module for module in trainer.model.modules() if isinstance(module, torch.nn.Embedding)
-    ]
+    declared = states_of(name)
+    modules = trainer.model.modules()
+    embeddings = [module for module in modules if isinstance(module, torch.nn.Embedding)]
     trainer.optimizer_cls_and_kwargs = (
-        _StandIn,
+        StandIn,
         {"lr": trainer.args.learning_rate, "declared": declared, "embeddings": embeddings},
     )
     return declared
 
 
-class _StandIn(torch.optim.Optimizer):
+class StandIn(torch.optim.Optimizer):
     """Allocates the states of an optimizer of bitsandbytes, and updates nothing.
 
-    Args:
-        params: the parameters, as any optimizer takes them.
-        lr: the learning rate, which the scheduler needs.
-        declared: what the optimizer keeps.
-        embeddings: modules whose weights get states of 32 bits, as transformers tells bitsandbytes
-            (Trainer.create_optimizer).
+    Embeddings are modules whose weights get states of 32 bits, as transformers configures it
+    (Trainer.create_optimizer).
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class _StandIn(torch.optim.Optimizer):
 
     def _begin(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         is_paged = self._declared.is_paged and parameter.numel() >= _FEWEST_PAGED
+        # to torch, managed memory belongs to the host
+        device = torch.device("cpu") if is_paged else parameter.device
         for number, copies in enumerate(self._declared.copies, start=1):
             shape = (copies, *parameter.shape) if copies > 1 else parameter.shape
-            # to torch, managed memory belongs to the host
-            device = torch.device("cpu") if is_paged else parameter.device
             self.state[parameter][f"state{number}"] = torch.zeros(shape, dtype=dtype, device=device)
 
     def _begin_in_8_bits(self, parameter: torch.Tensor) -> None:
@@ -144,6 +145,5 @@ class _StandIn(torch.optim.Optimizer):
         self._maps.clear()  # a process that resumes has no maps yet
         for number, states in state_dict["state"].items():
             device = parameters[number].device
-            self.state[parameters[number]] = {
-                name: value.to(device) for name, value in states.items()
-            }
+            moved = {name: value.to(device) for name, value in states.items()}
+            self.state[parameters[number]] = moved

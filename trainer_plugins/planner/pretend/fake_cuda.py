@@ -1,6 +1,4 @@
-"""Let fake tensors on a CUDA device have gradients without a card, in this process and for good.
-
-Imports torch.
+"""Let fake tensors on a CUDA device have gradients without a card, permanently in this process.
 
 Stock torch cannot do that: autograd asks the device's guard and CUDA's hooks. A build without CUDA
 ends the process at the first backward, and a build with CUDA and no card refuses it.
@@ -8,7 +6,8 @@ ends the process at the first backward, and a build with CUDA and no card refuse
 Without a compiler, `_by_hand` installs the same answers from Python, by the order of virtual
 functions. The headers of a torch fix that order, but nothing promises it.
 
-Call this in a subprocess, before its first backward: autograd counts its devices once.
+Call this in a subprocess, before its first backward: autograd counts its devices once. Imports
+torch.
 """
 
 import ctypes
@@ -37,9 +36,7 @@ class NoFakeCuda(RuntimeError):  # noqa: N818 - says a state
 
 
 def install() -> str:
-    """Install the fake device, and prove it by a backward pass.
-
-    Returns how it was installed: `compiled` or `by hand`.
+    """Install the fake device, and prove it by a backward pass; return `compiled` or `by hand`.
 
     Raises:
         NoFakeCuda: neither way works with this torch, or there is no compiler.
@@ -49,15 +46,9 @@ def install() -> str:
         try:
             way()
             break
-        except (
-            OSError,
-            AttributeError,
-            RuntimeError,
-            ValueError,
-        ) as error:
-            refusals.append(
-                f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
+        except (OSError, AttributeError, RuntimeError, ValueError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            refusals.append(f"{name}: {why}")
     else:
         raise NoFakeCuda(
             f"torch {torch.__version__} does not take a fake CUDA device ({'; '.join(refusals)}): "
@@ -85,17 +76,13 @@ def _prove() -> None:
 
 
 def _compiled() -> None:
-    library = ctypes.CDLL(str(_built()))
-    library.trainer_plugins_fake_cuda()
-
-
-def _built() -> Path:
     compiler = cpp_compiler()
     if compiler is None or platform.system() != "Linux":
         raise OSError("no C++ compiler")
     digest = fingerprint(torch.__version__, _SOURCE.read_bytes())
-    library = cache_folder() / f"fake_cuda-torch{torch.__version__}-{digest}.so"
-    return compiled_once(library, torch_library_command(compiler, _SOURCE), _TIMEOUT_SECONDS)
+    file = cache_folder() / f"fake_cuda-torch{torch.__version__}-{digest}.so"
+    compiled_once(file, torch_library_command(compiler, _SOURCE), _TIMEOUT_SECONDS)
+    ctypes.CDLL(str(file)).trainer_plugins_fake_cuda()
 
 
 # Numbers of virtual functions in the headers of torch 2.9 to 2.13, after the two of the destructor.
@@ -142,6 +129,6 @@ def _by_hand() -> None:
 
 
 def _leak(*objects: object) -> None:
-    """Keep objects for good: static objects of C++ use them after the interpreter has ended."""
+    """Keep objects permanently: static C++ objects use them after the interpreter has ended."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,6 +1,6 @@
-"""Let the package flash-attn be there without its kernels: FlashAttention 2, as models call it.
+"""Stand in for the package flash-attn: FlashAttention 2 as models call it, without its kernels.
 
-What it keeps for the backward and what it makes while it runs is that of version 2.8.3, by
+What it keeps for the backward, and what it makes while it runs, is that of version 2.8.3:
 flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention.
 Imports torch.
 """
@@ -21,13 +21,7 @@ _Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 def stand_in(patches: Patches, capability: tuple[int, int], packed_sequences: int) -> None:
-    """Let transformers find the package, and its functions do what they do on a card.
-
-    Args:
-        patches: by which all is replaced.
-        capability: of the card.
-        packed_sequences: how many sequences a batch has, if position ids tell them apart; or 0.
-    """
+    """Let transformers find the package, and let its functions do what they do on a card."""
     from transformers import modeling_flash_attention_utils as module
 
     compatible = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
@@ -50,7 +44,7 @@ def stand_in(patches: Patches, capability: tuple[int, int], packed_sequences: in
 
 
 def _as_packed(positions: torch.Tensor, num_sequences: int) -> tuple[tuple[Any, Any], ...]:
-    """Return where sequences begin and the longest, as transformers finds them by values."""
+    """Return where sequences begin and the longest length, which transformers reads from values."""
     begins = positions.new_empty(num_sequences + 1, dtype=torch.int32)
     return (begins, begins), (positions.shape[-1], positions.shape[-1])
 
@@ -129,21 +123,15 @@ def _attended(
 ) -> torch.Tensor:
     """Return the output of the kernel.
 
-    Args:
-        capability: of the card.
-        query: rows x length x heads x size; without the rows, one after the other, with `begins`.
-        key: the same, maybe of fewer heads.
-        value: the same.
-        begins: where each sequence begins, and the end.
+    A query has rows x length x heads x size. With `begins`, which has the place where each sequence
+    begins and the end, its rows follow each other in one dimension. Keys may have fewer heads.
     """
     if capability < _AMPERE:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, begins
-    )
-    return result
+    made: torch.Tensor = _Attention.apply(query, key, value, begins)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _Attention(torch.autograd.Function):

@@ -1,7 +1,6 @@
-"""Run the optimizers of other packages by their own Python, on tensors without bytes.
+"""Run the optimizers of other packages by their own code, on tensors without bytes.
 
-They are Python around torch's operations, so that Python says what they keep and what a step
-takes.
+They are Python around torch's operations, so their code shows what they keep and what a step takes.
 """
 
 import importlib
@@ -31,22 +30,16 @@ See transformers/trainer_optimizer.py.
 
 
 def let_it_be_imported(optimizer: str, settings: str) -> None:
-    """Let the package of an optimizer be imported in this process, for good.
-
-    Args:
-        optimizer: its name in TrainingArguments; others than those of `PACKAGES` need nothing.
-        settings: `optim_args` of TrainingArguments.
+    """Let the package of one of `PACKAGES` be imported; `settings` is `optim_args`.
 
     Raises:
         NotPredicted: the package is not installed, or it is asked for singular values.
     """
-    if optimizer not in PACKAGES:
-        return
     module, package = PACKAGES[optimizer]
     if importlib.util.find_spec(module) is None:
         raise NotPredicted(
-            f"the optimizer {optimizer} without its code, which says what it takes: pip install "
-            f"--no-deps {package} (to plan it, a card is not needed)"
+            f"the optimizer {optimizer} without its code, which the plan runs: pip install "
+            f"--no-deps {package} (a plan needs no card)"
         )
     if optimizer.startswith("apollo"):
         if "svd" in settings:
@@ -62,12 +55,12 @@ def _numbers(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Make what APOLLO's `stable_randn` does, without a generator, which a card would have."""
+    """Make what APOLLO's `stable_randn` makes, without a generator, which only a card has."""
     return torch.randn(shape, device=device, dtype=dtype)
 
 
 def _let_bitsandbytes_be_imported() -> None:
-    """Stand in for what apollo_torch derives from, and for what nothing here calls."""
+    """Stand in for what apollo_torch derives from; nothing here calls it."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return
     contents: dict[str, dict[str, Any]] = {

@@ -1,9 +1,9 @@
 """Stand in for the quantised layers of bitsandbytes, without the package and its kernels.
 
-Imports torch. The tensors are those of bitsandbytes 0.50.1: nn/modules.py (Linear4bit,
-Linear8bitLt), functional.py (quantize_4bit), autograd/_functions.py (MatMul4Bit, MatMul8bitLt) and
-backends/cuda/ops.py. transformers and PEFT import these classes by the package's name, so that
-which layers are quantised, and what an adapter computes on top, is decided by their own code.
+The tensors are those of bitsandbytes 0.50.1: nn/modules.py (Linear4bit, Linear8bitLt),
+functional.py (quantize_4bit), autograd/_functions.py (MatMul4Bit, MatMul8bitLt) and
+backends/cuda/ops.py. transformers and PEFT import these classes by the package's name, so their own
+code decides which layers are quantised, and what an adapter computes on top. Imports torch.
 """
 
 import importlib
@@ -31,11 +31,10 @@ class QuantState:
     def __init__(self, absmax: torch.Tensor, code: torch.Tensor, shape: Any, dtype: Any) -> None:
         self.absmax, self.code, self.shape, self.dtype = absmax, code, shape, dtype
         self.offset: torch.Tensor | None = None
-        self.state2: QuantState | None = None
-        """The scales of the scales, with double quantisation."""
+        self.state2: QuantState | None = None  # the scales of the scales, with double quantisation
 
     def scales(self) -> torch.Tensor:
-        """Return one scale a block, which double quantisation has to compute first."""
+        """Return one scale for each block, which double quantisation has to compute first."""
         if self.offset is None:
             return self.absmax
         scales = torch.empty_like(self.absmax, dtype=torch.float32)
@@ -43,20 +42,22 @@ class QuantState:
         return scales
 
     def tensors(self) -> list[torch.Tensor]:
-        """List all that is kept beside the packed weight."""
-        nested = self.state2.tensors() if self.state2 is not None else []
-        return [self.absmax, self.code, *nested, *([] if self.offset is None else [self.offset])]
+        """List all that is kept in addition to the packed weight."""
+        found = [self.absmax, self.code]
+        if self.state2 is not None and self.offset is not None:
+            found += [*self.state2.tensors(), self.offset]
+        return found
 
     def to(self, device: torch.device) -> None:
-        """Move all of it."""
+        """Move all tensors."""
         self.absmax, self.code = self.absmax.to(device), self.code.to(device)
         if self.state2 is not None and self.offset is not None:
             self.offset = self.offset.to(device)
             self.state2.to(device)
 
     def dequantised(self) -> torch.Tensor:
-        """Return the whole weight, in the dtype that it was quantised from."""
-        scales = self.scales()
+        """Return the full weight, in the dtype that it was quantised from."""
+        scales = self.scales()  # they live while the weight is made
         return torch.empty(self.shape, dtype=self.dtype, device=scales.device)
 
 
@@ -70,7 +71,7 @@ class MatmulLtState:
 
 
 class _Product4Bit(torch.autograd.Function):
-    """Keeps the packed weight alone, and makes the whole weight once in each direction."""
+    """Keeps only the packed weight, and makes the full weight once in each direction."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: Any, state: Any) -> Any:
@@ -87,17 +88,17 @@ class _Product4Bit(torch.autograd.Function):
 
 
 def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> torch.Tensor:
-    """Compute on the whole weight, as bitsandbytes does for more than 512 tokens.
+    """Compute on the full weight, as bitsandbytes does for more than 512 tokens.
 
-    For fewer it may choose a kernel that makes no whole weight (_gemm_4bit_use_custom_cuda).
+    For fewer it may choose a kernel that makes no full weight (_gemm_4bit_use_custom_cuda).
     """
-    scales = state.scales()
+    scales = state.scales()  # they live while the product is computed
     whole = torch.empty(state.shape, dtype=x.dtype, device=scales.device)
     return functional.linear(x, whole, bias)
 
 
 class _Product8Bit(torch.autograd.Function):
-    """Keeps its input, although its backward needs the weight alone, as MatMul8bitLt does."""
+    """Keeps its input, although its backward needs only the weight, as MatMul8bitLt does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, state: Any) -> Any:
@@ -143,15 +144,13 @@ class _Quantised(torch.nn.Linear):
     """Is a linear layer whose weight arrives on the card and is quantised there."""
 
     def load(self, device: torch.device, dtype: torch.dtype, is_packed: bool) -> None:
-        """Put the weight on the card: packed as in its checkpoint, or whole and then packed."""
+        """Put the weight on the card: packed as in its checkpoint, or in full and then packed."""
         shape = self.weight.shape
         whole = None if is_packed else torch.empty(shape, dtype=dtype, device=device)
-        self._pack(shape, device, dtype, whole is not None)
+        self._pack(device, dtype, whole is not None)
         self.weight.quantised_numel = shape.numel()  # type: ignore[attr-defined]
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
         raise NotImplementedError
 
 
@@ -175,10 +174,9 @@ class Linear4bit(_Quantised):
         self.compress_statistics, self.quant_type = compress_statistics, quant_type
         self.quant_state: QuantState | None = None
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
         """Make what `quantize_4bit` makes, in its order."""
+        shape = self.weight.shape
         blocks = -(-shape.numel() // _BLOCK)
         absmax = torch.empty(blocks, dtype=torch.float32, device=device)
         length = (shape.numel() + 1) // (2 * self.quant_storage.itemsize)
@@ -235,10 +233,9 @@ class Linear8bitLt(_Quantised):
         self.state = MatmulLtState()
         self.state.has_fp16_weights, self.state.threshold = has_fp16_weights, threshold
 
-    def _pack(
-        self, shape: torch.Size, device: torch.device, dtype: torch.dtype, quantises: bool
-    ) -> None:
-        """Make what `int8_vectorwise_quant` makes, after a way over the host to float16."""
+    def _pack(self, device: torch.device, dtype: torch.dtype, quantises: bool) -> None:
+        """Make what `int8_vectorwise_quant` makes of a weight that the host made float16."""
+        shape = self.weight.shape
         half = torch.empty(shape, dtype=torch.float16, device=device) if quantises else None
         self.state.SCB = torch.empty(shape[0], dtype=torch.float32, device=device)
         packed = torch.empty(shape, dtype=torch.int8, device=device)
@@ -257,7 +254,7 @@ class Linear8bitLt(_Quantised):
 
 
 def stand_in_for_bitsandbytes() -> None:
-    """Let this process import these layers as bitsandbytes, for good."""
+    """Let this process import these layers as bitsandbytes, permanently."""
     if getattr(sys.modules.get("bitsandbytes"), "Linear4bit", None) is Linear4bit:
         return
     layers = {each.__name__: each for each in (Linear4bit, Linear8bitLt)}
@@ -291,14 +288,14 @@ def stand_in_for_bitsandbytes() -> None:
 def quantise(
     model: Any, config: Any, device: torch.device, dtype: torch.dtype, is_packed: bool
 ) -> Any:
-    """Load a model on the card with the layers that transformers would quantise.
+    """Load a model on the card, with the layers that transformers would quantise.
 
     Args:
         model: as transformers makes it from a config, on the meta device.
         config: a BitsAndBytesConfig.
-        device: the card; or the host, from which it is streamed.
+        device: the card; or the host, if the model is streamed from there.
         dtype: of the weights, as loaded.
-        is_packed: whether the checkpoint holds the packed weights already.
+        is_packed: whether the checkpoint already holds the packed weights.
     """
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -336,8 +333,8 @@ def quantise(
 def prepared(model: Any) -> Any:
     """Let PEFT prepare a quantised model for training.
 
-    PEFT tells packed weights from others by their dtype, or by the name of their class, which no
-    fake tensor has. So they are bytes meanwhile, whatever their storage is.
+    PEFT recognises packed weights by their dtype, or by the name of their class, which no fake
+    tensor has. So they are bytes meanwhile, whatever their storage dtype is.
     """
     import peft
 
@@ -351,7 +348,7 @@ def prepared(model: Any) -> Any:
 
 
 def place(model: Any, device: torch.device) -> None:
-    """Move a quantised model of the user to the card, which transformers refuses to do."""
+    """Move the user's quantised model to the card, which transformers refuses to do."""
     move(model, device)
     base_model(model).hf_device_map = {"": device}
 
@@ -368,8 +365,8 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
             part.state.SCB = torch.empty(part.weight.shape[0], device=device)
 
 
-def tell_weights(model: torch.nn.Module) -> None:
-    """Let each weight of 4 bits know its state, as bitsandbytes' own class of weights does."""
+def attach_states(model: torch.nn.Module) -> None:
+    """Let each weight of 4 bits have its state, as in bitsandbytes' own class of weights."""
     for part in model.modules():
         if isinstance(part, Linear4bit):
             vars(part.weight)["quant_state"] = part.quant_state
@@ -378,10 +375,12 @@ def tell_weights(model: torch.nn.Module) -> None:
 def bits_of(model: torch.nn.Module) -> int:
     """Return the bits of a quantised weight of a model; 0 if none is quantised."""
     kinds = {type(part) for part in model.modules()}
-    return 4 if Linear4bit in kinds else 8 if Linear8bitLt in kinds else 0
+    if Linear4bit in kinds:
+        return 4
+    return 8 if Linear8bitLt in kinds else 0
 
 
-def kept_beside(model: torch.nn.Module) -> list[torch.Tensor]:
+def scales_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """List the scales and maps of quantised weights, which are neither parameters nor buffers."""
     kept = []
     for part in model.modules():

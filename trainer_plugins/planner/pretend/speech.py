@@ -1,18 +1,14 @@
-"""Let what speech models do be counted where there are no values: CTC losses, and LayerDrop.
+"""Count CTC losses, which need the lengths of labels, where tensors have no values. Imports torch.
 
-A CTC loss needs the lengths of the labels. Its sizes are those of torch's own kernels
-(aten/src/ATen/native/LossCTC.cpp and cuda/LossCTC.cu). Imports torch and numpy.
+The sizes are those of torch's own kernels (aten/src/ATen/native/LossCTC.cpp and cuda/LossCTC.cu).
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -24,17 +20,20 @@ _PICKED_BY_MASK = ("aten::masked_select", "aten::index")
 _Lengths: TypeAlias = torch.Tensor | Sequence[int]
 
 
-def stand_in(patches: Patches, tracker: Tracker, on_cuda: bool) -> None:
-    """Replace the CTC loss by what it allocates, and let no layer be left out by chance.
+class CtcLoss:
+    """Computes `torch.ctc_loss` by allocating what torch's kernels allocate.
 
     Args:
-        patches: keeps what was there.
-        tracker: knows which labels a mask has picked, and is told what was assumed.
+        tracker: knows which labels a mask has picked, and keeps the assumption.
         on_cuda: whether to count what CUDA's kernels need while they run. The simulated card takes
             that from the main memory.
     """
 
-    def ctc_loss(
+    def __init__(self, tracker: Tracker, on_cuda: bool) -> None:
+        self._tracker, self._on_cuda = tracker, on_cuda
+
+    def __call__(
+        self,
         log_probs: torch.Tensor,
         targets: torch.Tensor,
         input_lengths: _Lengths,
@@ -43,62 +42,50 @@ def stand_in(patches: Patches, tracker: Tracker, on_cuda: bool) -> None:
         reduction: int = _MEAN,
         zero_infinity: bool = False,
     ) -> torch.Tensor:
-        if on_cuda and _may_take_cudnn(targets, blank):
+        if self._on_cuda and _may_take_cudnn(targets, blank):
             raise NotPredicted(
                 "a CTC loss by cuDNN, which takes labels in one list of int32: make them int64"
             )
         batched = log_probs if log_probs.ndim == _BATCHED else log_probs.unsqueeze(1)
-        longest = _longest(tracker, batched, targets, target_lengths)
+        longest = self._longest(batched, targets, target_lengths)
         on_card = targets.to(log_probs.device, torch.long)
-        losses = _losses(batched, on_card, longest, zero_infinity, on_cuda)
+        losses: torch.Tensor = _CtcKernels.apply(  # type: ignore[no-untyped-call]
+            batched, on_card, longest, zero_infinity, self._on_cuda
+        )
         if zero_infinity:
             losses = torch.where(losses == torch.inf, losses.new_zeros(()), losses)
         if reduction == _MEAN:
-            lengths = torch.ones(losses.shape, dtype=losses.dtype, device=losses.device)
-            return (losses / lengths).mean()
+            return (losses / torch.ones_like(losses)).mean()
         if reduction == _SUM:
             return losses.sum()
         return losses if log_probs.ndim == _BATCHED else losses.squeeze(0)
 
-    patches.set(torch, "ctc_loss", ctc_loss)
-    # If torch draws, the tracker answers that its number is not less than another.
-    patches.wrap(numpy.random, "random", _high)
-
-
-def _high(original: Callable[..., object], size: Any = None) -> object:
-    """Return the highest number that can be drawn, by which LayerDrop keeps a layer."""
-    return original(size) if size is not None else math.nextafter(1.0, 0.0)
+    def _longest(self, log_probs: torch.Tensor, targets: torch.Tensor, lengths: _Lengths) -> int:
+        """Return the labels of the longest row; if unknown, the most that it can have."""
+        known: Any = lengths
+        if isinstance(lengths, FakeTensor):
+            known = self._tracker.values.told(lengths)
+        elif isinstance(lengths, torch.Tensor):
+            known = lengths.tolist()
+        if known is not None:
+            return max(known, default=0) if isinstance(known, Sequence) else int(known)
+        if ASSUMPTION not in self._tracker.assumed:
+            self._tracker.assumed.append(ASSUMPTION)
+        if targets.ndim == 2:
+            return targets.shape[1]
+        made_by = self._tracker.storage_of(targets)
+        if made_by is not None and made_by.operation in _PICKED_BY_MASK:  # it picks whole rows
+            return -(-len(targets) // log_probs.shape[1])
+        return min(len(targets), log_probs.shape[0])  # one row has all; more have no path
 
 
 def _may_take_cudnn(targets: torch.Tensor, blank: int) -> bool:
-    """Return whether cuDNN computes the loss, if the lengths suit it too.
-
-    aten/src/ATen/native/cudnn/LossCTC.cpp, _use_cudnn_ctc_loss.
-    """
+    """Return whether cuDNN may compute the loss: _use_cudnn_ctc_loss, aten's cudnn/LossCTC.cpp."""
     suits = targets.dtype == torch.int32 and targets.ndim == 1 and blank == 0
     return suits and torch.backends.cudnn.enabled
 
 
-def _longest(
-    tracker: Tracker, log_probs: torch.Tensor, targets: torch.Tensor, lengths: _Lengths
-) -> int:
-    """Return the labels of the longest row; if nobody knows them, the most that it can have."""
-    known = tracker.values.told(lengths) if isinstance(lengths, FakeTensor) else lengths
-    if isinstance(known, torch.Tensor):
-        known = known.tolist()
-    if known is not None:
-        return max(known, default=0) if isinstance(known, Sequence) else int(known)
-    if ASSUMPTION not in tracker.assumed:
-        tracker.assumed.append(ASSUMPTION)
-    if targets.ndim == 2:
-        return targets.shape[1]
-    made_by = tracker.storage_of(targets)
-    if made_by is not None and made_by.operation in _PICKED_BY_MASK:  # it picks whole rows
-        return -(-len(targets) // log_probs.shape[1])
-    return min(len(targets), log_probs.shape[0])  # one row has all; more have no path
-
-
-class _CtcLoss(torch.autograd.Function):
+class _CtcKernels(torch.autograd.Function):
     """Allocates what `_ctc_loss` and `_ctc_loss_backward` do."""
 
     @staticmethod
@@ -134,21 +121,13 @@ class _CtcLoss(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _losses(*given: object) -> torch.Tensor:
-    losses: torch.Tensor = _CtcLoss.apply(*given)  # type: ignore[no-untyped-call]
-    return losses
-
-
 def _of_rows(log_probs: torch.Tensor) -> list[torch.Tensor]:
     """Make three numbers a row: of its sound, its labels, and where they begin."""
     return [log_probs.new_empty(log_probs.shape[1], dtype=torch.long) for _ in range(3)]
 
 
 def _blanks(log_alpha: torch.Tensor, log_beta: torch.Tensor) -> None:
-    """Allocate and free what sums over the blanks, which are every other label, need.
-
-    aten/src/ATen/native/ReduceOps.cpp, logsumexp_out_impl, beside it.
-    """
+    """Allocate and free what sums over every other label, the blanks, need: logsumexp_out_impl."""
     summed = log_alpha[..., ::2] + log_beta[..., ::2]
     most = summed.amax(2, keepdim=True)
     (summed - most).exp_().sum(2, keepdim=True).log_().add_(most)

@@ -1,8 +1,8 @@
-"""Let Python that is written around Triton's kernels run without Triton and without a card.
+"""Let Python around Triton's kernels run without Triton and without a card. Imports torch.
 
-A kernel of Triton gets tensors that torch has made, and takes nothing from the allocator itself. So
-the code around kernels says what they need, and the kernels may do nothing: Liger's
-(liger_kernel/ops) are such.
+A kernel of Triton gets tensors that torch has made, and takes nothing from the allocator itself.
+The code around kernels decides what memory they need, so the kernels can do nothing: Liger's
+(liger_kernel/ops), and TRL's for logits and their losses.
 """
 
 import importlib.abc
@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 _NAME = "triton"
 
 
 def kernels_do_nothing() -> None:
-    """Let a stand-in be imported wherever Triton is asked for, in this process and for good.
+    """Let a stand-in be imported instead of Triton, permanently and even where it is installed.
 
-    That is so too where Triton is installed. Modules that have imported it already keep it.
+    Modules that have imported Triton already keep it.
     """
     for name in list(sys.modules):
         if _is_triton(name):
@@ -66,7 +68,7 @@ class _StandIn(ModuleType):
 
 
 class _Nothing:
-    """Answers whatever is done with it by itself: a type, a function or a constant of Triton's."""
+    """Stands for any type, function or constant of Triton; each use of it returns itself."""
 
     def __getattr__(self, name: str) -> "_Nothing":
         if name.startswith("__"):
@@ -85,7 +87,7 @@ class _Constant:
 
 
 class _Kernel:
-    """Does nothing, however it is launched."""
+    """Does nothing when it is launched."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -93,3 +95,56 @@ class _Kernel:
 
 def _jit(function: Callable[..., object] | None = None, **_: object) -> Any:
     return _Kernel() if function is not None else _jit
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Allocates what TRL's kernels for log-probabilities and entropy write to.
+
+    trl/kernels/logprob_entropy.py: four numbers a token, of which two are kept with the logits, and
+    one gradient of all logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        row_mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        shape = logits.shape[:-1]
+        made = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(4)]
+        ctx.save_for_backward(logits, index, *made[2:], row_mask)
+        return made[0], made[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits: torch.Tensor = ctx.saved_tensors[0]
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _read = [each.contiguous() for each in gradients if each is not None]
+        return gradient, None, None
+
+
+def trl_kernels_do_nothing() -> None:
+    """Replace TRL's kernels by what they allocate, permanently."""
+    kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
+    caller: Any = sys.modules.get("trl.trainer.utils")
+    if hasattr(caller, "_supports_trl_loss_kernel"):
+        caller.is_triton_available = lambda: True
+        caller._fused_logprob_entropy = _log_probabilities
+    if kernels is None or not hasattr(caller, "add_fused_lm_head"):
+        return
+    # they read a tile of the logits, and write statistics, or the gradient over the tile
+    kernels._use_triton = lambda device: False  # it then calls the two functions below
+    kernels._forward_tile = kernels._backward_tile = lambda *args, **kwargs: None
+    # with Triton, only the tokens that count are scored
+    caller._use_triton = lambda device: True
+
+
+def _log_probabilities(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    temperature: float = 1.0,
+    row_mask: torch.Tensor | None = None,
+) -> Any:
+    return _LogProbabilities.apply(logits, index, row_mask)  # type: ignore[no-untyped-call]

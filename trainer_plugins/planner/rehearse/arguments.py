@@ -8,15 +8,18 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.argument_names import CALLED_ELSEWHERE
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
-from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.loops import loop_of
+from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, with_its_key
-from trainer_plugins.planner.request import OPTIMIZER_STEPS, ConfigSource, TrainerSource
-from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
-from trainer_plugins.planner.trainer import Arguments, fields_of
+from trainer_plugins.planner.request import (
+    OPTIMIZER_STEPS,
+    ConfigSource,
+    TrainerSource,
+    fields_of,
+)
 
 # The rehearsal decides about these itself: it is short, silent, and writes nothing.
 _REHEARSED = {
@@ -42,38 +45,36 @@ _REHEARSED = {
 }
 
 
-def arguments_of(source: ConfigSource | TrainerSource) -> Arguments:
+def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
     """Return the user's TrainingArguments, as they were given.
 
     Raises:
         PlanError: transformers refuses them.
     """
     if isinstance(source, TrainerSource):
-        of_trainer: Arguments = ship.loads(source.trainer)["args"]
+        of_trainer: HfArguments = ship.loads(source.trainer)["args"]
         return of_trainer
-    fields: dict[str, object] = {}
+    given: dict[str, object] = {}
     try:
         if isinstance(source.arguments, bytes):
-            kind, fields = pickle.loads(source.arguments)
-            check_kinds(kind, fields)
-            _check_deepspeed(fields.get("deepspeed"))
-            made: Arguments = kind(**fields)
+            kind, given = pickle.loads(source.arguments)
+            check_kinds(kind, given)
+            _check_deepspeed(given.get("deepspeed"))
+            made: HfArguments = kind(**given)
             return made
-        fields = {
+        given = {
             flag.removeprefix("--").replace("-", "_"): text
             for flag, text in pairwise(source.arguments)
             if flag.startswith("--")
         }
         _check_deepspeed(_value_of("--deepspeed", source.arguments))
-        loop = loop_of(source)
-        made = _parsed(source.arguments, loop.config if loop is not None else None)
-        check_kinds(
-            type(made), {name: value for name, value in fields_of(made).items() if name in fields}
-        )
+        made = _parsed(source)
+        parsed = {name: value for name, value in fields_of(made).items() if name in given}
+        check_kinds(type(made), parsed)
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise PlanError(with_its_key(fields, first_line(error))) from error
+        raise PlanError(with_its_key(given, first_line(error))) from error
     return made
 
 
@@ -84,32 +85,41 @@ def rehearsed_arguments(args: Any, output_dir: str) -> Any:
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
 
-def _parsed(flags: Sequence[str], of_loop: type | None) -> Arguments:
-    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+def _class_of(source: ConfigSource) -> Any:
+    """Return the class that reads the flags: TRL's for one of its Trainers."""
+    if source.trainer is not None:
+        from trainer_plugins.planner.rehearse.loops import loop_of
 
-    kind: Any = of_loop or Seq2SeqTrainingArguments
+        return loop_of(source).config
+    from transformers import Seq2SeqTrainingArguments
+
+    return Seq2SeqTrainingArguments
+
+
+def _parsed(source: ConfigSource) -> HfArguments:
+    from transformers import HfArgumentParser
+
+    kind = _class_of(source)
     parser = HfArgumentParser(kind, prog="trainer-plugins plan", allow_abbrev=False)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             args, unknown = parser.parse_args_into_dataclasses(
-                [*flags], return_remaining_strings=True
+                [*source.arguments], return_remaining_strings=True
             )
     except SystemExit as exit_:
         lines = errors.getvalue().strip().splitlines()
-        raise PlanError(
-            lines[-1].partition("error: ")[2] if lines else "the flags cannot be read"
-        ) from exit_
+        why = lines[-1].partition("error: ")[2] if lines else "the flags cannot be read"
+        raise PlanError(why) from exit_
     if unknown:
         flag = unknown[0].split("=")[0]
         meant = CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
         near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
-        raise PlanError(
-            f"neither plan nor {of_loop.__name__ if of_loop else 'TrainingArguments'} knows "
-            f"{unknown[0]}" + (f": is it {near[0]}?" if near else "")
-        )
-    parsed: Arguments = args
-    return parsed
+        knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
+        hint = f": is it {near[0]}?" if near else ""
+        raise PlanError(f"neither plan nor {knower} has an option {unknown[0]}{hint}")
+    made: HfArguments = args
+    return made
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -124,4 +134,6 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 def _check_deepspeed(given: object) -> None:
     """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
     if given:
+        from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
+
         refuse_config(read_config(given))

@@ -1,6 +1,6 @@
 """Pickle classes and functions by their content if another process cannot import them by name.
 
-These are all that a script, a notebook or standard input defines (`__main__`), and what is defined
+These are what a script, a notebook or standard input defines (`__main__`), and what is defined
 inside a function. The script is not run again, so it needs no `if __name__ == "__main__":`. The
 other process must have the same Python and the same libraries.
 """
@@ -31,7 +31,7 @@ from typing import Any
 _HOME = "__mp_main__"
 """The module in the other process for all that cannot be imported, named as by multiprocessing."""
 
-_MADE_ANEW = frozenset(
+_MADE_AGAIN = frozenset(
     {"__dict__", "__weakref__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl"}
 )
 _HEAP_TYPE = 1 << 9  # Include/object.h, Py_TPFLAGS_HEAPTYPE: a class made in Python
@@ -73,13 +73,10 @@ class ByValue:
         self._can_be_sent = can_be_sent
         self._names_sent = names_sent if names_sent is not None else set()
         self._names_refused = names_refused if names_refused is not None else {}
-        self.last_class = ""
-        """The last class that was sent by its content; errors name it."""
+        self.last_class = ""  # the last class that was sent by its content; errors name it
 
     def reduce(self, value: object) -> Any:
-        """Return what `pickle.Pickler.reducer_override` has to return.
-
-        That is NotImplemented if pickle itself can send the value.
+        """Return what a Pickler's `reducer_override` does: NotImplemented if pickle can send it.
 
         Raises:
             pickle.PicklingError: it belongs to a module that the other process cannot have.
@@ -89,7 +86,7 @@ class ByValue:
             return NotImplemented if is_by_name else self._class(value)
         if isinstance(value, FunctionType):
             return NotImplemented if _has_a_name(value) else self._function(value)
-        # by its name, pickle would find the method of the class in place of one that replaced it
+        # by its name, pickle would find the method of the class instead of one that replaced it
         if isinstance(value, MethodType):
             return _method, (value.__func__, value.__self__)
         if isinstance(value, ModuleType) and _can_be_imported(value.__name__):
@@ -121,7 +118,7 @@ class ByValue:
         content = {
             name: value
             for name, value in vars(kind).items()
-            if name not in _MADE_ANEW
+            if name not in _MADE_AGAIN
             and not name.startswith("__annot")
             and not isinstance(value, descriptors)
         }
@@ -145,10 +142,7 @@ class ByValue:
         return _make_function, made, (cells, told, names), None, None, _fill_function
 
     def _names_of(self, function: FunctionType) -> Iterator[tuple[str, object]]:
-        """Yield the names of its script that a function uses, with their values.
-
-        A name that cannot be sent is left out, and is missing in the other process.
-        """
+        """Yield the names of its script that a function uses and that can be sent, with values."""
         for name in sorted(set(_names_in(function.__code__)) - self._names_sent):
             if name not in function.__globals__ or name == "__builtins__":
                 continue

@@ -1,17 +1,19 @@
 """Rehearse an evaluation: its first batches really run, those between make what they would keep."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from trainer_plugins.planner.trainer import TrainerLike
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.planner.tracing.trace import tensors_in
 from trainer_plugins.units import size
 
 _EVALUATION_STEPS_RUN = 2
 
 
-def evaluate(trainer: TrainerLike, num_batches: int) -> list[str]:
+def evaluate(trainer: HfTrainer, num_batches: int) -> list[str]:
     """Evaluate once, and say what a `compute_metrics` would keep if the Trainer has none.
 
     See transformers/trainer.py, evaluation_loop: without `compute_metrics` only losses are kept.
@@ -33,7 +35,7 @@ def evaluate(trainer: TrainerLike, num_batches: int) -> list[str]:
     ]
 
 
-def _note_outputs(trainer: TrainerLike, batch_bytes: list[int]) -> None:
+def _note_outputs(trainer: HfTrainer, batch_bytes: list[int]) -> None:
     """Note the bytes of a batch's outputs that an evaluation with metrics would keep."""
     compute_loss = trainer.compute_loss
 
@@ -45,21 +47,13 @@ def _note_outputs(trainer: TrainerLike, batch_bytes: list[int]) -> None:
             outputs = found[1]
             if isinstance(outputs, dict):
                 outputs = [value for name, value in outputs.items() if name not in ignored]
-            batch_bytes.append(sum(tensor.nbytes for tensor in _tensors(outputs)))
+            batch_bytes.append(sum(tensor.nbytes for tensor in tensors_in(outputs)))
         return found
 
     trainer.compute_loss = noting
 
 
-def _tensors(value: object) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _skip_like_evaluation_steps(trainer: TrainerLike, num_batches: int) -> None:
+def _skip_like_evaluation_steps(trainer: HfTrainer, num_batches: int) -> None:
     """Skip the middle evaluation steps, but make their predictions, which may stay on the card."""
     prediction_step = trainer.prediction_step
     count = 0
@@ -69,41 +63,21 @@ def _skip_like_evaluation_steps(trainer: TrainerLike, num_batches: int) -> None:
         nonlocal count, shapes
         count += 1
         if _EVALUATION_STEPS_RUN < count < num_batches and shapes is not None:
-            return _like(shapes)
+            return tree_map_only(_Shape, _Shape.empty, shapes)
         result = prediction_step(*args, **kwargs)
-        shapes = _shapes(result)
+        shapes = tree_map_only(
+            torch.Tensor, lambda each: _Shape(each.shape, each.dtype, each.device), result
+        )
         return result
 
     trainer.prediction_step = step
 
 
+@dataclass(frozen=True, slots=True)
 class _Shape:
-    """Keeps the shape, dtype and device of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     def empty(self) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-
-def _shapes(value: object) -> object:
-    """Return a nested value with shapes in place of tensors, and None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return _Shape(value)
-    if isinstance(value, (list, tuple)):
-        return [_shapes(each) for each in value]
-    return (
-        {name: _shapes(each) for name, each in value.items()} if isinstance(value, dict) else None
-    )
-
-
-def _like(shapes: object) -> object:
-    """Return what `_shapes` was given, with new tensors."""
-    if isinstance(shapes, _Shape):
-        return shapes.empty()
-    if isinstance(shapes, list):
-        return tuple(_like(each) for each in shapes)
-    return (
-        {name: _like(each) for name, each in shapes.items()} if isinstance(shapes, dict) else None
-    )
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)

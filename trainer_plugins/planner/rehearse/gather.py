@@ -10,22 +10,22 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator, Sized
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from trainer_plugins.devices.host import HostDevice
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
-from trainer_plugins.planner.rehearse.numbers import with_numbers
-from trainer_plugins.planner.rehearse.refusals import refuse_liger
-from trainer_plugins.planner.rehearse.replaced import replaced_by_liger
+from trainer_plugins.planner.rehearse.liger import refuse_liger, replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
-from trainer_plugins.planner.trainer import TrainerLike, text_of
 from trainer_plugins.streaming.stream import stream_of
 
 _MOST_STREAMED = 20_000
@@ -33,6 +33,13 @@ _MOST_STREAMED = 20_000
 
 _MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
+_EXPORTED = (
+    "FSDP_",
+    "ACCELERATE_USE_FSDP",
+    "PARALLELISM_CONFIG_",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+"""How variables begin that a launcher exports and the rehearsal needs."""
 
 
 @runtime_checkable
@@ -49,22 +56,17 @@ class _Row(Protocol):
 def request_of(
     trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer.
+    """Make the request for the run of a Trainer before training.
 
     Args:
-        trainer: a Trainer before training.
+        trainer: the Trainer.
         card: the card to plan for; None is the card that the Trainer runs on, if there is one.
         allocator: the allocator settings.
         num_gpus: how many cards train together; None is the number of the Trainer's ranks.
         has_padding: whether batches have padding; None looks at the batch.
-
-    Raises:
-        PlanError: there is no data to take a batch from, or a part of the Trainer cannot be
-            pickled.
-        NotPredicted: parts of its model are on no card.
     """
     if trainer.model is None:
-        raise PlanError("the Trainer has no model yet: give it one in place of model_init")
+        raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
@@ -75,10 +77,10 @@ def request_of(
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
                 trainer=sent,
-                batch=ship.dumps(with_numbers(batch)),
-                evaluation_batch=ship.dumps(with_numbers(evaluation))
-                if evaluation is not None
-                else None,
+                batch=ship.dumps(ship.with_numbers(batch)),
+                evaluation_batch=(
+                    ship.dumps(ship.with_numbers(evaluation)) if evaluation is not None else None
+                ),
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
                 unread=tuple(filter(None, (unread, unread_there))),
@@ -87,8 +89,6 @@ def request_of(
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
-    if has_padding is None:
-        has_padding = is_padded
     resident_layers, streams_embeddings = _streamed(trainer)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
@@ -102,7 +102,7 @@ def request_of(
         num_nodes=_num_nodes(num_gpus),
         environment=_exported(),
         deepspeed=_deepspeed(trainer),
-        has_padding=has_padding,
+        has_padding=is_padded if has_padding is None else has_padding,
         packed_sequences=_packed_sequences(batch),
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
@@ -117,7 +117,7 @@ def _replaced(device: str) -> tuple[Replaced, ...]:
 
 
 def _streamed(trainer: Any) -> tuple[int | None, bool]:
-    """Return how many layers of its base a Trainer has on the card, and if embeddings are streamed.
+    """Return how many layers of its base a Trainer keeps on the card, and if it streams embeddings.
 
     None if it streams nothing. On a CPU, where a plan for a card is made, `StreamBase` has not
     begun.
@@ -133,10 +133,7 @@ def _streamed(trainer: Any) -> tuple[int | None, bool]:
 
 
 def _evaluation_of(trainer: Any) -> tuple[object, int, str]:
-    """Return the longest batch of an evaluation, the number of batches, and what is unread.
-
-    None, 0 and nothing if there is no evaluation.
-    """
+    """Return an evaluation's longest batch, how many it has, and what is unread; None without."""
     args, dataset = trainer.args, trainer.eval_dataset
     evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
     if not evaluates or dataset is None:
@@ -162,14 +159,10 @@ def _exported() -> dict[str, str]:
     """Return what the launcher of this process exported for accelerate."""
     if "WORLD_SIZE" not in os.environ:
         return {}
-    wanted = (
-        *("FSDP_", "ACCELERATE_USE_FSDP"),
-        *("PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    )
-    return {name: value for name, value in os.environ.items() if name.startswith(wanted)}
+    return {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)}
 
 
-def _deepspeed(trainer: TrainerLike) -> dict[str, object] | None:
+def _deepspeed(trainer: HfTrainer) -> dict[str, object] | None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.deepspeed_config if plugin is not None else None
 
@@ -180,16 +173,15 @@ def _card_here(device: torch.device) -> Card | None:
     if device.type == "cpu" or module is None:
         return None
     properties = module.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    if device.type == _SIMGPU:
-        return Card(
-            name=_SIMGPU,
-            capacity_bytes=properties.total_memory,
-            capability=capability,
-            context_bytes=0,
-            context_source="a simulated card has none",
-        )
-    return Card(name=properties.name, capacity_bytes=properties.total_memory, capability=capability)
+    is_simulated = device.type == _SIMGPU
+    card = Card(
+        name=_SIMGPU if is_simulated else properties.name,
+        capacity_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+    )
+    if is_simulated:
+        return replace(card, context_bytes=0, context_source="a simulated card has none")
+    return card
 
 
 @contextlib.contextmanager
@@ -217,11 +209,8 @@ class WorstBatch(NamedTuple):
     """Holds the worst batch that a sampler can draw."""
 
     batch: object
-    is_padded: bool
-    """Whether batches have padding: this one, or one with a short row in it."""
-
-    unread: str
-    """What is not known because not all rows were read; empty if they were."""
+    is_padded: bool  # whether batches have padding: this one, or one with a short row in it
+    unread: str  # what is not known because not all rows were read; empty if they were
 
 
 def longest_batch(trainer: Any) -> WorstBatch:
@@ -234,7 +223,7 @@ def longest_batch(trainer: Any) -> WorstBatch:
 
 
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBatch:
-    """Collate the longest rows of a dataset: the worst batch that a sampler can draw."""
+    """Collate the longest rows of a dataset."""
     if dataset is None:
         raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
     collator = trainer.data_collator
@@ -251,12 +240,9 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
 def _longest_of(
     dataset: Any, num: int, name: str, num_streamed: int
 ) -> tuple[list[Any], object, str]:
-    """Return as many rows as are asked for, the longest of a dataset; its shortest; what is unread.
+    """Return the `num` longest rows of a dataset, its shortest one, and what is unread.
 
     Rows repeat where there are fewer.
-
-    Raises:
-        PlanError: there are no rows.
     """
     unread = ""
     if not has_rows(dataset):
@@ -279,7 +265,7 @@ def _longest_of(
 
 
 def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> WorstBatch:
-    """Return the longest prompts, each as often as it is answered: what is generated at once."""
+    """Return the longest prompts, each repeated for its answers: what is generated at once."""
     if isinstance(getattr(dataset, "column_names", None), list):
         known = [column for column in rollout.COLUMNS if column in dataset.column_names]
         dataset = dataset.select_columns(known)
@@ -297,7 +283,7 @@ def _length(dataset: object) -> int:
 
 
 def _is_padded(batch: object) -> bool:
-    """Say whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
+    """Return whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
     found = [batch.get(name) for name in _MASKS] if isinstance(batch, _Row) else []
     masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
     return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1

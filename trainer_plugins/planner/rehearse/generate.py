@@ -1,15 +1,15 @@
 """Rehearse `generate`: each row gets as many tokens as it may, and few of them are computed.
 
-In place of the tokens between the first and the last ones, the KV cache grows. Imports torch.
+Instead of the tokens between the first and the last ones, the KV cache grows. Imports torch.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.tracing.trace import Tracker
 
 _FIRST_COMPUTED = 3
@@ -19,15 +19,11 @@ _LAST_COMPUTED = 2
 """How many tokens are computed at the end, where the KV cache is largest."""
 
 _MOST_GROWTHS = 64
-"""In how many steps the KV cache grows at most, in place of the tokens between."""
+"""In how many steps at most the KV cache grows instead of the tokens between."""
 
 
 class Generation:
-    """Lets `generate` take all its tokens, though no value can tell it to go on or to end.
-
-    Args:
-        tracker: sees all that happens.
-    """
+    """Lets `generate` take all its tokens, though no value can tell it to go on or to end."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -41,33 +37,40 @@ class Generation:
         from transformers import GenerationMixin
         from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-        criteria = StoppingCriteriaList.__call__
-        update = GenerationMixin._update_model_kwargs_for_generation
-
-        def noting(stops: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        def noting(
+            criteria: Callable[..., object],
+            stops: Any,
+            input_ids: torch.Tensor,
+            *args: Any,
+            **more: Any,
+        ) -> object:
             self._num_left = stops.max_length - input_ids.shape[1] - self._num_skipped
-            return criteria(stops, input_ids, *args, **kwargs)
+            return criteria(stops, input_ids, *args, **more)
 
-        def goes_on(*_: object, **__: object) -> bool:
-            return self._num_left > 0
-
-        def updating(model: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> object:
+        def updating(
+            update: Callable[..., Any],
+            model: Any,
+            outputs: Any,
+            inputs: Any,
+            *args: Any,
+            **more: Any,
+        ) -> object:
             lengths = {name: each.shape for name, each in inputs.items() if _is_tensor(each)}
-            inputs = update(model, outputs, inputs, *args, **kwargs)
+            inputs = update(model, outputs, inputs, *args, **more)
             self._num_computed += 1
             if self._num_computed == _FIRST_COMPUTED:
                 self._skip(inputs, lengths)
             return inputs
 
-        with (
-            self._tracker.during("generation"),
-            patch.object(StoppingCriteriaList, "__call__", noting),
-            patch.object(GenerationMixin, "_has_unfinished_sequences", goes_on),
-            patch.object(GenerationMixin, "_update_model_kwargs_for_generation", updating),
-        ):
+        with self._tracker.during("generation"), Patches() as patches:
+            patches.wrap(StoppingCriteriaList, "__call__", noting)
+            patches.set(
+                GenerationMixin, "_has_unfinished_sequences", lambda *_, **__: self._num_left > 0
+            )
+            patches.wrap(GenerationMixin, "_update_model_kwargs_for_generation", updating)
             yield
 
-    def whole(self, generated: Any) -> Any:
+    def completed(self, generated: Any) -> Any:
         """Return what `generate` has returned, with the tokens that were not computed."""
         if not _is_tensor(generated) or not self._num_skipped:
             return generated

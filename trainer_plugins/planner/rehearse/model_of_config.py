@@ -1,89 +1,213 @@
-"""Build the model of a config. Imports torch."""
+"""Read the config of a model as transformers does, and build the model. Imports torch."""
 
 import dataclasses
+import json
+import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.planner.pretend import quantised
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import refusals
-from trainer_plugins.planner.rehearse.failures import first_line
-from trainer_plugins.planner.rehearse.model_config import (
-    class_of,
-    config_of,
-    part_of,
-    said_of_config,
-)
-from trainer_plugins.planner.rehearse.wrong_values import check_kinds
+from trainer_plugins.planner.rehearse.refusals import first_line
+from trainer_plugins.planner.rehearse.wrong_values import check_kinds, wrong_value
 from trainer_plugins.planner.request import ConfigSource
-from trainer_plugins.planner.sharded import tensors
 
-_QUANTISED = "quantization_config"
+_LEFT_OUT = ("quantization_config", "configuration_files")
+"""Quantisation comes after the model is built; and there are no other files."""
+
+_SOUND: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attn_implementation": "sdpa",
+    "_attn_implementation": "sdpa",
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+    "id2label": {"0": "no", "1": "yes"},
+    "num_labels": 2,
+    "quantization_config": {"load_in_4bit": True, "load_in_8bit": False},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "text_config": {},
+    "vision_config": {},
+    "audio_config": {},
+}
+"""Values of a sound config.json, where the config of a class has none."""
+
+_ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "albert",
+    "deberta",
+    "deberta-v2",
+    "xlm-roberta",
+    "modernbert",
+)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
 def model_of(
     source: ConfigSource, card: torch.device | None = None, num_parts: int = 1
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Build a model from its config as `from_pretrained` leaves it.
+    """Build a model from its config as `from_pretrained` leaves it; also return what was assumed.
 
-    That is on the host, and a quantised or a divided one on the card; without a card nothing is
-    quantised or divided.
-
-    Args:
-        source: the config, and what the user says of it.
-        card: this rank's.
-        num_parts: among how many cards its tensors are divided.
-
-    Returns the model, and the choices that were made because the config leaves them open.
-
-    Raises:
-        PlanError: the config is wrong, or PEFT refuses its own.
-        NotPredicted: the planner cannot predict such a model.
+    It is on the host, but a quantised or a divided one is on the card; without a card nothing is
+    quantised or divided. `num_parts` is the number of cards among which its tensors are divided.
     """
     assumptions: list[str] = []
+    is_divided = card is not None and num_parts > 1
     try:
-        config = config_of(source.config)
+        config = _config_of(source.config)
         dtype = _dtype(source, config, assumptions)
-        if card is not None and num_parts > 1:
+        if card is not None and is_divided:
+            from trainer_plugins.planner.sharded import tensors
+
             with tensors.built_as_loaded():
                 model = _built(source, config, dtype)
             model = tensors.divided(model, num_parts, card)
             assumptions.append(tensors.said_of(num_parts))
         else:
-            model = _whole(source, config, dtype, card, assumptions)
+            model = _on_one_card(source, config, dtype, card, assumptions)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
-        raise PlanError(said_of_config(source.config, error)) from error
+        raise PlanError(_said_of_config(source.config, error)) from error
     if source.peft is not None and source.trainer is None:
         model = _with_peft(model, source.peft)
-        tensors.check_adapters(model)
+        if is_divided:
+            from trainer_plugins.planner.sharded import tensors
+
+            tensors.check_adapters(model)
     return model, assumptions
 
 
-def _whole(
+def _config_of(given: Mapping[str, object]) -> Any:
+    """Read a config as `AutoConfig.from_pretrained` reads a config.json."""
+    import transformers
+
+    kind = given.get("model_type")
+    if kind is None:
+        raise PlanError("the config has no model_type: it is not the config.json of a model")
+    if not isinstance(kind, str):
+        raise PlanError(
+            f'the config\'s model_type is {json.dumps(kind)}: a string is expected, as in "llama"'
+        )
+    if kind not in transformers.CONFIG_MAPPING:
+        raise PlanError(f"transformers {transformers.__version__} has no model_type {kind!r}")
+    refusals.refuse_attention(given.get("attn_implementation") or given.get("_attn_implementation"))
+    kept = {name: value for name, value in given.items() if name not in _LEFT_OUT}
+    with tempfile.TemporaryDirectory() as folder:
+        # a dtype of torch is written as a config.json has it
+        text = json.dumps(kept, default=lambda value: str(value).removeprefix("torch."))
+        Path(folder, "config.json").write_text(text)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config.name_or_path = given.get("_name_or_path", "")
+    return config
+
+
+def _said_of_config(given: Mapping[str, object], error: BaseException) -> str:
+    """Say which value of a config has led to an error, or what the error says."""
+    import transformers
+
+    kind, sound = transformers.CONFIG_MAPPING[given["model_type"]], dict(_SOUND)
+    with suppress(Exception):  # some classes have no default config
+        sound |= {name: value for name, value in kind().to_dict().items() if value is not None}
+    # transformers 5 checks the kinds of a config's fields, which may take more than the default
+    checked: set[str] = set()
+    if dataclasses.is_dataclass(kind):
+        checked = {each.name for each in dataclasses.fields(kind)}
+    found = wrong_value(given, sound, error, checked - _SOUND.keys())
+    why = f"its {found}" if found else f"{type(error).__name__}: {first_line(error)}"
+    return f"no model can be built from the config: {why}"
+
+
+def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
+    """Return the class that `architectures` names if it can be trained, else the usual one.
+
+    `kind` is the `model_type` of the file: transformers reads some as another.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    classifiers = transformers.AutoModelForSequenceClassification._model_mapping
+    named = _named_class(config, kind)
+    is_classifier = named is not None and named.__name__.endswith("Classification")
+    if num_labels is not None and not is_classifier and type(config) in classifiers:
+        return classifiers[type(config)]
+    if named is not None and "For" in named.__name__:
+        return named
+    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM)
+    if config.is_encoder_decoder:
+        autos = (AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
+    elif config.model_type in _ENCODERS and not getattr(config, "is_decoder", False):
+        autos = (AutoModelForMaskedLM,)
+    for auto in (*autos, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise NotPredicted(f"{config.model_type} without `architectures` in its config")
+
+
+def _named_class(config: Any, kind: object) -> Any:
+    """Return the class that `architectures` names; None to take the usual one."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    if not names:
+        return None
+    spelt = f"the config's architectures is {json.dumps(names)}"
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise PlanError(f'{spelt}: a list of strings is expected, as in ["LlamaForCausalLM"]')
+    found: Any = getattr(transformers, names[0], None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
+        raise PlanError(
+            f"{spelt}: transformers {transformers.__version__} has no model of that name. Without "
+            f"architectures, the usual class of the model_type {kind!r} is planned"
+        )
+    if found.config_class is None or isinstance(_part_of(config, found), found.config_class):
+        return found
+    if found.config_class.model_type == kind:  # read as another: the class named is not the run's
+        return None
+    raise PlanError(
+        f"{spelt}, a class of the model_type {found.config_class.model_type!r}, and its model_type "
+        f"is {kind!r}: one of the two belongs to another model"
+    )
+
+
+def _part_of(config: Any, model: Any) -> Any:
+    """Return the part of a config that a class of models is made of, as the text's; or all."""
+    from transformers import PreTrainedConfig
+
+    parts = (each for each in vars(config).values() if isinstance(each, PreTrainedConfig))
+    wanted = model.config_class or PreTrainedConfig
+    return next((each for each in (config, *parts) if isinstance(each, wanted)), config)
+
+
+def _on_one_card(
     source: ConfigSource,
     config: Any,
     dtype: torch.dtype,
     card: torch.device | None,
     assumptions: list[str],
 ) -> torch.nn.Module:
-    """Build a model that one card holds, quantised if it is to be."""
-    is_quantised = card is not None and _quantisation_of(source)
-    # `from_pretrained` quantises weight by weight: the whole base is never in main memory
-    with torch.device("meta") if is_quantised else nullcontext():
+    """Build a model that one card holds, quantised if the config or the user says so."""
+    quantisation = _quantisation_of(source) if card is not None else None
+    # `from_pretrained` quantises weight by weight: the full base is never in main memory
+    with torch.device("meta") if quantisation else nullcontext():
         model: torch.nn.Module = _built(source, config, dtype)
     if source.config.get("tie_word_embeddings") is False:
         _untie(model)
-    return model if card is None else _quantised(source, model, card, dtype, assumptions)
+    if card is None or not quantisation:
+        return model
+    return _quantised(source, model, quantisation, card, dtype, assumptions)
 
 
-def _quantisation_of(source: ConfigSource) -> Any:
+def _quantisation_of(source: ConfigSource) -> object:
     """Return the fields of the quantisation: the user's, else the config's; None without one."""
-    return source.quantisation or source.config.get(_QUANTISED)
+    return source.quantisation or source.config.get("quantization_config")
 
 
 def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
@@ -97,29 +221,31 @@ def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
         config.num_labels = source.num_labels
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0  # a classifier of several rows asks for one
-    kind = class_of(config, source.config["model_type"], source.num_labels)
-    return kind._from_config(part_of(config, kind), dtype=dtype)
+    kind = _class_of(config, source.config["model_type"], source.num_labels)
+    return kind._from_config(_part_of(config, kind), dtype=dtype)
 
 
 def _quantised(
     source: ConfigSource,
     model: torch.nn.Module,
+    quantisation: object,
     card: torch.device,
     dtype: torch.dtype,
     assumptions: list[str],
 ) -> torch.nn.Module:
-    """Load the model quantised and prepare it, if the config or the user says so."""
-    fields = _quantisation_of(source)
-    if not fields:
-        return model
+    """Load the model quantised, and let PEFT prepare it."""
     import transformers
 
-    config = transformers.BitsAndBytesConfig.from_dict(refusals.known_quantisation(model, fields))
-    loaded: torch.nn.Module = quantised.quantise(
-        model, config, card, dtype, source.quantisation is None
-    )
+    from trainer_plugins.planner.pretend import quantised
+
+    given = refusals.known_quantisation(model, quantisation)
+    config = transformers.BitsAndBytesConfig.from_dict(given)
+    is_packed = source.quantisation is None
+    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed)
     if config.load_in_8bit:
-        assumptions.append("no activation is an outlier (llm_int8_threshold): each would be a copy")
+        assumptions.append(
+            "no activation is an outlier (llm_int8_threshold), which would be copied"
+        )
     if source.peft is None or not source.prepares_kbit or source.trainer is not None:
         return loaded
     assumptions.append(
@@ -133,8 +259,8 @@ def _quantised(
 def _untie(model: Any) -> None:
     """Give the head its own weights if the config's class has overruled the config, as T5's does.
 
-    `from_pretrained` does so too (modeling_utils.py, tie_weights) if a checkpoint holds both, as
-    that of T5 1.1 does.
+    `from_pretrained` does so too if a checkpoint holds both, as that of T5 1.1 does
+    (modeling_utils.py, tie_weights).
     """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
@@ -153,27 +279,26 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
         given = "float32"
         assumptions.append("weights are loaded in float32, as TRL does; see --dtype")
     if given is None:
-        # transformers 4 loads in float32 unless it is told otherwise, and in float16 what
-        # bitsandbytes quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
-        newer = int(transformers.__version__.partition(".")[0]) >= 5
-        of_config = getattr(config, "dtype", None) if newer else None
-        is_quantised = _quantisation_of(source)
-        given = str(of_config or ("float16" if is_quantised and not newer else "float32"))
+        # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
+        # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
+        if int(transformers.__version__.partition(".")[0]) >= 5:
+            given = str(getattr(config, "dtype", None) or "float32")
+        else:
+            given = "float16" if _quantisation_of(source) else "float32"
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"
         )
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
     name = given.removeprefix("torch.")
-    dtype = getattr(torch, short.get(name, name), None)
+    dtype = getattr(torch, _DTYPES.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         where = "the config's dtype" if source.dtype is None else "--dtype"
         raise PlanError(f"{where} needs float32, bfloat16 or float16, got {given!r}")
     return dtype
 
 
-def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn.Module:
-    config = adapter_of(fields)
+def _with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
+    config = adapter_of(given)
     import peft
 
     try:
@@ -183,34 +308,28 @@ def _with_peft(model: torch.nn.Module, fields: Mapping[str, object]) -> torch.nn
     return adapted
 
 
-def adapter_of(fields: Mapping[str, object]) -> Any:
-    """Return the config of an adapter.
-
-    Raises:
-        PlanError: peft is missing, or refuses the fields.
-    """
+def adapter_of(given: Mapping[str, object]) -> Any:
+    """Return the config of an adapter."""
     try:
         import peft
     except ImportError as error:
         raise PlanError(
             "LoRA and other adapters need the package peft: pip install peft"
         ) from error
-    kind = str(fields.get("peft_type", "LORA")).upper()
-    mapping = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
-    if kind not in mapping:
-        raise PlanError(f"peft {peft.__version__} knows no peft_type {kind!r}")
-    known = {field.name for field in dataclasses.fields(mapping[kind])}
-    unknown = sorted(set(fields) - known - {"peft_version", "auto_mapping"})
+    name = str(given.get("peft_type", "LORA")).upper()
+    kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
+    if kind is None:
+        raise PlanError(f"peft {peft.__version__} has no peft_type {name!r}")
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(set(given) - known - {"peft_version", "auto_mapping"})
     if unknown:
         raise PlanError(
             f"the adapter's config has keys that peft {peft.__version__} does not know: "
             f"{', '.join(unknown)}"
         )
-    given = {
-        name: value for name, value in fields.items() if name in known and name != "inference_mode"
-    }
-    check_kinds(mapping[kind], {name: value for name, value in given.items() if value is not None})
+    kept = {key: given[key] for key in given if key in known and key != "inference_mode"}
+    check_kinds(kind, {key: value for key, value in kept.items() if value is not None})
     try:
-        return mapping[kind](**given)
+        return kind(**kept)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"peft refuses the adapter: {first_line(error)}") from error

@@ -22,29 +22,20 @@ _USUAL_SIDE = 448
 class Pictures:
     """Describes the pictures of a row, and what a model gets with them."""
 
-    num_tokens: int
-    """Tokens of a row that stand for pictures."""
-
+    num_tokens: int  # tokens of a row that stand for pictures
     add_to: Callable[[Batch, int], None]
-    """Adds to a batch, of so many rows, what a processor does."""
+    """Adds to a batch of this number of rows what a processor adds."""
 
     said: str
-    asked: Asked = NOTHING
-    """What the model asks of the numbers that come with its pictures."""
+    asked: Asked = NOTHING  # what the model asks of the numbers that come with its pictures
 
 
-def pictures_of(model: Any, source: ConfigSource) -> Pictures | None:
-    """Return the pictures of a run; None if the model is not one that takes pictures with text.
-
-    Raises:
-        PlanError: the model takes none, or none of this size, or a row has no room for them.
-    """
-    kind = getattr(model.config, "model_type", "")
+def pictures_of(model: Any, source: ConfigSource) -> Pictures:
+    """Return the pictures of a run."""
+    kind = model.config.model_type
     if kind not in _KINDS:
-        if source.images_per_row is None and source.image_size is None:
-            return None
         raise PlanError(
-            f"--images-per-row and --image-size are for models of these kinds, and not for {kind}: "
+            f"--images-per-row and --image-size are for these models, and not for {kind}: "
             f"{', '.join(_KINDS)}"
         )
     number = 1 if source.images_per_row is None else source.images_per_row
@@ -83,7 +74,7 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
     """Describe models that get all pictures of a batch in one list.
 
     Args:
-        num_tokens: the tokens of a picture, of the config and the patches along a side.
+        num_tokens: returns the tokens of a picture, from the config and the patches along a side.
         has_types: whether a processor marks which tokens are pictures.
     """
 
@@ -137,7 +128,7 @@ def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
             return
         numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         batch["pixel_values"] = torch.zeros(rows * number * patches, numbers)
-        # the model cuts by these, so they are written down, and not only as large
+        # the model cuts by these, so their values are kept, and not only their sizes
         batch["image_grid_thw"] = torch.tensor([grid] * (rows * number))
         between = (length - number * each) // (number + 1)  # a picture begins after a text
         row = ([0] * between + [1] * each) * number
@@ -166,4 +157,4 @@ _KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
     "qwen2_5_vl": _of_any_size,
     "qwen3_vl": _of_any_size,
 }
-"""How a processor gives pictures to a model, by its model_type."""
+"""How a processor gives pictures to a model, by its model_type; see from_config.PICTURE_MODELS."""

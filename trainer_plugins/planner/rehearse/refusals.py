@@ -1,19 +1,22 @@
-"""Refuse by name what the planner cannot predict, before and after the Trainer is built."""
+"""Refuse by name what the planner cannot predict, and turn errors into one line. Imports torch."""
 
 import sys
-from collections.abc import Mapping
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch._subclasses import fake_tensor
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.pretend import quantised
-from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
-from trainer_plugins.planner.pretend.optimizers import PACKAGES
-from trainer_plugins.planner.rehearse import rollout
-from trainer_plugins.planner.trainer import Arguments, TrainerLike, optimizer_name
 from trainer_plugins.units import size
+
+_Result = TypeVar("_Result")
 
 _FLASH_ATTN = "attention of the package flash-attn"
 _WITHOUT_RULE = {
@@ -21,36 +24,113 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
-_OF_TRL = frozenset(
-    f"{name}Trainer"
-    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "GMPO", "ORPO", "CPO", "TPO")
+_OF_TRL = (
+    "CPOTrainer",
+    "DPOTrainer",
+    "GMPOTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "ORPOTrainer",
+    "RLOOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
+    "TPOTrainer",
 )
 """The Trainers of TRL that are planned. Most others generate in ways of their own."""
 
-_OF_OLDER_TRL = frozenset({"SFTTrainer", "RewardTrainer"})
+_OF_OLDER_TRL = ("SFTTrainer", "RewardTrainer")
 """Those of them whose loss does not keep what masks pick if TRL has no head of its own."""
 
+_PACKAGES_OF_LAYERS = (
+    "bitsandbytes",
+    "flash_attn",
+    "unsloth",
+    "xformers",
+    "mamba_ssm",
+    "causal_conv1d",
+)
 
-def refuse_trainer(trainer: TrainerLike) -> None:
-    """Check the class of a Trainer, and an optimizer that it was given.
+_BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
+"""Bits of a weight, where the fields of a quantization_config do not say them."""
 
-    Raises:
-        NotPredicted: it is a Trainer of TRL that is not supported, or the optimizer has kernels of
-            its own.
-    """
-    of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
+
+_NON_REENTRANT = advice.NON_REENTRANT.flag(Door.TRAINER)
+_WHY = {
+    "does not require grad and does not have a grad_fn": (
+        "the loss depends on nothing that is trained. Reentrant checkpointing does that if a "
+        f"layer's input needs no gradient, as after frozen embeddings (LoRA): pass {_NON_REENTRANT}"
+        f", or call {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)} before the Trainer is made. "
+        "Without checkpointing, no tensor behind the loss has requires_grad"
+    ),
+    "Expected to mark a variable ready only once": (
+        "DDP looks for unused parameters, which the Trainer lets it do for an adapter of PEFT, and "
+        "with reentrant checkpointing, which prepare_model_for_kbit_training switches on, it finds "
+        'parameters twice ("Expected to mark a variable ready only once"): pass '
+        "--ddp_find_unused_parameters False, or "
+        f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
+    ),
+}
+"""Words in the errors of runs that fail on a card too, as real ranks did in the tests, and why they
+fail and what to pass."""
+
+
+def told_in_one_line(work: Callable[[], _Result]) -> _Result:
+    """Run a part of the rehearsal, and turn what it raises into a PlanError or NotPredicted."""
+    try:
+        return work()
+    except PlanError:
+        raise
+    except (
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
+        raise NotPredicted(f"{error.func}, whose result depends on values") from error
+    except fake_tensor.DataDependentOutputException as error:
+        raise NotPredicted(f"{error.func}, which asks for a value") from error
+    except Exception as error:  # the user's own code runs here, and may raise anything
+        why = next((why for words, why in _WHY.items() if words in str(error)), None)
+        if why is not None:
+            raise PlanError(
+                f"the rehearsal of the run failed, and so will the run: {why}"
+            ) from error
+        raise PlanError(
+            f"the rehearsal of the run failed: {type(error).__name__}: "
+            f"{first_line(error)}{_where(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error in one line; add its second line if the first only announces it."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def _where(error: BaseException) -> str:
+    """Name the innermost line that is neither torch's nor the planner's."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/trainer_plugins/planner/" not in file:
+            place = f" (in {Path(file).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
+
+
+def refuse_trainer(trainer: HfTrainer, kind: Kind) -> None:
+    """Refuse Trainers of TRL that are not supported, and optimizers with kernels of their own."""
+    of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     if of_trl and of_trl[0] not in _OF_TRL:
-        raise NotPredicted(f"TRL's {of_trl[0]}: of TRL only {', '.join(sorted(_OF_TRL))}")
-    if (
-        of_trl
-        and of_trl[0] not in _OF_OLDER_TRL
-        and not hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
-    ):
+        raise NotPredicted(f"TRL's {of_trl[0]}: the planner supports only {', '.join(_OF_TRL)}")
+    has_head = hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head")
+    if of_trl and of_trl[0] not in _OF_OLDER_TRL and not has_head:
         raise NotPredicted(
             f"{of_trl[0].removesuffix('Trainer')} of a TRL without its own head, as 0.24: what its "
             "loss keeps depends on masks"
         )
-    if rollout.generates(trainer):
+    if kind.trains_on_completions:
+        from trainer_plugins.planner.rehearse import rollout
+
         rollout.refuse(trainer)
     if getattr(trainer, "generate_during_eval", False):  # of TRL's ORPO and CPO
         raise NotPredicted("generate_during_eval, which generates from rows chosen at random")
@@ -61,41 +141,27 @@ def refuse_trainer(trainer: TrainerLike) -> None:
         )
 
 
-def refuse_arguments(args: Arguments, device: str) -> None:
-    """Check TrainingArguments, for a type of device.
-
-    Raises:
-        NotPredicted: they ask for kernels whose memory is not known here.
-    """
-    if getattr(args, "torch_compile", False):
+def refuse_arguments(args: HfArguments, kind: Kind, card: Card | None) -> None:
+    """Refuse TrainingArguments that ask for kernels whose memory is not known here."""
+    if args.torch_compile:
         raise NotPredicted(
             "torch.compile (torch_compile), which changes the memory of every operation"
         )
-    if getattr(args, "use_liger_kernel", False):
-        refuse_liger(device)
+    if args.use_liger_kernel:
+        from trainer_plugins.planner.rehearse.liger import refuse_liger
+
+        refuse_liger(kind.device)
     if getattr(args, "use_cpu", False) or getattr(args, "no_cuda", False):
         raise NotPredicted("training on the CPU (use_cpu): there is no card to plan for")
-    optimizer = optimizer_name(args)
-    if optimizer in OPTIMIZERS or optimizer in PACKAGES:
+    if kind.trains_on_completions:
+        from trainer_plugins.planner.rehearse import rollout
+
+        rollout.check_card(args, card)
+    if kind.is_of_bitsandbytes or kind.is_of_a_package:
         return
     for word in ("8bit", "4bit", "bnb", "paged", "galore", "stable_adamw"):
-        if word in optimizer:
-            raise NotPredicted(f"the optimizer {optimizer}")
-
-
-def refuse_liger(device: str) -> None:
-    """Refuse Liger's kernels without their code, and on another device than CUDA.
-
-    Raises:
-        NotPredicted: what they take cannot be known.
-    """
-    if find_spec("liger_kernel") is None:
-        raise NotPredicted(
-            "Liger kernels without their code, which says what they take: "
-            "pip install --no-deps liger-kernel (to plan it, Triton and a card are not needed)"
-        )
-    if device != "cuda":
-        raise NotPredicted(f"Liger kernels on {device}: they need CUDA")
+        if word in kind.optimizer:
+            raise NotPredicted(f"the optimizer {kind.optimizer}")
 
 
 def fsdp_in_force(plugin: Any) -> str:
@@ -110,15 +176,8 @@ def fsdp_in_force(plugin: Any) -> str:
     )
 
 
-GIVE_A_TRAINER = "give plan_run a Trainer, whose collator knows its inputs"
-
-
 def refuse_attention(name: object) -> None:
-    """Check an attn_implementation.
-
-    Raises:
-        NotPredicted: the memory of its kernel is not known here.
-    """
+    """Refuse an attn_implementation if the memory of its kernel is not known here."""
     import transformers
 
     if name == "flash_attention_2" and transformers.__version__.startswith("4."):
@@ -131,49 +190,41 @@ def refuse_attention(name: object) -> None:
         )
 
 
-_BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
-"""Bits of a weight, where the fields of a quantization_config do not say them."""
-
-
-def known_quantisation(model: torch.nn.Module, fields: object) -> dict[str, object]:
-    """Return the fields of a quantization_config of bitsandbytes.
+def known_quantisation(model: torch.nn.Module, given: object) -> dict[str, object]:
+    """Return the fields of a quantization_config of bitsandbytes, and refuse any other.
 
     Of other packages, only the sizes of weights are known here.
-
-    Raises:
-        PlanError: nobody knows such a quantisation, or a field is wrong.
-        NotPredicted: its kernels are not those of bitsandbytes, or it trains them.
     """
     import transformers
     from transformers.utils.quantization_config import QuantizationMethod
 
-    if not isinstance(fields, Mapping):
-        raise PlanError(f"quantization_config is a mapping, got {fields!r}")
-    of_bitsandbytes = fields.get("load_in_4bit") or fields.get("load_in_8bit")
-    method = "bitsandbytes" if of_bitsandbytes else fields.get("quant_method")
+    if not isinstance(given, Mapping):
+        raise PlanError(f"quantization_config is a mapping, got {given!r}")
+    is_of_bitsandbytes = given.get("load_in_4bit") or given.get("load_in_8bit")
+    method = "bitsandbytes" if is_of_bitsandbytes else given.get("quant_method")
     known = [each.value for each in QuantizationMethod]
     if method not in known:
         raise PlanError(
             f"quantization_config: no quantisation is named {method!r} (quant_method); "
             f"transformers {transformers.__version__} knows {', '.join(known)}"
         )
-    if not of_bitsandbytes:
-        raise NotPredicted(_of_other_kernels(model, str(method), fields))
+    if not is_of_bitsandbytes:
+        raise NotPredicted(_other_kernels(model, str(method), given))
     if transformers.__version__.startswith("4."):
         raise NotPredicted(
             f"a base quantised by bitsandbytes with transformers {transformers.__version__}, whose "
             "loader is only there with the package installed: plan it with transformers 5"
         )
-    if fields.get("llm_int8_has_fp16_weight"):
-        raise NotPredicted("llm_int8_has_fp16_weight, which quantises anew in each step")
-    if fields.get("llm_int8_enable_fp32_cpu_offload"):
+    if given.get("llm_int8_has_fp16_weight"):
+        raise NotPredicted("llm_int8_has_fp16_weight, which quantises again in each step")
+    if given.get("llm_int8_enable_fp32_cpu_offload"):
         raise NotPredicted("llm_int8_enable_fp32_cpu_offload, which leaves layers on the host")
-    return dict(fields)
+    return dict(given)
 
 
-def _of_other_kernels(model: torch.nn.Module, method: str, fields: Mapping[str, object]) -> str:
-    """Say how large the weights are, and what comes near."""
-    said = next((fields[name] for name in ("bits", "w_bit", "nbits") if name in fields), None)
+def _other_kernels(model: torch.nn.Module, method: str, given: Mapping[str, object]) -> str:
+    """Say how large the weights are, and which plan comes near."""
+    said = next((given[name] for name in ("bits", "w_bit", "nbits") if name in given), None)
     bits = said if isinstance(said, int) else _BITS.get(method, 0)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
@@ -182,46 +233,38 @@ def _of_other_kernels(model: torch.nn.Module, method: str, fields: Mapping[str, 
     instead = "--load-in-8bit" if bits == 8 else "--load-in-4bit"
     return (
         f"a base quantised by {method}, whose kernels are not known here{weights}. A plan of its "
-        f"config without quantization_config and with {instead} comes near"
+        f"config without quantization_config and with {instead} is close"
     )
 
 
 def refuse_divided(model: torch.nn.Module) -> None:
-    """Refuse a model of a Trainer whose tensors are divided among cards.
-
-    Raises:
-        NotPredicted: they are; only a model that is built from its config can be divided here.
-    """
-    if (size := getattr(model, "_tp_size", None)) not in (None, 1):
+    """Refuse a Trainer's model whose tensors are divided: only one built from its config can be."""
+    if (num_cards := getattr(model, "_tp_size", None)) not in (None, 1):
         raise NotPredicted(
-            f"tensor parallelism (tp_size {size} in the model of a Trainer): a plan of its config "
-            "is, with tp_size in --accelerate-config"
+            f"tensor parallelism (tp_size {num_cards} in the model of a Trainer): plan its "
+            "config instead, with tp_size in --accelerate-config"
         )
 
 
-def refuse_model(model: torch.nn.Module) -> None:
-    """Check a model and its layers.
-
-    Raises:
-        NotPredicted: it is quantized, or has layers whose memory is not known here.
-    """
+def refuse_model(model: torch.nn.Module, kind: Kind) -> None:
+    """Refuse a model that another package quantised, or layers whose memory is not known here."""
     refuse_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    is_quantised = getattr(model, "is_quantized", False) or (
-        getattr(model, "quantization_method", None) is not None
-    )
-    if is_quantised and not quantised.bits_of(model):
+    method = getattr(model, "quantization_method", None)
+    is_quantised = getattr(model, "is_quantized", False) or method is not None
+    if is_quantised and not _is_of_bitsandbytes(model, kind):
         raise NotPredicted(
-            f"a model quantized by {getattr(model, 'quantization_method', 'its own kernels')} in a "
-            "Trainer; a plan of its config with --load-in-4bit or --load-in-8bit is"
+            f"a model quantised by {method or 'kernels of its own'} in a Trainer: plan its "
+            "config with --load-in-4bit or --load-in-8bit instead"
         )
     for part in model.modules():
         home = type(part).__module__.partition(".")[0]
-        if home in (
-            "bitsandbytes",
-            "flash_attn",
-            "unsloth",
-            "xformers",
-            "mamba_ssm",
-            "causal_conv1d",
-        ):
+        if home in _PACKAGES_OF_LAYERS:
             raise NotPredicted(f"layers of {home} ({type(part).__name__})")
+
+
+def _is_of_bitsandbytes(model: torch.nn.Module, kind: Kind) -> bool:
+    if not kind.is_quantised:
+        return False
+    from trainer_plugins.planner.pretend import quantised
+
+    return quantised.bits_of(model) > 0

@@ -3,26 +3,25 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner import progress
+from trainer_plugins.planner.kind import Kind
+from trainer_plugins.planner.one_card import OneCard
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.rehearse.generate import Generation
-from trainer_plugins.planner.sharded import (
-    fsdp1_checkpoint,
-    sharded_checkpoint,
-    tensors,
-    zero_checkpoint,
-)
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
-from trainer_plugins.planner.trainer import TrainerLike, bare_optimizer
 from trainer_plugins.streaming.stream import stream_of
+
+if TYPE_CHECKING:
+    from trainer_plugins.planner.rehearse.streamed import Streaming
 
 Batch = dict[str, object]
 
@@ -31,90 +30,88 @@ _MICRO_STEPS_RUN = 2
 second adds to the gradients of the first; those after it do the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Holds what a Trainer is built with, besides its source."""
+
+    args: HfArguments  # the user's
+    kind: Kind
+    has_padding: bool | None  # whether batches have padding; None: as the source says
+    folder: str  # its output_dir
+    streaming: "Streaming | None"
+
+    @property
+    def home(self) -> torch.device:
+        """Return where the model of a config is built: on the card, unless it is streamed."""
+        return self.args.device if self.streaming is None else torch.device("cpu")
+
+
 @dataclass(slots=True)
 class Rehearsed:
-    """Holds a Trainer and its batches, and what the rehearsal of its run includes."""
+    """Holds a Trainer with its model on the card, and its batches."""
 
-    trainer: TrainerLike
+    trainer: HfTrainer
     make_batch: Callable[[], Batch]
     make_evaluation_batch: Callable[[], Batch] | None
     """Makes a batch for the evaluation; None if the run does not evaluate."""
 
     num_evaluation_batches: int
-    saves: bool
-    resumes: bool
     has_padding: bool
     assumptions: list[str]
-    asked: Asked = NOTHING
-    """What the model asks of the numbers in its batches."""
+    asked: Asked = NOTHING  # what the model asks of the numbers in its batches
 
 
-def rehearse(run: Rehearsed, tracker: Tracker) -> None:
-    """Train; then evaluate, save and resume, if the run does so.
-
-    Args:
-        run: the Trainer with its model on the card. It cannot be used again afterwards.
-        tracker: sees all that happens.
-    """
+def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) -> None:
+    """Train; then evaluate, save and resume, if the run does so. It uses the Trainer up."""
     trainer = run.trainer
+    methods: Any = trainer  # mypy lets no method be replaced
     num_batches = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
-    trainer.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
-    _name_parameters(trainer.model, tracker)
+    methods.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
+    _name_parameters(trainer.model, kind, tracker)
     for model in other_models(trainer):
         tracker.tag((*model.parameters(), *model.buffers()), "frozen weights")
-    if rollout.generates(trainer):
+    if kind.trains_on_completions:
         rollout.prepare(trainer, tracker)
         run.assumptions.append(rollout.ASSUMPTION)
     tracker.moment = "forward"
     tracker.values.asked = run.asked
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
-        _skip_like_micro_steps(trainer)
+        _skip_like_micro_steps(trainer, kind)
         held = _batches_of_last_step(trainer)
         trainer.train()
-        _name_parameters(trainer.model, tracker)  # a strategy may have replaced the parameters
+        _name_parameters(trainer.model, kind, tracker)  # a strategy may have replaced them
         if run.make_evaluation_batch is not None:
-            make, num_batches = run.make_evaluation_batch, run.num_evaluation_batches
-            trainer.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, num_batches)
+            make, number = run.make_evaluation_batch, run.num_evaluation_batches
+            methods.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, number)
             with tracker.during("evaluation"):
-                run.assumptions.extend(evaluate(trainer, num_batches))
-        save, resume = _checkpointing(trainer)
-        if run.saves:
-            save(trainer, tracker)
-        if run.saves and run.resumes:
+                run.assumptions.extend(evaluate(trainer, number))
+        if kind.saves:
+            strategy.save(trainer, tracker)
+        if kind.saves and kind.resumes:
             with tracker.during("save"):
                 held.clear()  # the process that resumes has none
-                if (stream := stream_of(trainer.model)) is not None:
+                if kind.is_streamed and (stream := stream_of(trainer.model)) is not None:
                     stream.release()  # and has not fetched a layer
-            resume(trainer, tracker)
+            strategy.resume(trainer, tracker)
 
 
-_Checkpointing: TypeAlias = Callable[[TrainerLike, Tracker], None]
-
-
-def _checkpointing(trainer: TrainerLike) -> tuple[_Checkpointing, _Checkpointing]:
-    """Return what saves a run and what resumes it, as its way to divide work among cards wants."""
-    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:
-        of_fsdp = fsdp1_checkpoint if plugin.fsdp_version == 1 else sharded_checkpoint
-        return of_fsdp.save, of_fsdp.resume
-    return _save, zero_checkpoint.save_and_resume if trainer.is_deepspeed_enabled else _resume
-
-
-def other_models(trainer: TrainerLike) -> list[torch.nn.Module]:
+def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
     """Return the models of a Trainer that it does not train: a reference, a teacher, a reward."""
     trained = {id(trainer.model), id(getattr(trainer, "model_wrapped", None))}
-    held = (*vars(trainer).values(), *rollout.models_of(trainer))
+    held = (*vars(trainer).values(), *getattr(trainer, "reward_funcs", ()))
     others = {id(value): value for value in held if isinstance(value, torch.nn.Module)}
     return [value for key, value in others.items() if key not in trained]
 
 
-def _name_parameters(model: torch.nn.Module, tracker: Tracker) -> None:
+def _name_parameters(model: torch.nn.Module, kind: Kind, tracker: Tracker) -> None:
     """Tell the tracker the category and the module of each parameter and buffer."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [
         tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad
     ]
-    tracker.tag((*frozen, *quantised.kept_beside(model)), "frozen weights")
+    if kind.is_quantised:
+        frozen += quantised.scales_of(model)
+    tracker.tag(frozen, "frozen weights")
     tracker.tag(trainable, "weights")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         storage = tracker.storage_of(tensor)
@@ -137,7 +134,7 @@ def _name_after(parameter: torch.Tensor, tensors: Iterable[torch.Tensor], tracke
 
 
 @contextlib.contextmanager
-def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
+def _moments(trainer: HfTrainer, tracker: Tracker) -> Iterator[None]:
     """Tell the tracker each moment of the run, and what gradients and optimizer states are."""
     training_step = trainer.training_step
     backward: Callable[..., None] = torch.autograd.backward
@@ -174,7 +171,7 @@ def _moments(trainer: TrainerLike, tracker: Tracker) -> Iterator[None]:
         assert generate is not None
         generation = Generation(tracker)
         with generation.around():
-            return generation.whole(generate(*args, **kwargs))
+            return generation.completed(generate(*args, **kwargs))
 
     trainer.training_step = step
     torch.autograd.backward = run_backward
@@ -214,7 +211,7 @@ def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
             hook.remove()
 
 
-def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -> object:
+def _loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
     loader: object = torch.utils.data.DataLoader(
         range(num_batches * _num_readers(trainer)),  # type: ignore[arg-type]
         batch_size=1,
@@ -223,32 +220,32 @@ def _loader(trainer: TrainerLike, make: Callable[[], Batch], num_batches: int) -
     return trainer.accelerator.prepare_data_loader(loader)
 
 
-def _num_readers(trainer: TrainerLike) -> int:
+def _num_readers(trainer: HfTrainer) -> int:
     """Return how many cards read batches of their own.
 
-    accelerate/data_loader.py, prepare_data_loader: cards of one row get the same batch, but under
-    DeepSpeed, which gathers the batches of such cards.
+    Cards of one row get the same batch (accelerate/data_loader.py, prepare_data_loader), except
+    under DeepSpeed, which gathers the batches of such cards.
     """
-    num_cards = trainer.accelerator.num_processes
     shared = getattr(trainer.accelerator, "parallelism_config", None)
+    num_cards = trainer.accelerator.num_processes
     return num_cards // (shared.cp_size * shared.tp_size) if shared is not None else num_cards
 
 
-def _skip_like_micro_steps(trainer: TrainerLike) -> None:
+def _skip_like_micro_steps(trainer: HfTrainer, kind: Kind) -> None:
     """Skip micro-steps that repeat the one before. Their batches still go to the card."""
     training_step = trainer.training_step
-    generates = rollout.generates(trainer)
     count = 0
 
     def step(*args: object, **kwargs: object) -> object:
         nonlocal count
-        num_steps, position = divmod(count, trainer.args.gradient_accumulation_steps)
+        accumulation = trainer.args.gradient_accumulation_steps
+        num_steps, position = divmod(count, accumulation)
         count += 1
-        is_skipped = _MICRO_STEPS_RUN <= position < trainer.args.gradient_accumulation_steps - 1
-        if generates and num_steps == trainer.args.max_steps - 1 and position == 0:
-            rollout.generate_anew(trainer)
-        if generates and is_skipped:
-            is_skipped = rollout.skip(trainer)
+        is_skipped = _MICRO_STEPS_RUN <= position < accumulation - 1
+        if kind.trains_on_completions:
+            if num_steps == trainer.args.max_steps - 1 and position == 0:
+                rollout.generate_again(trainer)
+            is_skipped = is_skipped and rollout.skip(trainer)
         if is_skipped:
             return torch.zeros((), device=trainer.args.device)
         return training_step(*args, **kwargs)
@@ -256,7 +253,7 @@ def _skip_like_micro_steps(trainer: TrainerLike) -> None:
     trainer.training_step = step
 
 
-def _batches_of_last_step(trainer: TrainerLike) -> list[object]:
+def _batches_of_last_step(trainer: HfTrainer) -> list[object]:
     """Return a list that keeps the batches of the last step, once it runs.
 
     They stay on the card while the Trainer evaluates and saves, which it does between two steps:
@@ -276,47 +273,3 @@ def _batches_of_last_step(trainer: TrainerLike) -> list[object]:
 
     trainer.training_step = step
     return held
-
-
-def _save(trainer: TrainerLike, tracker: Tracker) -> None:
-    """Copy the weights to the host one by one, as saving does.
-
-    See transformers/modeling_utils.py, save_pretrained, and torch.save.
-    """
-    with tracker.during("save"):
-        states: Mapping[str, torch.Tensor] = trainer.model.state_dict()
-        if trainer.is_deepspeed_enabled:
-            # ValueError: the settings forbid to gather the weights
-            with contextlib.suppress(ValueError):
-                states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        if tensors.num_parts(trainer.model) > 1:
-            tensors.gather(states)
-            return
-        for tensor in states.values():
-            tensor.to("cpu")
-
-
-def _resume(trainer: TrainerLike, tracker: Tracker) -> None:
-    """Load the optimizer's states to the host and move them to the card, as resuming does.
-
-    See transformers/trainer.py, _load_optimizer_and_scheduler.
-    """
-    optimizer = bare_optimizer(trainer)
-    if optimizer is None:
-        return
-    with tracker.during("resume"):
-        loaded = _on_host(optimizer.state_dict())
-        optimizer.state.clear()  # a new optimizer has no states
-        optimizer.load_state_dict(loaded)
-        states = (value for state in optimizer.state.values() for value in state.values())
-        tracker.tag(
-            (value for value in states if isinstance(value, torch.Tensor)), "optimizer states"
-        )
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("cpu")
-    if isinstance(value, dict):
-        return {name: _on_host(each) for name, each in value.items()}
-    return [_on_host(each) for each in value] if isinstance(value, (list, tuple)) else value

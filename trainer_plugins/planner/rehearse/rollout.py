@@ -1,7 +1,7 @@
 """Rehearse a Trainer that generates what it trains on: TRL's GRPO and RLOO. Imports torch.
 
 Its own code runs: it generates, scores with the old weights and the reference, and trains. Only
-rewards are made up, because a function of the user's would get texts that nobody has written.
+rewards are made up, because the user's functions would get texts that do not exist.
 """
 
 import sys
@@ -15,11 +15,11 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.tracing.trace import Tracker
 
 COLUMNS = ("prompt", "image", "images")
-"""What such a Trainer reads of a row; all else is for the rewards."""
+"""What such a Trainer reads of a row; everything else is for the rewards."""
 
 ASSUMPTION = (
-    "each completion has max_completion_length tokens, and the longest prompts come together: the "
-    "worst case"
+    "each completion has max_completion_length tokens, and the longest prompts are in one batch: "
+    "the worst case"
 )
 
 
@@ -34,11 +34,7 @@ def rows_of_a_batch(args: Any) -> int:
 
 
 def refuse(trainer: Any) -> None:
-    """Check how a Trainer generates.
-
-    Raises:
-        NotPredicted: by code that needs values, or whose memory is not known here.
-    """
+    """Refuse a Trainer that generates by code whose memory is not known here."""
     for name, what in (
         ("use_transformers_continuous_batching", "continuous batching of transformers"),
         ("rollout_func", "completions of a rollout_func"),
@@ -50,17 +46,13 @@ def refuse(trainer: Any) -> None:
 
 
 def check_card(args: Any, card: Card | None) -> None:
-    """Check that the share of a vLLM beside the training is known.
-
-    Raises:
-        PlanError: no card is named.
-    """
+    """Refuse a vLLM that shares a card whose size is unknown."""
     if card is None and getattr(args, "use_vllm", False) and args.vllm_mode == "colocate":
-        raise PlanError("vLLM takes a part of the card beside the training: name the card (--gpu)")
+        raise PlanError("vLLM shares the card with the training: name the card (--gpu)")
 
 
 def revive(trainer: Any) -> None:
-    """Make anew what such a Trainer has of its own process."""
+    """Make again what belongs to such a Trainer's process."""
     trainer.log_completions = False
     distributed: Any = sys.modules.get("trl.distributed")
     if distributed is not None:  # an older TRL is refused later
@@ -68,12 +60,7 @@ def revive(trainer: Any) -> None:
 
 
 def prepare(trainer: Any, tracker: Tracker) -> None:
-    """Let a Trainer take rewards that nobody computed, and completions of a vLLM that is not there.
-
-    Args:
-        trainer: a Trainer that generates, with its models on the card.
-        tracker: sees all that happens.
-    """
+    """Give a Trainer made-up rewards, and completions of a vLLM that is not there."""
     trainer._calculate_rewards = lambda _, prompts, __, completions: _rewards(
         trainer, prompts, completions
     )
@@ -89,13 +76,13 @@ def skip(trainer: Any) -> bool:
     return True
 
 
-def generate_anew(trainer: Any) -> None:
+def generate_again(trainer: Any) -> None:
     """Let the next micro-step generate, as a later one will, when there are optimizer states."""
     trainer._buffered_inputs = None
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
-    """Return a reward of each function for each row. Models of rewards really read the rows.
+    """Return a reward of each function for each row. Reward models really read the rows.
 
     See TRL's grpo_trainer.py, _calculate_rewards. A model reads texts by its own tokenizer; here it
     reads as many tokens as were generated, and as many of the prompt as the policy does.
@@ -114,7 +101,7 @@ def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]])
 
 
 def models_of(trainer: object) -> list[torch.nn.Module]:
-    """Return the models that give rewards."""
+    """Return the reward models."""
     judges = getattr(trainer, "reward_funcs", [])
     return [each for each in judges if isinstance(each, torch.nn.Module)]
 
@@ -156,6 +143,6 @@ class Vllm:
             asleep = self._share() if self._sleeps else None
             del asleep
         if self._sleeps:
-            self._tracker.emptied()  # vLLM gives its memory back to the card
+            self._tracker.emptied()  # vLLM returns its memory to the card
         length = self._args.max_completion_length
         return prompts, [[1] * length] * len(prompts), [[[0.0]] * length] * len(prompts), None

@@ -1,51 +1,62 @@
-"""Send a Trainer to another process without the bytes of its tensors.
+"""Send a Trainer and its batches to another process without the bytes of their tensors.
 
-Shapes, dtypes and which tensors share a storage are sent. Imports torch.
+Shapes, dtypes and which tensors share a storage are sent; of a batch also the numbers that a model
+uses to cut its tensors. Imports torch.
 """
 
 import io
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
+from trainer_plugins.planner.one_card import bare_optimizer
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.by_value import ByValue
-from trainer_plugins.planner.trainer import bare_optimizer
+from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.streaming.stream import Stream, stream_of
 
-# Attributes that the other process makes anew or never needs. All others of the user's Trainer are
-# sent, so that a subclass finds what its constructor has set.
 _LEFT_HERE = frozenset(
     {
-        *(
-            "accelerator",
-            "callback_handler",
-            "control",
-            "state",
-            "_memory_tracker",
-            "deepspeed",
-            "model_wrapped",
-        ),
-        *(
-            "train_dataset",
-            "eval_dataset",
-            "model_init",
-            "hp_search_backend",
-            "data_collator",
-            "compute_metrics",
-        ),
-        *("_dist", "vllm_generation", "vllm_client", "async_loop", "async_loop_thread"),
-        *("lr_scheduler", "_created_lr_scheduler", "get_train_dataloader", "get_eval_dataloader"),
+        "accelerator",
+        "callback_handler",
+        "control",
+        "state",
+        "_memory_tracker",
+        "deepspeed",
+        "model_wrapped",
+        "train_dataset",
+        "eval_dataset",
+        "model_init",
+        "hp_search_backend",
+        "data_collator",
+        "compute_metrics",
+        "_dist",
+        "vllm_generation",
+        "vllm_client",
+        "async_loop",
+        "async_loop_thread",
+        "lr_scheduler",
+        "_created_lr_scheduler",
+        "get_train_dataloader",
+        "get_eval_dataloader",
     }
 )
+"""Attributes that the other process makes again or never needs. All others of the user's Trainer
+are sent, so that a subclass finds what its constructor has set."""
 
 _FORWARDS = frozenset({"_old_forward", "_original_forward"})
 """Where accelerate keeps what `forward` was, in a module that it dispatches or prepares."""
 
 _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
 """All that it writes to such a module (accelerate's hooks.py, big_modeling.py, accelerator.py)."""
+
+_PICTURE_SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes")
+_CUT_BY = (*_PICTURE_SIZES, "mm_token_type_ids", "input_ids", "attention_mask")
+_NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
+"""What a value raises that cannot be pickled."""
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
@@ -66,7 +77,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         for name, value in vars(trainer).items()
         if name not in _LEFT_HERE | set(essential)
     }
-    if "reward_funcs" in others:  # functions of the user's, which are not called
+    if "reward_funcs" in others:  # the user's functions are not called
         others["reward_funcs"] = rollout.models_of(trainer)
     left_out = tuple(
         name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent))
@@ -76,11 +87,11 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
-    """Pickle a value, with shapes in place of tensors.
+    """Pickle a value, with shapes instead of tensors.
 
     Args:
         value: what is sent.
-        stream: what streams weights in it: those that are away have no bytes here.
+        stream: what streams weights in it: those that are not on the card have no bytes here.
 
     Raises:
         pickle.PicklingError: something in it cannot be pickled, whatever error that raised.
@@ -88,7 +99,7 @@ def dumps(value: object, stream: Stream | None = None) -> bytes:
     by_value = ByValue(_can_be_sent)
     try:
         return _dumps(value, by_value, stream)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except _NOT_SENDABLE as error:
         last = by_value.last_class
         where = f" (the last class of the script that was sent is {last})" if last else ""
         raise pickle.PicklingError(f"{error}{where}") from error
@@ -103,7 +114,7 @@ def _dumps(value: object, by_value: ByValue, stream: Stream | None = None) -> by
 def _can_be_sent(value: object, by_value: ByValue) -> bool:
     try:
         _dumps(value, by_value)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError):
+    except _NOT_SENDABLE:
         return False
     return True
 
@@ -180,7 +191,7 @@ def _new_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def _parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:
-    """Make anew the class that `register_parametrization` gave to a module, for its properties."""
+    """Make the class that `register_parametrization` gave to a module again, for its properties."""
     vars(module).update(state)
     parametrize._inject_new_class(module)
     for name in module.parametrizations:  # type: ignore[union-attr]
@@ -205,3 +216,47 @@ def _parameter(
     parameter = torch.nn.Parameter(_tensor(shape_of, False), requires_grad)
     vars(parameter).update(extra)
     return parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Holds the values of a tensor of whole numbers, as nested lists."""
+
+    values: list[Any]
+
+
+def with_numbers(batch: object) -> object:
+    """Return a batch with `Numbers` instead of the tensors that hold sizes of pictures."""
+    if not any(isinstance(_of(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
+        return batch
+    found: Any = batch
+    return {
+        name: Numbers(each.tolist()) if name in _CUT_BY else each for name, each in found.items()
+    }
+
+
+def copied(batch: Any) -> Any:
+    """Copy a batch, as a collator makes a new one each time, and write its numbers down."""
+    if isinstance(batch, torch.Tensor):
+        return torch.empty_like(batch)
+    if isinstance(batch, Numbers):
+        return torch.tensor(batch.values)
+    if isinstance(batch, dict):
+        return {name: copied(each) for name, each in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(copied(each) for each in batch)
+    return batch
+
+
+def asked_of(batch: object) -> Asked:
+    """Return what a model asks of the numbers in a batch."""
+    if any(isinstance(_of(batch, name), Numbers) for name in _PICTURE_SIZES):
+        return Asked(are_kept=True)
+    pictures = _of(batch, "pixel_values")
+    if isinstance(pictures, torch.Tensor) and pictures.ndim == 5:
+        return Asked(count=pictures.shape[1])  # Idefics counts those of a row that are no padding
+    return NOTHING
+
+
+def _of(batch: object, name: str) -> object:
+    return batch.get(name) if hasattr(batch, "get") else None

@@ -18,30 +18,22 @@ class Sounds:
     """Describes the sounds of a run, and the texts that belong to them."""
 
     num_samples: int
-    num_labels: int
-    """The labels of a row, if it is written down what was said."""
-
+    num_labels: int  # the labels of a row, if the model writes down what it hears
     said: str
 
 
-def sounds_of(model: Any, source: ConfigSource) -> Sounds | None:
-    """Return the sounds of a run; None if nobody said how long they are.
-
-    Raises:
-        PlanError: the model does not take the samples of a sound.
-    """
-    if source.sound_seconds is None:
-        return None
+def sounds_of(model: Any, source: ConfigSource) -> Sounds:
+    """Return the sounds of a run that says how long they are."""
+    seconds = source.sound_seconds or 0.0
     if not takes_samples(model):
         raise PlanError(
             "--sound-seconds is for models that take the samples of a sound (input_values), and "
             f"not for {type(model).__name__}"
         )
-    samples = max(1, round(source.sound_seconds * _SAMPLES_A_SECOND))
-    labels = source.target_length or max(1, round(source.sound_seconds * _LABELS_A_SECOND))
+    samples = max(1, round(seconds * _SAMPLES_A_SECOND))
+    labels = source.target_length or max(1, round(seconds * _LABELS_A_SECOND))
     said = (
-        f"each row has {source.sound_seconds:g} s of sound, {samples:,} samples "
-        f"({_SAMPLES_A_SECOND:,} a second)"
+        f"each row has {seconds:g} s of sound, {samples:,} samples ({_SAMPLES_A_SECOND:,} a second)"
     )
     if writes(model):
         why = "" if source.target_length else f" ({_LABELS_A_SECOND} a second: a guess)"

@@ -6,11 +6,11 @@ between them. The Trainer then makes one process of all cards (`is_model_paralle
 
 from collections.abc import Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import MOST_CARDS
@@ -21,12 +21,7 @@ _ELSEWHERE = ("cpu", "disk")
 
 
 def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
-    """Return on which card each part of a Trainer's model lies, by its name; empty if all on one.
-
-    Raises:
-        PlanError: the run is to have another number of cards.
-        NotPredicted: parts of it are on no card, or other processes train with it.
-    """
+    """Return the card of each part of a Trainer's model, by its name; empty if all are on one."""
     if not getattr(trainer, "is_model_parallel", False):
         return {}
     placed: Mapping[str, object] = trainer.model.hf_device_map
@@ -41,30 +36,16 @@ def device_map_of(trainer: Any, num_gpus: int | None) -> dict[str, int]:
     if any(len(set((getattr(each, "hf_device_map", None) or {}).values())) > 1 for each in others):
         raise NotPredicted("a second model of the Trainer that is spread over several cards")
     found = {name: _index(device) for name, device in placed.items()}
-    num_cards = num_cards_of(found)
+    num_cards = 1 + max(found.values())
     if num_gpus not in (None, 1, num_cards):
         raise PlanError(f"the model is spread over {num_cards} cards, and num_gpus is {num_gpus}")
     if num_cards > MOST_CARDS:
-        raise NotPredicted(f"a model spread over {num_cards} cards: up to {MOST_CARDS} are")
+        raise NotPredicted(f"a model spread over {num_cards} cards: the most is {MOST_CARDS}")
     return found
 
 
-def num_cards_of(device_map: Mapping[str, int]) -> int:
-    """Return how many cards a process has to have for a map; of an empty one, 1."""
-    return 1 + max(device_map.values(), default=0)
-
-
 def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
-    """Move each part of a model to its card, and let accelerate attach its hooks.
-
-    Args:
-        model: a model on the host, perhaps with adapters.
-        device_map: the card of each part of its base, by name.
-        kind: the type of device.
-
-    Raises:
-        PlanError: the run cannot train, because weights that are tied lie on several cards.
-    """
+    """Move each part of a model's base to its card, and let accelerate attach its hooks."""
     from accelerate import dispatch_model
 
     base = base_model(model)
@@ -74,10 +55,11 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
     for name, device in sorted(placed.items(), key=lambda each: len(each[0])):
         _move(base, name, device)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":  # of adapters, beside the base
+        if tensor.device.type == "cpu":  # of adapters, outside the base
             tensor.data = tensor.data.to(first)
     # accelerate knows weights that are tied by their addresses, of which fake tensors have none
-    with patch.object(FakeTensor, "data_ptr", lambda each: key_of(each.untyped_storage())):
+    with Patches() as patches:
+        patches.set(FakeTensor, "data_ptr", lambda each: key_of(each.untyped_storage()))
         dispatch_model(
             base,
             placed,
@@ -98,9 +80,9 @@ def _refuse_tied_apart(base: torch.nn.Module, device_map: Mapping[str, int]) -> 
         if len(set(cards.values())) > 1:
             where = ", ".join(f"{name} on card {card}" for name, card in cards.items())
             raise PlanError(
-                f"the device_map puts weights that are tied on several cards ({where}): accelerate"
-                " keeps one of them, and the first forward fails (Expected all tensors to be on the"
-                " same device). Put these parts on one card"
+                f"the device_map puts tied weights on several cards ({where}): accelerate keeps one"
+                " of them, and the first forward fails (Expected all tensors to be on the same"
+                " device). Put these parts on one card"
             )
 
 

@@ -1,7 +1,7 @@
-"""Find the value in somebody's settings that cannot be, by what sound settings have in its place.
+"""Find the value in a user's settings that cannot be right, by comparing it with sound settings.
 
-`wrong_value` is asked after something has failed: a setting may rightly be of another kind than its
-default.
+`wrong_value` is called after something has failed: a setting may rightly be of another kind than
+its default.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "true or false"),
     (int, "a whole number"),
     (float, "a number"),
-    (str, "a text"),
+    (str, "a string"),
     ((list, tuple), "a list"),
     (Mapping, "a mapping"),
     (type(None), "null"),
 )
-"""What a value is to people; the first that is so. `bool` is an `int` of Python's."""
+"""What people call a value; the first that applies, since `bool` is an `int` in Python."""
 
 _OF_A_FIELD = re.compile(r"error for field '(\w+)'")
 _EXPECTED = re.compile(r"expected (bool|int|float|str|list|tuple|dict|NoneType)\b")
@@ -33,9 +33,9 @@ _EXPECTED = re.compile(r"expected (bool|int|float|str|list|tuple|dict|NoneType)\
 _ALSO = {
     "true or false": "a whole number",
     "a number": "a whole number",
-    "a text": "true or false",  # TrainingArguments makes `fsdp` true, which was a text
+    "a string": "true or false",  # TrainingArguments makes `fsdp` true, which was a string
 }
-"""What will do in place of what a hint asks for."""
+"""What is accepted instead of what a hint asks for."""
 
 _OF_PYTHON: dict[str, object] = {
     "bool": True,
@@ -50,9 +50,7 @@ _OF_PYTHON: dict[str, object] = {
 
 
 class _Pair(NamedTuple):
-    key: str
-    """With the keys around it, as in `text_config.hidden_size`."""
-
+    key: str  # with the keys around it, as in `text_config.hidden_size`
     value: object
     sound: object
 
@@ -63,7 +61,7 @@ def wrong_value(
     error: BaseException,
     checked: Collection[str] = (),
 ) -> str | None:
-    """Say which value cannot be, how it is spelt, and what is expected; None if none is found.
+    """Say which value cannot be right, and what is expected; None if none is found.
 
     Args:
         given: the settings, as JSON has them.
@@ -85,13 +83,13 @@ def wrong_value(
         if "token" in key or not _is_number(value) or not _is_number(default):
             continue  # the id of a token may be 0
         if value < 1 <= default:
-            return (
-                f"{key} is {_json(value)}: a number from 1 on is expected, as in {_json(default)}"
-            )
+            expected = f"a number of at least 1 is expected, as in {_json(default)}"
+            return f"{key} is {_json(value)}: {expected}"
     for key, value, default in pairs:
         is_name = isinstance(error, (KeyError, AttributeError)) and isinstance(value, str)
         if is_name and repr(value) in said:
-            return f"{key} is {_json(value)}, and nothing has that name; one is {_json(default)}"
+            unknown = f"{key} is {_json(value)}, and nothing has that name"
+            return f"{unknown}; an example is {_json(default)}"
     return None
 
 
@@ -115,7 +113,7 @@ def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
 
 
 def _expected(value: object, hint: object) -> str | None:
-    """Return what a hint asks for in place of a value; None if that will do, or if it leaves room.
+    """Return what a hint asks for instead of a value; None if the value will do.
 
     Where a mapping is asked for, a text may be the path of one, or one in JSON.
     """
@@ -135,7 +133,7 @@ def _expected(value: object, hint: object) -> str | None:
 
 
 def with_its_key(given: Mapping[str, object], line: str) -> str:
-    """Add to the line of an error the key of the value that it quotes, if it quotes one."""
+    """Add the key of the value that an error quotes to its line, if it quotes one."""
     for name, value in given.items():
         is_quoted = isinstance(value, str) and repr(value) in line
         if is_quoted or line.startswith(f"{value} is not"):

@@ -9,77 +9,56 @@ which gradients were ready.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.sharded.ranks import OF_NCCL, as_first_rank
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.sharded.ranks import Ranks
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.trace import Tracker
-from trainer_plugins.planner.trainer import TrainerLike
 
 aten = torch.ops.aten
 dist: Any = torch.distributed  # its C++ is in no stub
 
 
-class Ddp:
-    """Keeps everything on each card, and the gradients once more, in buckets."""
+class Ddp(Ranks):
+    """Keeps everything on each card, and a second copy of the gradients, in buckets."""
 
-    not_predicted: tuple[str, ...] = (OF_NCCL,)
-    not_reliable: tuple[str, ...] = (
-        "DDP: torch's own reducer makes the buckets; checked on CPU, not on a GPU",
-    )
+    not_reliable = ("DDP: torch's own reducer makes the buckets; checked on CPU, not on a GPU",)
 
-    def __init__(self, request: PlanRequest) -> None:
-        self._request = request
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        counts = patches.enter_context(_ReducerCounts())
+        # it reads timers of the card
+        patches.set(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
+        # it reads the sizes that other ranks send; here they are those of this rank
+        name = "_verify_param_shape_across_processes"
+        patches.set(torch.nn.parallel.distributed, name, lambda *_, **__: None)
 
-    @contextlib.contextmanager
-    def around(self, tracker: Tracker) -> Iterator[None]:
-        with as_first_rank(self._request, tracker) as stack, _ReducerCounts() as counts:
-            # it reads timers of the card
-            stack.enter_context(
-                patch.object(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
-            )
-            # it reads the sizes that other ranks send; here they are those of this rank
-            stack.enter_context(
-                patch.object(
-                    torch.nn.parallel.distributed,
-                    "_verify_param_shape_across_processes",
-                    lambda *_, **__: None,
-                )
-            )
-            rebuild = dist.Reducer._rebuild_buckets
-            build: Callable[..., None] = DistributedDataParallel._ddp_init_helper
+        def rebuilt(rebuild: Callable[..., object], reducer: object) -> object:
+            with tracker.as_category("sharding buffers"), counts.while_rebuilding():
+                return rebuild(reducer)
 
-            def rebuilt(reducer: object) -> object:
-                with tracker.as_category("sharding buffers"), counts.while_rebuilding():
-                    return rebuild(reducer)
+        def built(
+            build: Callable[..., None],
+            ddp: Any,
+            parameters: Sequence[torch.Tensor],
+            *args: object,
+            **kwargs: object,
+        ) -> None:
+            counts.num_parameters = len(parameters)
+            with tracker.as_category("sharding buffers"):
+                build(ddp, parameters, *args, **kwargs)
+            dist._register_comm_hook(ddp.reducer, None, _reduced)
 
-            def built(
-                ddp: Any, parameters: Sequence[torch.Tensor], *args: object, **kwargs: object
-            ) -> None:
-                counts.num_parameters = len(parameters)
-                with tracker.as_category("sharding buffers"):
-                    build(ddp, parameters, *args, **kwargs)
-                dist._register_comm_hook(ddp.reducer, None, _reduced)
-
-            stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", rebuilt))
-            stack.enter_context(patch.object(DistributedDataParallel, "_ddp_init_helper", built))
-            yield
-
-    def prepare(self, trainer: TrainerLike) -> None:
-        pass
+        patches.wrap(dist.Reducer, "_rebuild_buckets", rebuilt)
+        patches.wrap(DistributedDataParallel, "_ddp_init_helper", built)
 
 
 def _reduced(_: object, bucket: Any) -> torch.futures.Future[object]:
-    """Return the bucket as reduced in place, like the default hook.
-
-    The default hook needs a result that the fake group of processes does not have.
-    """
+    """Return the bucket as reduced in place; the default hook needs results that are not here."""
     future: torch.futures.Future[object] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -114,15 +93,13 @@ class _ReducerCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         kwargs = kwargs or {}
         given = [each for each in args if isinstance(each, torch.Tensor)]
-        if self._makes_a_list(func, args, kwargs) or (
-            given and all(_is_list(each) for each in given)
-        ):
+        are_lists = bool(given) and all(_is_list(each) for each in given)
+        if are_lists or self._makes_a_list(func, args, kwargs):
             if func is aten.is_pinned.default:
                 return True  # the reducer insists, and nothing is pinned without a card
+            kept = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             with _disable_current_modes():
-                return func(
-                    *args, **{name: value for name, value in kwargs.items() if name != "pin_memory"}
-                )
+                return func(*args, **kept)
         if func is aten.copy_.default and _is_list(args[0]):
             return args[0]  # the other ranks send back what they got
         return func(*args, **kwargs)

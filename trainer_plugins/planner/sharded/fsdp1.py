@@ -1,18 +1,25 @@
 """Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes. Imports torch.
 
-It is called by accelerate and the Trainer, as in a real run. Its flat parameters are real objects:
-they grow and shrink by `resize_`, which the tracker sees.
+accelerate and the Trainer call it, as in a real run. Its flat parameters are real objects: they
+grow and shrink by `resize_`, which the tracker sees. Saving and resuming go by accelerate's own
+functions, without files.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from trainer_plugins.planner.sharded.fsdp import Fsdp, Patch, address
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.one_card import bare_optimizer, tag_states
+from trainer_plugins.planner.sharded.fsdp2 import Fsdp, keeps_full_states, ranks_that_keep
+from trainer_plugins.planner.sharded.ranks import address, makes_buffers
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -21,23 +28,54 @@ class Fsdp1(Fsdp):
     """Keeps the weights of a layer in one flat tensor, and divides that among the cards."""
 
     name = "FSDP1"
-    not_reliable: tuple[str, ...] = (
-        "FSDP1: the card is assumed to lag as far as the rate limiter lets it; two published runs "
-        "on eight H100 reserved 1.7 and 1.2 % more (torchtitan#165)",
+    not_reliable = (
+        "FSDP1: we assume kernels run as late as its rate limiter allows; two published runs on "
+        "eight H100 reserved 1.7 and 1.2 % more (torchtitan#165)",
     )
 
-    def patches(self, tracker: Tracker) -> Iterator[Patch]:
-        yield from _storages_have_addresses()
-        yield from _buffers_are_known(tracker)
-        yield _gradients_are_known(tracker)
-        yield _wrapped_at_load(tracker)
-        yield _readers_are_known(tracker)
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+        super().patch(patches, tracker)
+        _storages_have_addresses(patches)
+        for name in ("init_flat_param_attributes", "pre_unshard"):
+            makes_buffers(patches, tracker, FlatParamHandle, name)
+        _gradients_are_known(patches, tracker)
+        _wrapped_at_load(patches, tracker)
+        _readers_are_known(patches, tracker)
         # changes two numbers in place; without bytes, their shapes are compared
-        yield patch.object(torch, "_amp_update_scale_", lambda scale, *_: scale)
-        yield _GradientsOfViews(tracker)
+        patches.set(torch, "_amp_update_scale_", lambda scale, *_: scale)
+        patches.enter_context(_GradientsOfViews(tracker))
+
+    def save(self, trainer: HfTrainer, tracker: Tracker) -> None:
+        """Make what a save writes: the model; unless `save_only_model`, it again and the states."""
+        with tracker.during("save"):
+            _save(trainer, tracker)
+
+    def resume(self, trainer: HfTrainer, tracker: Tracker) -> None:
+        """Load the model and the optimizer's states into the flat parameters, as resuming does."""
+        from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+
+        optimizer, accelerator, model = bare_optimizer(trainer), trainer.accelerator, trainer.model
+        if optimizer is None or trainer.args.save_only_model:
+            return
+        with tracker.during("save"):  # for the shapes of what is in the files
+            files = _save(trainer, tracker)
+        optimizer.state.clear()  # a new optimizer has no states
+        plugin = accelerator.state.fsdp_plugin
+        with (
+            tracker.during("resume"),
+            Patches() as patches,
+            tracker.host.in_ranks(ranks_that_keep(trainer, tracker)),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            files.are_read(patches, tracker)
+            load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+            load_fsdp_optimizer(plugin, accelerator, trainer.optimizer, model, folder)
+            tag_states(optimizer, tracker)
 
 
-def _storages_have_addresses() -> Iterator[Patch]:
+def _storages_have_addresses(patches: Patches) -> None:
     """Compare storages by the object behind them, as there are no addresses of bytes.
 
     FSDP1 asks whether a parameter is still a view of its flat tensor, and at the end of a backward
@@ -51,61 +89,38 @@ def _storages_have_addresses() -> Iterator[Patch]:
     def allocated(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() > 0
 
-    reshard: Callable[..., None] = _runtime_utils._catch_all_reshard
-
-    def resharded(*args: object) -> None:
-        with patch.object(FakeTensor, "data_ptr", address, create=True):
+    def resharded(reshard: Callable[..., None], *args: object) -> None:
+        with Patches() as addresses:
+            addresses.set(FakeTensor, "data_ptr", address)
             reshard(*args)
 
-    yield patch.object(_flat_param, "_same_storage", same)
-    yield patch.object(_flat_param, "_data_ptr_allocated", allocated)
-    yield patch.object(_runtime_utils, "_catch_all_reshard", resharded)
+    patches.set(_flat_param, "_same_storage", same)
+    patches.set(_flat_param, "_data_ptr_allocated", allocated)
+    patches.wrap(_runtime_utils, "_catch_all_reshard", resharded)
 
 
-def _readers_are_known(tracker: Tracker) -> Patch:
+def _readers_are_known(patches: Patches, tracker: Tracker) -> None:
     """Note which other streams read a tensor; another device than CUDA has one stream."""
 
     def noted(tensor: torch.Tensor, stream: Any) -> None:
         if tracker.device == "cuda":
             tracker.read_by(tensor, stream.number)
 
-    return patch.object(torch.Tensor, "record_stream", noted)
+    patches.set(torch.Tensor, "record_stream", noted)
 
 
-def _buffers_are_known(tracker: Tracker) -> Iterator[Patch]:
-    """Tag gathered flat parameters, and their copies of lower precision."""
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-    owners: tuple[tuple[Any, str], ...] = (
-        (FlatParamHandle, "init_flat_param_attributes"),
-        (FlatParamHandle, "pre_unshard"),
-    )
-    for owner, name in owners:
-        yield patch.object(owner, name, _as_buffers(getattr(owner, name), tracker))
-
-
-def _as_buffers(original: Callable[..., object], tracker: Tracker) -> Callable[..., object]:
-    def counted(*args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"):
-            return original(*args, **kwargs)
-
-    return counted
-
-
-def _gradients_are_known(tracker: Tracker) -> Patch:
-    """Tag what is reduced, its result, and whole gradients that wait for the next micro-batch."""
+def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:
+    """Tag what is reduced, its result, and full gradients that wait for the next micro-batch."""
     from torch.distributed.fsdp import _runtime_utils
 
-    original: Callable[..., object] = _runtime_utils._post_backward_hook
-
-    def told(state: object, handle: Any, *args: object) -> object:
+    def told(original: Callable[..., object], state: object, handle: Any, *args: object) -> object:
         with tracker.as_category("sharding buffers"):
             result = original(state, handle, *args)
         flat = handle.flat_param
         tracker.tag((flat.grad, getattr(flat, "_saved_grad_shard", None)), "gradients")
         return result
 
-    return patch.object(_runtime_utils, "_post_backward_hook", told)
+    patches.wrap(_runtime_utils, "_post_backward_hook", told)
 
 
 class _GradientsOfViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -127,37 +142,139 @@ class _GradientsOfViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: OperatorKwargs | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.cat.default and _is_of_a_split():
+        if func is torch.ops.aten.cat.default and _is_in_a_split():
             self._tracker.tag((*args[0], result), "gradients")
         return result
 
 
-def _is_of_a_split() -> bool:
+def _is_in_a_split() -> bool:
     core: Any = torch._C
     node = core._current_autograd_node()
     return node is not None and node.name().startswith("Split")
 
 
-def _wrapped_at_load(tracker: Tracker) -> Patch:
-    """Count as load what the wrapping takes, layer by layer, and note whole parameters."""
+def _wrapped_at_load(patches: Patches, tracker: Tracker) -> None:
+    """Count as load what the wrapping takes, layer by layer, and note full parameters."""
     from accelerate import Accelerator
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    original: Callable[..., Any] = Accelerator.prepare_model
-
-    def prepared(*args: object, **kwargs: object) -> object:
+    def prepared(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
         with tracker.during("load"):
             model = original(*args, **kwargs)
         for unit in FullyShardedDataParallel.fsdp_modules(model):
-            if (flat := getattr(unit, "_flat_param", None)) is not None:
-                _note_whole_sizes(flat)
+            if (flat := getattr(unit, "_flat_param", None)) is None:
+                continue
+            # the elements of parameters before they are joined, padded and divided
+            flat.whole_numel = sum(flat._numels)
+            params = flat._params or ()
+            for parameter, numel in zip(params, flat._numels, strict=bool(params)):
+                parameter.whole_numel = numel
         return model
 
-    return patch.object(Accelerator, "prepare_model", prepared)
+    patches.wrap(Accelerator, "prepare_model", prepared)
 
 
-def _note_whole_sizes(flat: Any) -> None:
-    """Note how many elements parameters have before they are joined, padded and divided."""
-    flat.whole_numel = sum(flat._numels)
-    for parameter, numel in zip(flat._params or (), flat._numels, strict=bool(flat._params)):
-        parameter.whole_numel = numel
+def _save(trainer: HfTrainer, tracker: Tracker) -> "_Files":
+    """Save without files. Returns what would be in them."""
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    files, model, accelerator = _Files(), trainer.model, trainer.accelerator
+    plugin = accelerator.state.fsdp_plugin
+    with (
+        tracker.host.in_ranks(ranks_that_keep(trainer, tracker)),
+        tempfile.TemporaryDirectory() as folder,
+        Patches() as patches,
+    ):
+        files.are_written(patches)
+        _other_ranks_have_states(patches)
+        if keeps_full_states(trainer):
+            accelerator.get_state_dict(model)
+        if not trainer.args.save_only_model:
+            save_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+            save_fsdp_optimizer(plugin, accelerator, trainer.optimizer, model, folder)
+    return files
+
+
+@dataclass(slots=True)
+class _Files:
+    """Stands for the files of a checkpoint: keeps shapes, and makes tensors of them again."""
+
+    written: list[Any] = field(default_factory=list)
+
+    def are_written(self, patches: Patches) -> None:
+        from torch.distributed import checkpoint
+
+        def save(content: Any, *_: object, **__: object) -> None:
+            shapes = tree_map_only(torch.Tensor, lambda t: _Shape(t.shape, t.dtype), content)
+            self.written.append(shapes)
+
+        patches.set(torch, "save", save)
+        patches.set(checkpoint, "save", lambda *_, **__: None)
+
+    def are_read(self, patches: Patches, tracker: Tracker) -> None:
+        """Let each read make tensors in main memory, in the order of the files.
+
+        A file with the full model is the first, and every rank reads it.
+        """
+        from torch.distributed import checkpoint
+
+        readers = [tracker.host.ranks, 1]
+
+        def read(*_: object, **__: object) -> object:
+            content = self.written.pop(0)
+            with tracker.host.in_ranks(readers.pop(0)):
+                return tree_map_only(
+                    _Shape, lambda each: torch.empty(each.size, dtype=each.dtype), content
+                )
+
+        patches.set(torch, "load", read)
+        patches.set(checkpoint, "load", lambda *_, **__: None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    size: torch.Size
+    dtype: torch.dtype
+
+
+def _other_ranks_have_states(patches: Patches) -> None:
+    """Answer for the ranks whose parts hold parameters of which the first rank has nothing.
+
+    Of one flat parameter, a rank has the states of those parameters that lie in its part. The ranks
+    tell each other which ones these are: `_map_param_key_to_optim_keys` and `_allgather_state_info`
+    of torch/distributed/fsdp/_optim_utils.py.
+    """
+    from torch.distributed.fsdp import _optim_utils as module
+
+    of_any: list[Any] = []
+
+    def all_keys(
+        original: Callable[..., tuple[list[Any], dict[Any, Any]]],
+        states: Any,
+        group: Any,
+        *rest: Any,
+        merge_keys: bool = False,
+    ) -> object:
+        known, own = original(states, group, *rest, merge_keys=merge_keys)
+        if not (merge_keys and states["state"]):
+            return known, own
+        *_, by_name = rest
+        trained = (
+            module._OptimStateKey(unflat_param_names=(name,), is_fsdp_managed=True)
+            for name, unit in by_name.items()
+            if unit.param_requires_grad[unit.param_indices[name]]
+        )
+        return sorted({*known, *trained}), own
+
+    def told_by_all(
+        original: Callable[..., list[dict[str, Any]]], state: Any, own: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        ranks = [dict(each) for each in original(state, own)]
+        of_any.extend(each for each in ranks[0].values() if each.tensors)
+        for name, has in own.items():
+            if not has and of_any:
+                ranks[-1][name] = of_any[0]
+        return ranks
+
+    patches.wrap(module, "_map_param_key_to_optim_keys", all_keys)
+    patches.wrap(module, "_allgather_state_info", told_by_all)

@@ -1,17 +1,45 @@
-"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes. Imports torch.
+"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes. Imports torch and accelerate.
 
-It is called by accelerate and the Trainer, as in a real run.
+accelerate and the Trainer call it, as in a real run. Saving and resuming go by torch's own state
+dicts, without files.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest.mock import patch
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import torch
+from accelerate import Accelerator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer_plugins.planner.sharded.fsdp import Fsdp, Patch, address
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.one_card import bare_optimizer
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.sharded.ranks import Ranks, address, makes_buffers, refuse_optimizers
 from trainer_plugins.planner.tracing.trace import Tracker
+
+# transformers/integrations/fsdp.py, is_fsdp_enabled: if both are true, only the first rank of a
+# node loads the weights.
+_ONE_LOADS = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_TRUE = ("1", "true", "yes", "y", "on", "t")
+_PARTS_OF_A_CARD = 2
+
+
+class Fsdp(Ranks):
+    """Divides weights, gradients and optimizer states among the cards; gathers them by layer."""
+
+    name: ClassVar[str]
+
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        self._tracker, self._num_local = tracker, tracker.host.ranks
+        if all(os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS):
+            tracker.host.ranks = 1
+
+    def prepare(self, trainer: HfTrainer) -> None:
+        refuse_optimizers(trainer, self.name)
+        self._tracker.host.ranks = self._num_local
 
 
 class Fsdp2(Fsdp):
@@ -22,72 +50,123 @@ class Fsdp2(Fsdp):
         "FSDP2: torch's own fully_shard gathers and reduces; checked on CPU, not on a GPU",
     )
 
-    def patches(self, tracker: Tracker) -> Iterator[Patch]:
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+        super().patch(patches, tracker)
         for name in ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce"):
-            yield _as_buffers(name, tracker)
-        yield _gradients_are_known(tracker)
-        yield from meshes_have_values()
-        yield from _parameters_have_addresses()
+            makes_buffers(patches, tracker, module, name)
+        _gradients_are_known(patches, tracker)
+        meshes_have_values(patches)
+        _parameters_have_addresses(patches)
+
+    def save(self, trainer: HfTrainer, tracker: Tracker) -> None:
+        """Make the states of the model and the optimizer, as saving does.
+
+        With FULL_STATE_DICT, each tensor is gathered on the cards, and the first rank keeps it on
+        the host. accelerate/utils/fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer.
+        """
+        from torch.distributed.checkpoint import state_dict
+
+        options = _options(trainer)
+        with tracker.host.in_ranks(ranks_that_keep(trainer, tracker)), tracker.during("save"):
+            state_dict.get_model_state_dict(trainer.model, options=options)
+            if not trainer.args.save_only_model:
+                optimizer = bare_optimizer(trainer) or ()
+                state_dict.get_optimizer_state_dict(trainer.model, optimizer, options=options)
+
+    def resume(self, trainer: HfTrainer, tracker: Tracker) -> None:
+        """Divide the saved states of the optimizer among the ranks, as load_fsdp_optimizer does."""
+        from torch.distributed.checkpoint import state_dict
+
+        model, optimizer, options = trainer.model, bare_optimizer(trainer) or (), _options(trainer)
+        with tracker.host.in_ranks(ranks_that_keep(trainer, tracker)):
+            with tracker.during("save"):  # instead of a file
+                loaded = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
+            with tracker.during("resume"):
+                state_dict.set_optimizer_state_dict(model, optimizer, loaded, options=options)
 
 
-def _as_buffers(name: str, tracker: Tracker) -> Patch:
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+class ContextParallel(Fsdp2):
+    """Divides the tokens of each row among cards too: accelerate's `cp_size`.
 
-    original = getattr(module, name)
+    accelerate and torch's own ring attention do it (torch.distributed.tensor.experimental). Of each
+    row a card has two parts, one from either end, so that all compute as much. The first card needs
+    the most: it looks for half of its queries in the keys of others, and puts what it finds into a
+    copy.
+    """
 
-    def counted(*args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"):
-            return original(*args, **kwargs)
+    not_reliable = (
+        *Fsdp2.not_reliable,
+        "context parallelism: torch's own ring of flash attention; checked on simulated cards, and "
+        "not by us on a GPU",
+    )
 
-    return patch.object(module, name, counted)
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        super().patch(patches, tracker)
+
+        def divided(
+            divide: Callable[..., object],
+            accelerator: Any,
+            buffers: list[torch.Tensor],
+            buffer_seq_dims: list[int],
+            **more: Any,
+        ) -> object:
+            for tensor, dim in zip(buffers, buffer_seq_dims, strict=True):
+                _check_length(tensor.shape[dim], accelerator.parallelism_config.cp_size)
+            return divide(accelerator, buffers, buffer_seq_dims, **more)
+
+        patches.wrap(Accelerator, "maybe_context_parallel", divided)
 
 
-def _gradients_are_known(tracker: Tracker) -> Patch:
-    """Tag gradients that are not reduced yet: they are whole, and no parameter holds them."""
+def _check_length(length: int, num_cards: int) -> None:
+    """Refuse rows that torch divides without a balance, or not at all.
+
+    Without a balance, the last card needs the most: it looks for all its queries in all keys.
+    """
+    parts = _PARTS_OF_A_CARD * num_cards
+    if length % parts:
+        raise NotPredicted(
+            f"context parallelism of rows of {length} tokens, which are not {parts} equal parts: "
+            f"pad them (pad_to_multiple_of {parts})"
+        )
+
+
+def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:
+    """Tag gradients that are not reduced yet: they are full, and no parameter holds them."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    original: Callable[..., object] = FSDPParamGroup.post_backward
-
-    def told(group: Any, *args: object, **kwargs: object) -> object:
+    def told(
+        original: Callable[..., object], group: Any, *args: object, **kwargs: object
+    ) -> object:
         result = original(group, *args, **kwargs)
         for parameter in group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
-            kept = (
-                getattr(parameter, "unsharded_accumulated_grad", None),
-                getattr(whole, "grad", None),
-            )
-            tracker.tag((each for each in kept if each is not None), "gradients")
+            full = getattr(parameter, "_unsharded_param", None)
+            waiting = getattr(parameter, "unsharded_accumulated_grad", None)
+            tracker.tag((waiting, getattr(full, "grad", None)), "gradients")
         return result
 
-    return patch.object(FSDPParamGroup, "post_backward", told)
+    patches.wrap(FSDPParamGroup, "post_backward", told)
 
 
-def meshes_have_values() -> Iterator[Patch]:
+def meshes_have_values(patches: Patches) -> None:
     """Make each DeviceMesh with real values: it is a table of ranks, which it reads."""
     from accelerate.parallelism_config import ParallelismConfig
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-    owners: tuple[tuple[Any, str], ...] = (
-        (_fsdp_init, "init_device_mesh"),
-        (ParallelismConfig, "build_device_mesh"),
-        (DeviceMesh, "__getitem__"),
-    )
-    for owner, name in owners:
-        yield patch.object(owner, name, on_real_tensors(getattr(owner, name)))
+    patches.wrap(_fsdp_init, "init_device_mesh", on_real_tensors)
+    patches.wrap(ParallelismConfig, "build_device_mesh", on_real_tensors)
+    patches.wrap(DeviceMesh, "__getitem__", on_real_tensors)
 
 
-def on_real_tensors(original: Callable[..., object]) -> Callable[..., object]:
+def on_real_tensors(original: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Let a function make tensors with values."""
-
-    def made(*args: object, **kwargs: object) -> object:
-        with _disable_current_modes():
-            return original(*args, **kwargs)
-
-    return made
+    with _disable_current_modes():
+        return original(*args, **kwargs)
 
 
-def _parameters_have_addresses() -> Iterator[Patch]:
+def _parameters_have_addresses(patches: Patches) -> None:
     """Give fake parameters an address while accelerate needs one.
 
     By its address, accelerate finds the parameter of the optimizer that a sharded one replaces.
@@ -95,22 +174,31 @@ def _parameters_have_addresses() -> Iterator[Patch]:
     """
     from accelerate import accelerator as module
 
-    addresses = patch.object(FakeTensor, "data_ptr", address, create=True)
-    prepare, shard = module.Accelerator._prepare_fsdp2, module.fsdp2_prepare_model
-
-    def prepared(*args: object) -> object:
-        addresses.start()
-        try:
+    def prepared(prepare: Callable[..., object], *args: object) -> object:
+        with Patches() as addresses:
+            addresses.set(FakeTensor, "data_ptr", address)
             return prepare(*args)
-        finally:
-            addresses.stop()
 
-    def sharded(*args: object, **kwargs: object) -> object:
-        addresses.stop()
-        try:
+    def sharded(shard: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with Patches() as none:
+            none.set(FakeTensor, "data_ptr", torch.Tensor.data_ptr)
             return shard(*args, **kwargs)
-        finally:
-            addresses.start()
 
-    yield patch.object(module.Accelerator, "_prepare_fsdp2", prepared)
-    yield patch.object(module, "fsdp2_prepare_model", sharded)
+    patches.wrap(Accelerator, "_prepare_fsdp2", prepared)
+    patches.wrap(module, "fsdp2_prepare_model", sharded)
+
+
+def ranks_that_keep(trainer: HfTrainer, tracker: Tracker) -> int:
+    """Return how many ranks of a node keep a gathered state: one with FULL_STATE_DICT."""
+    return 1 if keeps_full_states(trainer) else tracker.host.ranks
+
+
+def keeps_full_states(trainer: HfTrainer) -> bool:
+    """Return whether a checkpoint holds full tensors (FULL_STATE_DICT)."""
+    return "FULL" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+
+
+def _options(trainer: HfTrainer) -> Any:
+    from accelerate.utils.fsdp_utils import _prepare_sd_options
+
+    return _prepare_sd_options(trainer.accelerator.state.fsdp_plugin)

@@ -1,7 +1,4 @@
-"""Read a launch file as `accelerate launch` does.
-
-Imports accelerate: only for the subprocess.
-"""
+"""Read a launch file as `accelerate launch` does. Imports accelerate: only for the subprocess."""
 
 import os
 from dataclasses import replace
@@ -9,11 +6,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import PlanRequest, nodes_of, with_nodes
 from trainer_plugins.planner.sharded.strategies import refuse_parallelism
 
 # Findings about the form of a file that stop a launch, or launch something else than was written.
@@ -31,24 +28,12 @@ _REFUSED = {
 }
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _FREE_PORT = "0"
-GPUS_PER_NODE = 8
-"""Cards of a node, if nobody says how many."""
 
 
 def resolved(request: PlanRequest) -> PlanRequest:
-    """Complete a request by its launch file: cards and nodes, DeepSpeed's config, the environment.
-
-    Raises:
-        PlanError: the file cannot be read, has unknown keys, or contradicts `num_gpus`.
-        NotPredicted: the planner cannot predict what it launches.
-    """
+    """Complete a request by its launch file: cards, nodes, DeepSpeed's config, the environment."""
     if request.launch_file is None:
-        num_gpus = max(1, request.num_gpus)
-        return replace(
-            _as_exported(request),
-            num_gpus=num_gpus,
-            num_nodes=request.num_nodes or nodes_of(num_gpus),
-        )
+        return with_nodes(_as_exported(request))
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}
@@ -68,7 +53,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
     try:
         environment = _environment(request.launch_file, num_gpus)
         if kind == "DEEPSPEED":
-            deepspeed, environment = _deepspeed(environment), _beside_deepspeed(environment)
+            deepspeed, environment = _deepspeed(environment), _without_deepspeed(environment)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
     return replace(
@@ -81,11 +66,7 @@ def resolved(request: PlanRequest) -> PlanRequest:
 
 
 def _as_exported(request: PlanRequest) -> PlanRequest:
-    """Complete a request by what a launcher had exported, whose file is not there any more.
-
-    Raises:
-        PlanError: accelerate refuses it.
-    """
+    """Complete a request by what a launcher has exported, whose file is unknown."""
     exported = dict(request.environment)
     if exported.get("ACCELERATE_USE_DEEPSPEED") != "true" or request.deepspeed is not None:
         return request
@@ -95,11 +76,11 @@ def _as_exported(request: PlanRequest) -> PlanRequest:
         raise PlanError(
             f"accelerate refuses what it was launched with: {' '.join(str(error).split())}"
         ) from error
-    return replace(request, deepspeed=deepspeed, environment=_beside_deepspeed(exported))
+    return replace(request, deepspeed=deepspeed, environment=_without_deepspeed(exported))
 
 
-def _beside_deepspeed(environment: dict[str, str]) -> dict[str, str]:
-    """Keep what accelerate reads besides the config of DeepSpeed."""
+def _without_deepspeed(environment: dict[str, str]) -> dict[str, str]:
+    """Keep what accelerate reads in addition to the config of DeepSpeed."""
     wanted = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_PARALLELISM_", "PARALLELISM_CONFIG_")
     return {key: value for key, value in environment.items() if key.startswith(wanted)}
 
@@ -114,19 +95,15 @@ def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
     return machines if num_gpus == processes else nodes_of(num_gpus, processes // machines)
 
 
-def nodes_of(num_gpus: int, most_in_each: int = GPUS_PER_NODE) -> int:
-    """Return the fewest nodes that share the cards evenly, with at most `most_in_each` each."""
-    return num_gpus // max(count for count in range(1, most_in_each + 1) if num_gpus % count == 0)
-
-
 def _document(path: str) -> Document:
     try:
         document = read_document(Path(path))
     except ConfigError as error:
         raise PlanError(f"--accelerate-config: {error}") from error
-    malformed = [finding for finding in schema_findings(document) if finding.code in _MALFORMED]
-    if malformed:
-        raise PlanError(f"--accelerate-config: {_told(malformed[0])}")
+    for finding in schema_findings(document):
+        if finding.code in _MALFORMED:
+            what = f"{finding.summary}: {finding.evidence}. {finding.remedy}"
+            raise PlanError(f"--accelerate-config: {what}")
     if document.accelerate is None or "distributed_type" not in document.accelerate:
         raise PlanError(
             f"--accelerate-config: {path} has no distributed_type: "
@@ -135,10 +112,6 @@ def _document(path: str) -> Document:
     if document.json_problem is not None:
         raise PlanError(f"--accelerate-config: deepspeed_config_file: {document.json_problem}")
     return document
-
-
-def _told(finding: Finding) -> str:
-    return f"{finding.summary}: {finding.evidence}. {finding.remedy}"
 
 
 def _refuse(config: dict[str, Any], name: str) -> None:
@@ -180,21 +153,17 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
-    asked = [
-        "--config_file",
-        path,
-        "--num_processes",
-        str(num_gpus),
-        "--main_process_port",
-        _FREE_PORT,
-        "train.py",
-    ]
+    flags = {
+        "--config_file": path,
+        "--num_processes": str(num_gpus),
+        "--main_process_port": _FREE_PORT,
+    }
+    asked = [text for flag in flags.items() for text in flag]
     started: list[Any] = []
-    launchers: dict[str, Any] = dict.fromkeys(
-        ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"), started.append
-    )
-    with patch.multiple(launch, **launchers):
-        launch.launch_command(launch.launch_command_parser().parse_args(asked))
+    with Patches() as patches:
+        for launcher in ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"):
+            patches.set(launch, launcher, started.append)
+        launch.launch_command(launch.launch_command_parser().parse_args([*asked, "train.py"]))
     (args,) = started
     args.num_machines = 1  # with several, accelerate would look for the others
     if args.use_deepspeed:

@@ -1,36 +1,53 @@
 """Be one rank of many in one process: the first rank, which holds the most. Imports torch.
 
 The process group is torch's own fake one: each collective returns at once, with results of the
-right shapes. All else (DDP, FSDP2, accelerate, the Trainer) is the real code.
+right shapes. Everything else (DDP, FSDP2, accelerate, the Trainer) is the real code.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.kind import text_of
+from trainer_plugins.planner.one_card import OneCard
 from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.pretend.as_on_card import forget_accelerate
+from trainer_plugins.planner.pretend.eight_bit import OPTIMIZERS
+from trainer_plugins.planner.pretend.optimizers import PACKAGES
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tracing.trace import Tracker
 
-OF_NCCL = "memory of NCCL's communicators, outside torch's allocator"
+
+class Ranks(OneCard):
+    """Runs as the first of several ranks."""
+
+    not_predicted: tuple[str, ...] = ("memory of NCCL's communicators, outside torch's allocator",)
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+
+    def patch(self, patches: Patches, tracker: Tracker) -> None:
+        """Replace what has to be replaced so that this strategy runs and is understood."""
+
+    @contextlib.contextmanager
+    def around(self, tracker: Tracker) -> Iterator[None]:
+        with Patches() as patches:
+            _be_first_rank(patches, self.request, tracker)
+            self.patch(patches, tracker)
+            tracker.not_watched += tuple(patches.missing)
+            yield
 
 
-@contextlib.contextmanager
-def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib.ExitStack]:
-    """Let torch, accelerate and transformers find a launched process.
-
-    Yields a stack for further patches, which are removed at the end of the block.
-
-    Raises:
-        NotPredicted: this torch's collectives take no fake tensors.
-    """
+def _be_first_rank(patches: Patches, request: PlanRequest, tracker: Tracker) -> None:
+    """Let torch, accelerate and transformers find a launched process."""
     from accelerate import Accelerator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,48 +66,57 @@ def as_first_rank(request: PlanRequest, tracker: Tracker) -> Iterator[contextlib
     # accelerate's state is from arguments that were read before there were ranks
     forget_accelerate()
     tracker.host.ranks = num_local
-    with contextlib.ExitStack() as stack:
-        with _disable_current_modes():
-            dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
-        stack.callback(forget_accelerate)
-        stack.callback(dist.destroy_process_group)
-        card: Any = getattr(torch, tracker.device)
-        if tracker.device == "cuda":
-            current = card.current_stream
-            stack.enter_context(patch.object(torch.accelerator, "current_stream", current))
-        stack.enter_context(patch.object(card, "device_count", lambda: num_local))
-        # One of the two ways to ask for the accelerator looks at how torch was built.
-        stack.enter_context(
-            patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device))
-        )
-        stack.enter_context(patch.object(dist, "barrier", lambda *_, **__: None))
-        # The first rank keeps what it sends. It would send tensors without bytes.
-        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
-        stack.enter_context(patch.object(dist, "all_gather_object", _all_have_the_same))
-        # All ranks have batches of the same size. Comparing sizes would need values.
-        stack.enter_context(
-            patch.object(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
-        )
-        _prove(tracker.device)
-        yield stack
-
-
-def _all_have_the_same(gathered: list[object], own: object, *_: object, **__: object) -> None:
-    gathered[:] = [own] * len(gathered)
-
-
-def _prove(device: str) -> None:
+    with _disable_current_modes():
+        dist.init_process_group("fake", rank=0, world_size=request.num_gpus, store=FakeStore())
+    patches.callback(forget_accelerate)
+    patches.callback(dist.destroy_process_group)
+    card: Any = getattr(torch, tracker.device)
+    if tracker.device == "cuda":
+        patches.set(torch.accelerator, "current_stream", card.current_stream)
+    patches.set(card, "device_count", lambda: num_local)
+    # One of the two ways to ask for the accelerator looks at how torch was built.
+    patches.set(torch._C, "_get_accelerator", lambda *_: torch.device(tracker.device))
+    patches.set(dist, "barrier", _do_nothing)
+    # The first rank keeps what it sends. It would send tensors without bytes.
+    patches.set(dist, "broadcast_object_list", _do_nothing)
+    patches.set(dist, "all_gather_object", _all_have_the_same)
+    # All ranks have batches of the same size. Comparing sizes would need values.
+    patches.set(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
     try:
-        dist.broadcast(torch.empty(1, device=device), 0)
+        dist.broadcast(torch.empty(1, device=tracker.device), 0)
     except UnsupportedOperatorException as error:
         raise NotPredicted(
             f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors"
         ) from error
 
 
-def forget_accelerate() -> None:
-    """Reset accelerate's state: a process has one, and each prediction is another run."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
 
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+
+def _all_have_the_same(gathered: list[object], own: object, *_: object, **__: object) -> None:
+    gathered[:] = [own] * len(gathered)
+
+
+def refuse_optimizers(trainer: HfTrainer, by: str) -> None:
+    """Refuse all optimizers but torch's own."""
+    optimizer = text_of(trainer.args.optim)
+    if optimizer in OPTIMIZERS:
+        raise NotPredicted(f"an optimizer of bitsandbytes ({optimizer}) under {by}")
+    if optimizer in PACKAGES:
+        raise NotPredicted(f"the optimizer {optimizer} under {by}")
+
+
+def makes_buffers(patches: Patches, tracker: Tracker, owner: Any, name: str) -> None:
+    """Give the category of sharding buffers to all that a function makes."""
+
+    def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with tracker.as_category("sharding buffers"):
+            return original(*args, **kwargs)
+
+    patches.wrap(owner, name, made)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return a number that only tensors share whose elements begin at one place."""
+    return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset())

@@ -3,14 +3,15 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
-from unittest.mock import patch
 
 import torch
 
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.one_card import mapped
 from trainer_plugins.planner.tracing.host_tensors import key_of
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -46,10 +47,7 @@ class _Files:
         """Whether a rank of the node reads its states when the one before has done so."""
 
     def write(self, content: _Content, path: str) -> None:
-        """Copy each storage that is on the card to the host, one after the other.
-
-        torch/serialization.py, _save.
-        """
+        """Copy each storage that is on the card to the host, one after the other: torch.save."""
         seen: set[int] = set()
 
         def described(tensor: torch.Tensor) -> _Saved:
@@ -63,7 +61,7 @@ class _Files:
 
         is_of_the_model = Path(path).name.startswith(_OF_STAGES_1_AND_2)
         with self._host.in_ranks(1 if is_of_the_model else self._host.ranks):
-            self._contents[path] = _mapped(content, torch.Tensor, described)
+            self._contents[path] = mapped(content, torch.Tensor, described)
         Path(path).touch()  # the engine looks for its names
 
     def read(self, path: str) -> _Content:
@@ -82,14 +80,12 @@ class _Files:
         content = self._contents[_RANK.sub("zero_pp_rank_0_", path)]
         ranks = 1 if self.are_read_in_turn and path.endswith(_STATES) else self._host.ranks
         with self._host.in_ranks(ranks):
-            return _mapped(content, _Saved, made)
+            return mapped(content, _Saved, made)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Let engines of DeepSpeed write and read here."""
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (
-            TorchCheckpointEngine,
-        )
+        from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 
         def save(_: object, state_dict: _Content, path: str) -> None:
             self.write(state_dict, path)
@@ -97,25 +93,14 @@ class _Files:
         def load(_: object, path: str, map_location: object = None) -> _Content:
             return self.read(path)
 
-        with (
-            patch.object(TorchCheckpointEngine, "save", save),
-            patch.object(TorchCheckpointEngine, "load", load),
-        ):
+        with Patches() as patches:
+            patches.set(torch_checkpoint_engine.TorchCheckpointEngine, "save", save)
+            patches.set(torch_checkpoint_engine.TorchCheckpointEngine, "load", load)
             yield
 
 
-def _mapped(content: _Content, kind: type, change: Callable[[Any], Any]) -> _Content:
-    if isinstance(content, kind):
-        return change(content)
-    if isinstance(content, dict):
-        return {key: _mapped(each, kind, change) for key, each in content.items()}
-    if type(content) in (list, tuple):
-        return type(content)(_mapped(each, kind, change) for each in content)
-    return content
-
-
 def save_and_resume(trainer: Any, tracker: Tracker) -> None:
-    """Let the engine write the states of this rank, and read them as in a new process.
+    """Let the engine save the states of this rank, and read them as in a new process.
 
     transformers/trainer.py, _save_optimizer_and_scheduler and _prepare_for_training.
     """

@@ -1,7 +1,4 @@
-"""Read a DeepSpeed config, and refuse what cannot be planned for.
-
-Its keys are checked by `launch/lint`.
-"""
+"""Read a DeepSpeed config, and refuse what cannot be planned. `launch/lint` checks its keys."""
 
 import json
 import math
@@ -10,59 +7,47 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.finding import Severity
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import ConfigError, Document, part, read_mapping
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.trainer import Arguments
 
 # Keys that change no memory of a card (logs, counters, timers), or that the engine here obeys as in
 # the real run.
 _PLANNED = frozenset(
     {
-        *(
-            "zero_optimization",
-            "bf16",
-            "bfloat16",
-            "fp16",
-            "optimizer",
-            "scheduler",
-            "gradient_clipping",
-            "data_types",
-        ),
-        *(
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "steps_per_print",
-        ),
-        *(
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            "communication_data_type",
-            "checkpoint",
-        ),
-        *(
-            "gradient_predivide_factor",
-            "prescale_gradients",
-            "wall_clock_breakdown",
-            "memory_breakdown",
-            "dump_state",
-        ),
-        *(
-            "tensorboard",
-            "wandb",
-            "csv_monitor",
-            "comet",
-            "log_level",
-            "timers",
-            "dataloader_drop_last",
-            "aio",
-        ),
-        *(
-            "disable_python_gc",
-            "activation_checkpointing",  # does nothing to a model of transformers
-        ),
+        "zero_optimization",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "data_types",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "steps_per_print",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "checkpoint",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "log_level",
+        "timers",
+        "dataloader_drop_last",
+        "aio",
+        "disable_python_gc",
+        "activation_checkpointing",  # does nothing to a model of transformers
     }
 )
 _BATCHES = {
@@ -77,11 +62,7 @@ _ZERO_PLUS_PLUS = (
 
 
 def read_config(given: Any) -> dict[str, Any]:
-    """Read a DeepSpeed config as TrainingArguments do: from a mapping, a file's path, or JSON text.
-
-    Raises:
-        PlanError: there is no such file, or it is not a mapping in JSON.
-    """
+    """Read a DeepSpeed config as TrainingArguments do: a mapping, a file's path, or JSON text."""
     if isinstance(given, dict):
         return given
     if isinstance(given, str) and given.startswith("{"):
@@ -96,12 +77,7 @@ def read_config(given: Any) -> dict[str, Any]:
 
 
 def refuse_config(config: dict[str, Any]) -> None:
-    """Check a DeepSpeed config as the user wrote it.
-
-    Raises:
-        PlanError: DeepSpeed does not know a key, or refuses a value.
-        NotPredicted: it asks for what the planner cannot predict.
-    """
+    """Check a DeepSpeed config as the user wrote it."""
     # accelerate sets steps_per_print to infinity
     written = {key: value for key, value in config.items() if value != math.inf}
     document = Document(name="deepspeed", deepspeed=written)
@@ -115,17 +91,12 @@ def refuse_config(config: dict[str, Any]) -> None:
             raise PlanError(f"the DeepSpeed config: {finding.summary}. {finding.remedy}")
 
 
-def refuse_batches(config: Mapping[str, object], args: Arguments) -> None:
-    """Check the batch sizes of a config, which DeepSpeed would do only while it builds a model.
-
-    Raises:
-        PlanError: the config contradicts the arguments, or has no batch size.
-    """
+def refuse_batches(config: Mapping[str, object], args: HfArguments) -> None:
+    """Check the batch sizes of a config, which DeepSpeed checks only while it builds a model."""
     said = {key: config[key] for key in ("train_batch_size", *_BATCHES) if key in config}
     if not said:
         raise PlanError(
-            "the DeepSpeed config says nothing of batches: "
-            'set train_micro_batch_size_per_gpu to "auto"'
+            'the DeepSpeed config has no batch size: set train_micro_batch_size_per_gpu to "auto"'
         )
     for key, name in _BATCHES.items():
         if said.get(key, "auto") not in ("auto", getattr(args, name)):

@@ -1,40 +1,46 @@
 """Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
 
-Replaced is only what a machine without a card, or a rank without peers, cannot do. Each patch has a
+Only what a machine without a card, or a rank without peers, cannot do is replaced. Each patch has a
 function that names the place in DeepSpeed 0.19.8 that needs it. The engine's own code decides which
 parameters are gathered, when they are released, and how large each buffer is.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
-from unittest.mock import patch
+from typing import Any
 
 import torch
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import Category, NotPredicted
-from trainer_plugins.planner.sharded import zero_views
 from trainer_plugins.planner.tracing.trace import Tracker
 
-_Views: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+_PARTS: dict[str, Category] = {
+    "fp16_partitioned_groups_flat": "weights",
+    "bit16_groups_flat": "weights",
+    "fp32_partitioned_groups_flat": "optimizer states",
+    "single_partition_of_fp32_groups": "optimizer states",
+    "grad_partitions_flat_buffer": "gradients",
+    "averaged_gradients": "gradients",
+}
+"""The flat buffers of the engine's optimizer, which are tensors or lists and dicts of them."""
 
 
-@contextlib.contextmanager
-def engine_without_bytes(tracker: Tracker) -> Iterator[list[Any]]:
-    """Patch DeepSpeed while an engine is made and runs. Yields the engines that are made."""
+def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
+    """Patch DeepSpeed before an engine is made. Returns a list that gets each engine."""
     engines: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        _state_ends(stack)
-        _ranks_agree(stack)
-        _gradients_are_finite(stack)
-        _streams(stack)
-        _ops_are_not_built(stack)
-        _buffers_are_known(stack, tracker)
-        _engines_are_watched(stack, tracker, engines)
-        yield engines
+    _state_ends(patches)
+    _ranks_agree(patches)
+    _gradients_are_finite(patches)
+    _streams(patches)
+    _ops_are_not_built(patches)
+    _buffers_are_known(patches, tracker)
+    _engines_are_watched(patches, tracker, engines)
+    return engines
 
 
-def _state_ends(stack: contextlib.ExitStack) -> None:
+def _state_ends(patches: Patches) -> None:
     """Restore what DeepSpeed keeps for the process: the next prediction is another run.
 
     DeepSpeed keeps groups, counters and a replaced `linear`. transformers keeps the config, which
@@ -45,20 +51,12 @@ def _state_ends(stack: contextlib.ExitStack) -> None:
     from deepspeed.utils import groups
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    for owner in (
-        comm,
-        groups,
-        partition_parameters,
-        partition_parameters.Init,
-        torch.nn.functional,
-    ):
-        stack.callback(
-            _restore,
-            owner,
-            {name: value for name, value in vars(owner).items() if _is_state(name, value)},
-        )
-    stack.callback(parameter_offload.FWD_MODULE_STACK.clear)
-    stack.callback(unset_hf_deepspeed_config)
+    init = partition_parameters.Init
+    for owner in (comm, groups, partition_parameters, init, torch.nn.functional):
+        state = {name: value for name, value in vars(owner).items() if _is_state(name, value)}
+        patches.callback(_restore, owner, state)
+    patches.callback(parameter_offload.FWD_MODULE_STACK.clear)
+    patches.callback(unset_hf_deepspeed_config)
 
 
 def _is_state(name: str, value: object) -> bool:
@@ -71,49 +69,38 @@ def _restore(owner: object, before: dict[str, object]) -> None:
             setattr(owner, name, value)
 
 
-def _ranks_agree(stack: contextlib.ExitStack) -> None:
-    """Skip the comparison of the order of modules with rank 0, which needs values.
-
-    Stage 3 does it in partitioned_param_coordinator.py, reset_step.
-    """
+def _ranks_agree(patches: Patches) -> None:
+    """Skip stage 3's comparison of the order of modules with rank 0, which needs values."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
-        stack.enter_context(
-            patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None)
-        )
+        patches.set(module, "assert_ints_same_as_other_ranks", lambda ints: None)
 
 
-def _gradients_are_finite(stack: contextlib.ExitStack) -> None:
+def _gradients_are_finite(patches: Patches) -> None:
     """Let has_overflow of both stages look at gradients, which takes memory, and find none."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    for module, kind in (
-        (stage3, stage3.DeepSpeedZeroOptimizer_Stage3),
-        (stage_1_and_2, stage_1_and_2.DeepSpeedZeroOptimizer),
-    ):
-        stack.enter_context(patch.object(kind, "has_overflow", _and_says_no(kind.has_overflow)))
-        stack.enter_context(patch.object(module, "is_invalid_grad_norm", lambda norm: False))
-
-
-def _and_says_no(has_overflow: Callable[..., object]) -> Callable[..., bool]:
-    def looked(*args: object, **kwargs: object) -> bool:
+    def looked(has_overflow: Callable[..., object], *args: object, **kwargs: object) -> bool:
         has_overflow(*args, **kwargs)
         return False
 
-    return looked
+    patches.wrap(stage3.DeepSpeedZeroOptimizer_Stage3, "has_overflow", looked)
+    patches.wrap(stage_1_and_2.DeepSpeedZeroOptimizer, "has_overflow", looked)
+    for module in (stage3, stage_1_and_2):
+        patches.set(module, "is_invalid_grad_norm", lambda norm: False)
 
 
-def _streams(stack: contextlib.ExitStack) -> None:
+def _streams(patches: Patches) -> None:
     """Let the engine find a default stream; it gathers on its own stream.
 
     A freed block is free at once here, even if another stream still reads it.
     """
     first: object = torch.cuda.current_stream()
-    stack.enter_context(patch.object(torch.cuda, "default_stream", lambda device=None: first))
-    stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+    patches.set(torch.cuda, "default_stream", lambda device=None: first)
+    patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for name in ("range_push", "range_pop"):
-        stack.enter_context(patch.object(torch.cuda.nvtx, name, lambda *_: 0))
+        patches.set(torch.cuda.nvtx, name, lambda *_: 0)
 
 
 class _Op:
@@ -123,82 +110,93 @@ class _Op:
         return lambda *_: None
 
 
-def _ops_are_not_built(stack: contextlib.ExitStack) -> None:
-    """Do not compile the operations of Adam; the optimizers make their states in Python.
-
-    csrc/adam: cpu_adam_impl.cpp and multi_tensor_adam.cu.
-    """
+def _ops_are_not_built(patches: Patches) -> None:
+    """Do not compile Adam (cpu_adam_impl.cpp, multi_tensor_adam.cu), whose states Python makes."""
     from deepspeed.ops.adam import cpu_adam, fused_adam
 
     for builder in (cpu_adam.CPUAdamBuilder, fused_adam.FusedAdamBuilder):
-        stack.enter_context(patch.object(builder, "load", lambda *_, **__: _Op()))
+        patches.set(builder, "load", lambda *_, **__: _Op())
 
 
-def _buffers_are_known(stack: contextlib.ExitStack, tracker: Tracker) -> None:
+def _buffers_are_known(patches: Patches, tracker: Tracker) -> None:
     """Tag gathered weights, and the buckets in which gradients are reduced, as sharding buffers."""
     from deepspeed.runtime.zero import stage3
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    makers: tuple[tuple[object, str, _Views], ...] = (
-        (PartitionedParameterCoordinator, "fetch_sub_module", zero_views.while_gathering),
-        (stage3, "reduce_scatter_coalesced", zero_views.while_reducing),
-    )
-    for owner, name, views in makers:
-        stack.enter_context(
-            patch.object(owner, name, _making_buffers(getattr(owner, name), tracker, views))
-        )
-    set_up = DeepSpeedZeroOptimizer.setup_buckets
+    def gathered(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with tracker.as_category("sharding buffers"), _one_view_of_each_length("narrow"):
+            return original(*args, **kwargs)
 
-    def buckets_set_up(optimizer: Any) -> None:
+    def reduced(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with tracker.as_category("sharding buffers"), _one_view_of_each_length("__getitem__"):
+            return original(*args, **kwargs)
+
+    def buckets_set_up(set_up: Callable[..., None], optimizer: Any) -> None:
         set_up(optimizer)
         buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
         optimizer.storages_of_buckets = [tracker.storage_of(buffer) for buffer in buffers]
 
-    stack.enter_context(patch.object(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up))
+    patches.wrap(PartitionedParameterCoordinator, "fetch_sub_module", gathered)
+    patches.wrap(stage3, "reduce_scatter_coalesced", reduced)
+    patches.wrap(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up)
 
 
-def _making_buffers(
-    original: Callable[..., object], tracker: Tracker, views: _Views
-) -> Callable[..., object]:
-    def made(*args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"), views():
-            return original(*args, **kwargs)
+@contextlib.contextmanager
+def _one_view_of_each_length(name: str) -> Iterator[None]:
+    """Make one view for all parts of one length that a method of Tensor cuts.
 
-    return made
-
-
-def _engines_are_watched(stack: contextlib.ExitStack, tracker: Tracker, engines: list[Any]) -> None:
-    """Count what an engine makes at its start as load, and refuse an engine that skips a step.
-
-    The figures of a skipped step would be too low.
+    In Python, the engine cuts every gathered buffer (`narrow`, partition_parameters.py) and every
+    reduced gradient (`tensor[start:stop]`, coalesced_collectives.py) into the parts of all ranks.
+    With 1024 ranks that would take nearly all of the time. Without bytes, parts of the same length
+    are alike. A view takes no memory, and lives as long as the engine holds it.
     """
+    alive: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor]
+    alive = weakref.WeakValueDictionary()
+
+    def cut(original: Callable[..., torch.Tensor], tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+        if name == "narrow":
+            dim, _, length = how
+        elif isinstance(how[0], slice) and tensor.dim() == 1:
+            dim, length = 0, len(range(*how[0].indices(tensor.numel())))
+        else:
+            return original(tensor, *how)
+        key = (id(tensor), dim, length)
+        view = alive.get(key)
+        if view is None:
+            view = alive[key] = original(tensor, *how)
+        return view
+
+    with Patches() as patches:
+        patches.wrap(torch.Tensor, name, cut)
+        yield
+
+
+def _engines_are_watched(patches: Patches, tracker: Tracker, engines: list[Any]) -> None:
+    """Count what an engine makes at its start as load, and refuse an engine that skips a step."""
     from deepspeed import DeepSpeedEngine
 
-    make, step = DeepSpeedEngine.__init__, DeepSpeedEngine.step
-    consolidate = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
-
-    def made(engine: object, *args: object, **kwargs: object) -> None:
+    def made(make: Callable[..., None], engine: object, *args: object, **kwargs: object) -> None:
         with tracker.during("load"):
             make(engine, *args, **kwargs)
         engines.append(engine)
 
-    def stepped(engine: Any, *args: object, **kwargs: object) -> object:
+    def stepped(
+        step: Callable[..., object], engine: Any, *args: object, **kwargs: object
+    ) -> object:
         _name_parts(engine, tracker)
         done = step(engine, *args, **kwargs)
         if engine.skipped_steps:
             raise NotPredicted("this DeepSpeed: its engine skips steps if tensors have no values")
         return done
 
-    def consolidated(*args: object, **kwargs: object) -> object:
+    def consolidated(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         with tracker.host.in_ranks(1):  # only rank 0 keeps what is gathered
-            return consolidate(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    stack.enter_context(patch.object(DeepSpeedEngine, "__init__", made))
-    stack.enter_context(patch.object(DeepSpeedEngine, "step", stepped))
-    stack.enter_context(
-        patch.object(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated)
-    )
+    patches.wrap(DeepSpeedEngine, "__init__", made)
+    patches.wrap(DeepSpeedEngine, "step", stepped)
+    patches.wrap(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated)
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:
@@ -209,39 +207,24 @@ def _name_parts(engine: Any, tracker: Tracker) -> None:
     """
     optimizer = engine.optimizer
     for weight in engine.module.parameters():
-        tracker.tag(
-            [getattr(weight, "ds_tensor", None)],
-            "weights" if weight.requires_grad else "frozen weights",
-        )
-
-    def of(name: str) -> list[Any]:
-        value = getattr(optimizer, name, None)
-        values = (
-            list(value.values())
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list)
-            else [value]
-        )
-        return [
-            each for one in values for each in (one if isinstance(one, (list, tuple)) else [one])
-        ]
-
+        category: Category = "weights" if weight.requires_grad else "frozen weights"
+        tracker.tag([getattr(weight, "ds_tensor", None)], category)
     for name, category in _PARTS.items():
-        tracker.tag(of(name), category)
-    tracker.tag(
-        (getattr(bucket, "buffer", None) for bucket in of("ipg_buckets")), "sharding buffers"
-    )
-    for storage in of("storages_of_buckets"):  # stages 1 and 2: gradients were views into them
+        tracker.tag(_leaves(getattr(optimizer, name, None)), category)
+    buckets = _leaves(getattr(optimizer, "ipg_buckets", None))
+    tracker.tag((getattr(bucket, "buffer", None) for bucket in buckets), "sharding buffers")
+    # stages 1 and 2: gradients were views into them
+    for storage in getattr(optimizer, "storages_of_buckets", ()):
         if storage is not None:
             storage.category = "sharding buffers"
 
 
-_PARTS: dict[str, Category] = {
-    "fp16_partitioned_groups_flat": "weights",
-    "bit16_groups_flat": "weights",
-    "fp32_partitioned_groups_flat": "optimizer states",
-    "single_partition_of_fp32_groups": "optimizer states",
-    "grad_partitions_flat_buffer": "gradients",
-    "averaged_gradients": "gradients",
-}
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is in a dict, a list, or lists in these."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value

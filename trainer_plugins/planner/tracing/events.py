@@ -1,7 +1,7 @@
-"""Say what a recorded run consists of: storages, and the events of its cards in their order."""
+"""Define what a recorded run consists of: storages, and the events of its cards in order."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainer_plugins.planner.plan import Category, Moment
@@ -13,7 +13,7 @@ ALLOC, FREE, EMPTY_CACHE, BEGIN, LEFT = 1, -1, 0, 2, -2
 class Storage:
     """Describes one allocation of the run.
 
-    Its category may change later: only after the backward is it known what is a gradient.
+    Its category may change: only after the backward is it known what is a gradient.
     """
 
     num_bytes: int
@@ -25,52 +25,24 @@ class Storage:
     shape: tuple[int, ...]
     dtype: str
     card: int = 0
-    """The index of the card, of those of one process."""
 
 
 class Event(NamedTuple):
     """Describes an `ALLOC` or `FREE` of a storage, an `EMPTY_CACHE`, or the `BEGIN` of a moment.
 
-    A storage that another stream may still read is `LEFT` first; `FREE` says when it was read.
+    A storage that another stream may still read is `LEFT` first, and `FREE` once it was read.
     """
 
     kind: int
-    number: int
-    """The index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`."""
-
+    number: int  # the index in `Trace.storages`, -1 for `EMPTY_CACHE` and `BEGIN`
     moment: Moment
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Holds the events of the cards of one process in their order."""
+    """Holds the events of the cards of one process, in order."""
 
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
     host_peaks: Mapping[Moment, int] = field(default_factory=dict)
     """By moment, the peak of the tensors in a node's main memory, in bytes."""
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Return the highest peak of all moments."""
-        return max(self.host_peaks.values(), default=0)
-
-    def by_card(self) -> "dict[int, Trace]":
-        """Divide the trace by the cards on which something is made; of an empty one, card 0.
-
-        An event without a storage is one of every card.
-        """
-        cards = sorted({storage.card for storage in self.storages}) or [0]
-        if len(cards) == 1:
-            return {cards[0]: self}
-        return {
-            card: replace(
-                self,
-                events=tuple(
-                    event
-                    for event in self.events
-                    if event.number < 0 or self.storages[event.number].card == card
-                ),
-            )
-            for card in cards
-        }

@@ -21,15 +21,9 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self.ranks = 1
-        """How many processes of a node do the same on the host as this one."""
-
+        self.ranks = 1  # how many processes of a node do the same on the host as this one
         self.peaks: dict[Moment, int] = {}
-        """By moment, the peak of all storages and of the blocks that are kept."""
-
-        self.pinned_bytes = 0
-        """The blocks of pinned memory of all ranks. It only grows."""
-
+        self.pinned_bytes = 0  # the blocks of pinned memory of all ranks, which only grow
         self._now = 0
         self._pinned: dict[int, tuple[int, int]] = {}
         self._free: dict[tuple[int, int], int] = defaultdict(int)
@@ -38,7 +32,7 @@ class HostMemory:
 
     @contextmanager
     def in_ranks(self, num_ranks: int) -> Iterator[None]:
-        """Count what is made inside the block for so many processes of the node."""
+        """Count what is made inside the block for this number of processes of the node."""
         before, self.ranks = self.ranks, num_ranks
         try:
             yield
@@ -98,7 +92,7 @@ class HostMemory:
 def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> bool:
     """Return whether the result of an operation is pinned.
 
-    It is asked to be, or it is copied to the host while the program goes on
+    That is so on request, and if it is copied to the host while the program goes on
     (aten/src/ATen/native/TensorConversions.cpp, _to_copy).
     """
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):

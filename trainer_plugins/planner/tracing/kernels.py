@@ -1,13 +1,16 @@
-"""Know what kernels of a card allocate beside their results, and results that torch cannot infer.
+"""Know what a card's kernels allocate besides results, do in place, or do without shape rules.
 
 Imports torch.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trainer_plugins.units import KIB
 
@@ -17,9 +20,9 @@ Operator: TypeAlias = Callable[..., Any]
 """An overload of an operation, as `__torch_dispatch__` gets it."""
 
 OperatorArgs: TypeAlias = Sequence[Any]
-"""The positional arguments of an operation: tensors, numbers, and lists of them."""
-
 OperatorKwargs: TypeAlias = Mapping[str, Any]
+
+_PLANNER = str(Path(__file__).parent.parent)
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
@@ -35,17 +38,11 @@ class KernelRules:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """Return the workspace of each thread that has a handle of cuBLAS, in bytes.
-
-        aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
-        """
+        """Return the workspace of each thread: CublasHandlePool.cpp, parseChosenWorkspaceSize."""
         return 4096 * 8 * KIB if self.capability[0] in (9, 10) else (4096 * 2 + 16 * 8) * KIB
 
     def workspaces(self, func: Operator, args: OperatorArgs) -> Iterator[tuple[str, int]]:
-        """Yield the libraries that an operation uses, and the bytes each takes at its first use.
-
-        A library keeps its workspace for the thread.
-        """
+        """Yield the libraries of an operation, and the bytes each keeps for a thread."""
         if func in _MATMULS:
             yield "cuBLAS", self.cublas_workspace_bytes
         # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
@@ -53,7 +50,7 @@ class KernelRules:
             yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
     def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
-        """Return what a kernel takes while it runs, and frees before it returns, in bytes each."""
+        """Return the sizes in bytes that a kernel takes while it runs."""
         rule = _TRANSIENT.get(func)
         return rule(args) if rule is not None else []
 
@@ -70,9 +67,9 @@ def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
 
 
 def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
-    """Run an operation, also one that CUDA can do and torch's shape rules refuse.
+    """Run an operation, even one that CUDA can do and torch's shape rules refuse.
 
-    A mask has no values here. It selects everything, which is the worst case.
+    A mask has no values here, and is taken to select everything: the worst case.
     """
     if picks_by_mask(func, args):
         if func is aten.nonzero.default:
@@ -94,10 +91,7 @@ def _all_of(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def _flash_backward(args: OperatorArgs) -> list[int]:
-    """Count softmax_d and dq_accum, both in float.
-
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
-    """
+    """Count softmax_d and dq_accum, both in float: cuda/flash_attn/flash_api.cpp, mha_bwd."""
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
     rows, columns = -(-length // 128) * 128, -(-size // 32) * 32
@@ -108,10 +102,7 @@ def _flash_backward(args: OperatorArgs) -> list[int]:
 
 
 def _efficient_backward(args: OperatorArgs) -> list[int]:
-    """Count delta, and gradQ in float if the query has another dtype.
-
-    aten/src/ATen/native/transformers/cuda/attention_backward.cu.
-    """
+    """Count delta, and gradQ in float unless the query is: cuda/attention_backward.cu."""
     query = args[1]
     batch, heads, length, size = query.shape
     accumulator = 4 * batch * heads * length * size if query.dtype != torch.float32 else 0
@@ -119,10 +110,7 @@ def _efficient_backward(args: OperatorArgs) -> list[int]:
 
 
 def _softmax_backward(args: OperatorArgs) -> list[int]:
-    """Count `Tensor tmp = grad * output`.
-
-    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out.
-    """
+    """Count `tmp = grad * output`: native/cuda/SoftMax.cu, softmax_backward_cuda_out."""
     gradient, output = args[0], args[1]
     return [gradient.numel() * max(gradient.element_size(), output.element_size())]
 
@@ -130,11 +118,9 @@ def _softmax_backward(args: OperatorArgs) -> list[int]:
 def _copied_operands(args: OperatorArgs) -> list[int]:
     """Count the operands of a matrix product that are copied for the call.
 
-    cuBLAS reads a matrix by one stride; the other one has to be 1. Other operands are copied. The
-    common case is the gradient of a `sum()`, whose strides are 0.
-
-    aten/src/ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas and
-    prepare_batch_matrix_for_cublas.
+    cuBLAS reads a matrix by one stride; the other one has to be 1. Other operands are copied, as
+    the gradient of a `sum()`, whose strides are 0. aten/src/ATen/native/cuda/Blas.cpp,
+    prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
     """
     return [
         each.numel() * each.element_size() for each in args[-2:] if not _has_leading_dimension(each)
@@ -156,3 +142,50 @@ _TRANSIENT: dict[Operator, Callable[[OperatorArgs], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+
+IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+}
+"""Operations that autograd does in place on a card, but not on a subclass of Tensor as fake
+tensors are.
+
+torch/csrc/autograd: input_buffer.cpp, accumulate, adds a second gradient to the first one;
+FunctionsManual.cpp and aten/src/ATen/native, areAnyTensorSubclassLike: a backward (of gather,
+indexing, index_select, max) fills zeros.
+"""
+
+
+def is_autograds_own(tensor: object) -> bool:
+    """Return whether autograd itself writes to this tensor, and nothing else holds its storage.
+
+    If autograd calls an operation, there is no Python frame around it.
+    """
+    if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
+        return False
+    held_here = 2  # references: the tensor, and the Python object of the storage
+    storage = tensor.untyped_storage()
+    fills_storage = storage.nbytes() == tensor.numel() * tensor.element_size()
+    return (
+        fills_storage
+        and torch._C._current_autograd_node() is not None
+        and torch._C._storage_Use_Count(storage._cdata) == held_here
+    )
+
+
+def _is_called_by_python() -> bool:
+    """Return whether Python code between autograd and an operation called that operation.
+
+    Frames around every dispatch do not count: torch's, and those of the planner's modes above the
+    tracker (DDP, FSDP1). On a card they are absent, and autograd adds in place.
+    """
+    frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
+    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _PLANNER)
+    while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
+        frame = frame.f_back
+    # _engine_run_backward: a backward inside a backward
+    return frame is not None and frame.f_code.co_name != "_engine_run_backward"

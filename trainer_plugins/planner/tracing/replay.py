@@ -1,7 +1,7 @@
 """Replay a trace through the allocator's rules: peaks by moment, live storages, what fails."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.planner.plan import MOMENTS, Moment, MomentPeak, known_moment
@@ -20,14 +20,12 @@ _TIMELINE_POINTS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Holds what one allocator makes of a trace. Sizes in bytes."""
+    """Holds what an allocator makes of a trace. Sizes in bytes."""
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     peak_moment: Moment
-    peak_event: int
-    """The index of the event at the allocated peak; -1 if nothing was allocated."""
-
+    peak_event: int  # the index of the event at the allocated peak; -1 if nothing was allocated
     moments: Mapping[Moment, MomentPeak]
     num_flushes: int
     failed: Storage | None = None
@@ -37,20 +35,32 @@ class Replay:
     block_bytes: Mapping[int, int] = field(repr=False)
     """The size of the block that each storage got, by the index of the storage."""
 
-    timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)
-    """Points of the run in order: the moment, allocated bytes, reserved bytes."""
+    timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)  # see `MemoryPlan.timeline`
+
+
+def by_card(trace: Trace) -> dict[int, Trace]:
+    """Divide a trace by card. An event without a storage belongs to every card."""
+    storages = trace.storages
+    cards = sorted({storage.card for storage in storages}) or [0]
+    if len(cards) == 1:
+        return {cards[0]: trace}
+    return {
+        card: replace(
+            trace,
+            events=tuple(
+                event
+                for event in trace.events
+                if event.number < 0 or storages[event.number].card == card
+            ),
+        )
+        for card in cards
+    }
 
 
 def replay(
     trace: Trace, capacity_bytes: int | None = None, rules: AllocatorRules | None = None
 ) -> Replay:
-    """Replay a trace.
-
-    Args:
-        trace: the events of one card.
-        capacity_bytes: what the process can reserve; None is an unlimited card.
-        rules: the allocator settings; None is CUDA's defaults.
-    """
+    """Replay the events of one card; without a capacity it is unlimited."""
     model = AllocatorModel(capacity_bytes, rules)
     blocks: dict[int, Block] = {}
     left: dict[int, int] = {}
@@ -63,7 +73,7 @@ def replay(
     interval = max(1, len(trace.events) // _TIMELINE_POINTS)
     for position, event in enumerate(trace.events):
         if event.moment != moment:
-            _note(peaks, moment, model)
+            _note_peaks(peaks, moment, model)
             model.reset_peaks()
             moment = known_moment(event.moment)  # the plan would leave out an unknown one
         if event.kind == ALLOC:
@@ -87,7 +97,7 @@ def replay(
                 max(point[1], timeline[-1][1]),
                 max(point[2], timeline[-1][2]),
             )
-    _note(peaks, moment, model)
+    _note_peaks(peaks, moment, model)
     return Replay(
         allocated_peak_bytes=highest,
         reserved_peak_bytes=max((peak.reserved_bytes for peak in peaks.values()), default=0),
@@ -116,10 +126,7 @@ def _give_back(
 
 
 def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
-    """Return the storages that are live at the peak with their block sizes, the largest first.
-
-    The sizes add up to the allocated peak.
-    """
+    """Return the storages that are live at the peak with their block sizes, the largest first."""
     live: dict[int, Storage] = {}
     for event in trace.events[: replayed.peak_event + 1]:
         if event.kind == ALLOC:
@@ -130,10 +137,13 @@ def live_at_peak(trace: Trace, replayed: Replay) -> list[tuple[Storage, int]]:
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _note(peaks: dict[Moment, MomentPeak], moment: Moment | None, model: AllocatorModel) -> None:
-    if moment is not None:
-        before = peaks.get(moment, MomentPeak(allocated_bytes=0, reserved_bytes=0))
-        peaks[moment] = MomentPeak(
-            allocated_bytes=max(before.allocated_bytes, model.peak_allocated_bytes),
-            reserved_bytes=max(before.reserved_bytes, model.peak_reserved_bytes),
-        )
+def _note_peaks(
+    peaks: dict[Moment, MomentPeak], moment: Moment | None, model: AllocatorModel
+) -> None:
+    if moment is None:
+        return
+    before = peaks.get(moment, MomentPeak(allocated_bytes=0, reserved_bytes=0))
+    peaks[moment] = MomentPeak(
+        allocated_bytes=max(before.allocated_bytes, model.peak_allocated_bytes),
+        reserved_bytes=max(before.reserved_bytes, model.peak_reserved_bytes),
+    )

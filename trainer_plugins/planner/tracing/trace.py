@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
-from trainer_plugins.planner.tracing import healthy, kernels
+from trainer_plugins.planner.tracing import kernels, values
 from trainer_plugins.planner.tracing.events import (
     ALLOC,
     BEGIN,
@@ -24,13 +25,9 @@ from trainer_plugins.planner.tracing.events import (
     Storage,
     Trace,
 )
-from trainer_plugins.planner.tracing.graph import Graph
 from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, makes_pinned
-from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
-from trainer_plugins.planner.tracing.lag import Lag
-from trainer_plugins.planner.tracing.pace import Pace
-from trainer_plugins.planner.tracing.values import Values
+from trainer_plugins.planner.tracing.position import Graph, Lag, Pace
 from trainer_plugins.wrapped import local_tensor
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
@@ -41,7 +38,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: the device type that stands for the card.
-        card: what its kernels allocate while they run (see `kernels`); None counts results only.
+        card: what its kernels allocate while they run; None counts results only.
         has_padding: whether the masks of batches contain a 0, if the run asks.
     """
 
@@ -49,54 +46,32 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, device: str, card: kernels.KernelRules | None, has_padding: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
-        self._moment: Moment = "load"
-        self.module = ""
-        """The module that is running, by its name in the model."""
-
-        self.host = HostMemory()
-        self.graph = Graph()
-        """Knows which module made a node of the backward."""
-
+        self.device, self.has_padding = device, has_padding
+        self.module = ""  # the module that is running, by its name in the model
         self.stream = 0
         """The stream from whose pool memory is taken. Set it around work on another stream."""
 
-        self.lag = Lag()
-        """Knows what the card has surely done."""
-
-        self._category: Category | None = None
-        """The category of all that is made now; None: it depends on what is made."""
-
-        self.vocabulary = -1
-        """The last dimension of logits, by which they are recognised."""
-
-        self.paused = False
-        """Whether operations are not counted now."""
-
+        self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors
+        self.paused = False  # whether operations are not counted now
+        self.checks_hold = True  # the answer to `all`, except for a batch's mask
         self.fake_mode: FakeTensorMode | None = None
-        self.scalars_answered: dict[str, int] = {}
+        self.scalars_answered: Counter[str] = Counter()
         """How often the result of each operation was asked for its value."""
 
-        self.has_padding = has_padding
-        """Whether the masks of batches contain a 0."""
-
-        self.checks_hold = True
-        """The answer to `all`, except for a batch's mask."""
-
         self.not_watched: tuple[str, ...] = ()
-        """Functions that should have told of memory, and that these versions do not have."""
+        """Functions that report memory, and that the installed versions do not have."""
 
         self.masks_pick_all = False
         """Whether something was selected by a mask, whose ones cannot be counted here."""
 
-        self.assumed: list[str] = []
-        """What was taken for a value that cannot be known here, one line each."""
-
-        self.values = Values()
-        self.allocated_bytes: Counter[int] = Counter()
-        """What each card holds now, by its index."""
-
+        self.assumed: list[str] = []  # assumptions about values that cannot be known here
+        self.allocated_bytes: Counter[int] = Counter()  # what each card holds now, by its index
+        self.host, self.graph, self.lag, self.values = HostMemory(), Graph(), Lag(), values.Values()
         self._card, self._pace = card, Pace(self.graph)
+        self._moment: Moment = "load"
+        self._category: Category | None = None
+        """The category of all that is made now; None: it depends on what is made."""
+
         # a backward on several cards has a thread for each, and FakeTensorMode a state for all
         self._one_at_a_time = threading.RLock()
         self._storages: list[Storage] = []
@@ -107,11 +82,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def moment(self) -> Moment:
-        """Return the current moment of the run. Set it to go on to another.
-
-        Raises:
-            ValueError: a run has no such moment.
-        """
+        """Return the current moment of the run. Set it to go on to another."""
         return self._moment
 
     @moment.setter
@@ -124,11 +95,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during(self, moment: Moment) -> Iterator[None]:
-        """Give this moment to all that happens inside the block.
-
-        Raises:
-            ValueError: a run has no such moment.
-        """
+        """Give this moment to all that happens inside the block."""
         before, self.moment = self.moment, moment
         progress.step(f"rehearsing the {moment}")
         self._events.append(Event(BEGIN, -1, moment))  # the moment may allocate nothing
@@ -139,11 +106,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_category(self, category: Category) -> Iterator[None]:
-        """Give this category to every storage that is made inside the block.
-
-        Raises:
-            ValueError: memory has no such category.
-        """
+        """Give this category to every storage that is made inside the block."""
         before, self._category = self._category, known_category(category)
         try:
             yield
@@ -151,11 +114,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._category = before
 
     def tag(self, tensors: Iterable[object], category: Category) -> None:
-        """Give this category to the storages of tensors; other objects are ignored.
-
-        Raises:
-            ValueError: memory has no such category.
-        """
+        """Give this category to the storages of tensors; other objects are ignored."""
         known_category(category)
         for tensor in tensors:
             storage = self.storage_of(tensor)
@@ -183,12 +142,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.host.see(tensor.untyped_storage(), self.moment)
         elif kind == self.device:
             storage = tensor.untyped_storage()
-            entry = self._known.get(key_of(storage))
-            if entry is None:
-                index = self._alloc(storage.nbytes(), operation, tensor)
-                self._remember(storage, index)
-            elif self._storages[entry[1][0]].num_bytes != storage.nbytes():
+            if key_of(storage) in self._known:
                 self.resized(storage)
+            else:
+                self._remember(storage, self._alloc(self._described(tensor, operation)))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of a storage: to the allocator that is a free and an allocation."""
@@ -198,25 +155,45 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._storages[entry[1][0]]
         if before.num_bytes != storage.nbytes():
             self._free(entry[1][0])
-            entry[1][0] = self._alloc(storage.nbytes(), before.operation, None, like=before)
+            entry[1][0] = self._alloc(
+                replace(before, num_bytes=storage.nbytes(), stream=self.stream, moment=self.moment)
+            )
 
     def transient(self, sizes: Iterable[int], operation: str, card: int = 0) -> None:
         """Count what a kernel takes from a card while it runs, each size in bytes."""
-        made = [
-            self._alloc(size, operation, None, category="workspaces", card=card)
-            for size in sizes
-            if size
-        ]
+        made = [self.keep_workspace(size, operation, card) for size in sizes if size]
         for each in made:
             self._free(each)
 
-    def keep_workspace(self, num_bytes: int, operation: str, card: int = 0) -> None:
-        """Count bytes that a library takes of a card at its first use, and keeps."""
-        self._alloc(num_bytes, operation, None, category="workspaces", card=card)
+    def keep_workspace(self, num_bytes: int, operation: str, card: int = 0) -> int:
+        """Count bytes that a library takes of a card and keeps; return the storage's number."""
+        module = self.module or self.graph.module_running()
+        return self._alloc(
+            Storage(
+                num_bytes,
+                self.stream,
+                self.moment,
+                operation,
+                module,
+                "workspaces",
+                (),
+                "bytes",
+                card,
+            )
+        )
 
     def emptied(self) -> None:
-        """Note that the program gave the cache back."""
+        """Note that the program emptied the cache."""
         self._events.append(Event(EMPTY_CACHE, -1, self.moment))
+
+    def read_by(self, tensor: torch.Tensor, stream: int) -> None:
+        """Note another stream that reads a tensor, as `record_stream` does.
+
+        Its block cannot be used again before that stream has come to where the tensor was freed.
+        """
+        entry = self._known.get(key_of(tensor.untyped_storage()))
+        if entry is not None and self._storages[entry[1][0]].stream != stream:
+            self._read_elsewhere.add(entry[1][0])
 
     def __torch_dispatch__(
         self,
@@ -246,10 +223,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if func is torch.ops.aten.is_pinned.default:
             return self.host.is_pinned(args[0])
-        if func in IN_PLACE and is_autograds_own(args[0]):
-            func = IN_PLACE[func]
+        if func in kernels.IN_PLACE and kernels.is_autograds_own(args[0]):
+            func = kernels.IN_PLACE[func]
         if self._card is not None:
-            self._use_kernels(func, args)
+            self._use_workspaces(func, args)
         source = self.storage_of(args[0]) if func.is_view else None
         is_away = source is not None and not source.num_bytes  # the bytes of a streamed weight
         args = self.values.counted(func, args)
@@ -258,15 +235,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_away:  # FakeTensorMode makes the view by `set_`, which lets the storage grow
             local_tensor(args[0]).untyped_storage().resize_(0)
         name = func._schema.name
-        if isinstance(result, torch.Tensor):
-            if makes_pinned(func, args, kwargs):
-                self.host.pin(result.untyped_storage(), self.moment)
-            self._see_result(result, name, args)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                for tensor in item if isinstance(item, (tuple, list)) else (item,):
-                    if isinstance(tensor, torch.Tensor):
-                        self._see_result(tensor, name, args)
+        if isinstance(result, torch.Tensor) and makes_pinned(func, args, kwargs):
+            self.host.pin(result.untyped_storage(), self.moment)
+        for tensor in tensors_in(result):
+            self._see_result(tensor, name, args)
         # a kernel allocates its results first
         if self._card is not None and (sizes := self._card.transients(func, args)):
             self.transient(sizes, name, _card_of(args[1]))
@@ -280,13 +252,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._storages) == before:
             return
         storage = self._storages[-1]
-        source = self.storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        storage.operation = healthy.name_of(name, args, source)
+        source = self.storage_of(args[0]) if args else None
+        storage.operation = values.name_of(name, args, source)
         is_weight = source is not None and source.category in ("weights", "frozen weights")
         if name == "aten::_to_copy" and is_weight:
             storage.category = "autocast copies of weights"
 
-    def _use_kernels(self, func: Operator, args: OperatorArgs) -> None:
+    def _use_workspaces(self, func: Operator, args: OperatorArgs) -> None:
         assert self._card is not None
         for library, num_bytes in self._card.workspaces(func, args):
             # each thread has its own handle for each card, and a workspace with it
@@ -296,68 +268,38 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._workspaces.add(used)
                 self.keep_workspace(num_bytes, library, card)
 
-    def _alloc(
-        self,
-        num_bytes: int,
-        operation: str,
-        tensor: torch.Tensor | None,
-        category: Category | None = None,
-        like: Storage | None = None,
-        card: int = 0,
-    ) -> int:
-        shape = tuple(tensor.shape) if tensor is not None else ()
-        if like is not None:
-            record = Storage(
-                num_bytes,
-                self.stream,
-                self.moment,
-                operation,
-                like.module,
-                like.category,
-                like.shape,
-                like.dtype,
-                like.card,
-            )
-        else:
-            dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else "bytes"
-            category = category or self._category
-            if category is None:
-                is_logits = (
-                    len(shape) >= 2 and shape[-1] == self.vocabulary and self.moment != "load"
-                )
-                category = "logits and loss" if is_logits else "activations"
-            module = self.module or self.graph.module_running()
-            record = Storage(
-                num_bytes,
-                self.stream,
-                self.moment,
-                operation,
-                module,
-                category,
-                shape,
-                dtype,
-                _card_of(tensor) if tensor is not None else card,
-            )
+    def _described(self, tensor: torch.Tensor, operation: str) -> Storage:
+        """Describe the storage of a new tensor on the card."""
+        shape = tuple(tensor.shape)
+        category = self._category
+        if category is None:
+            is_wide = len(shape) >= 2 and shape[-1] == self.vocabulary
+            category = "logits and loss" if is_wide and self.moment != "load" else "activations"
+        return Storage(
+            num_bytes=tensor.untyped_storage().nbytes(),
+            stream=self.stream,
+            moment=self.moment,
+            operation=operation,
+            module=self.module or self.graph.module_running(),
+            category=category,
+            shape=shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            card=_card_of(tensor),
+        )
+
+    def _alloc(self, record: Storage) -> int:
         self._storages.append(record)
         index = len(self._storages) - 1
-        if num_bytes:
+        if record.num_bytes:
             self._events.append(Event(ALLOC, index, self.moment))
-            self.allocated_bytes[record.card] += num_bytes
+            self.allocated_bytes[record.card] += record.num_bytes
         return index
 
-    def read_by(self, tensor: torch.Tensor, stream: int) -> None:
-        """Note another stream that reads a tensor, as `record_stream` does.
-
-        Its block cannot be used again before that stream has come to where the tensor was freed.
-        """
-        entry = self._known.get(key_of(tensor.untyped_storage()))
-        if entry is not None and self._storages[entry[1][0]].stream != stream:
-            self._read_elsewhere.add(entry[1][0])
-
     def _free(self, index: int) -> None:
-        if not self._storages[index].num_bytes:
+        record = self._storages[index]
+        if not record.num_bytes:
             return
-        self.allocated_bytes[self._storages[index].card] -= self._storages[index].num_bytes
+        self.allocated_bytes[record.card] -= record.num_bytes
         if index not in self._read_elsewhere:
             self._events.append(Event(FREE, index, self.moment))
             return
@@ -375,23 +317,34 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scalar(self, tensor: FakeTensor) -> Any:
         """Answer a question for a value as a healthy run would; None leaves it to torch."""
-        if getattr(tensor, "constant", None) is not None:
+        if tensor.constant is not None:
             return None
         self.lag.finish(self.lag.mark())
         made_by = self.storage_of(tensor)
-        operation = (
-            made_by.operation
-            if made_by is not None
-            else self.host.truth_of(tensor.untyped_storage())
-        )
-        self.scalars_answered[operation] = self.scalars_answered.get(operation, 0) + 1
-        if operation == healthy.ALL_OF_A_MASK:
+        if made_by is not None:
+            operation = made_by.operation
+        else:
+            operation = self.host.truth_of(tensor.untyped_storage())
+        self.scalars_answered[operation] += 1
+        if operation == values.ALL_OF_A_MASK:
             return not self.has_padding
         if (told := self.values.told(tensor)) is not None:
             return told
         if operation == "aten::all":
             return self.checks_hold
-        return healthy.answer(operation, tensor.dtype, self.moment, made_by, self.values.asked)
+        is_on_card = made_by is not None
+        return values.healthy_answer(
+            operation, tensor.dtype, self.moment, is_on_card, self.values.asked
+        )
+
+
+def tensors_in(result: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a result: one, those of a list, or those of lists in it."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from tensors_in(each)
 
 
 def _card_of(tensor: torch.Tensor) -> int:

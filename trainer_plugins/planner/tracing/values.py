@@ -1,7 +1,7 @@
-"""Keep the values of whole numbers on which sizes depend, where tensors have no bytes.
+"""Answer what a program asks of values, where tensors have no bytes. Imports torch.
 
 A model that takes pictures of any size gets their heights and widths as numbers, and cuts its
-tensors by them. Imports torch.
+tensors by them: such numbers are computed. Everything else is answered as in a healthy run.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.tracing import kernels
+from trainer_plugins.planner.tracing.events import Storage
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 
 aten = torch.ops.aten
@@ -24,14 +26,34 @@ _MAKE_NUMBERS = frozenset(
         aten.arange.default,
         aten.arange.start,
         aten.arange.start_step,
-        *(aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default),
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+        aten.scalar_tensor.default,
     }
 )
 _SIZED_BY_VALUES = frozenset(
     {
-        *(aten.repeat_interleave.Tensor, aten.nonzero.default, aten.masked_select.default),
-        *(aten.unique_consecutive.default, aten.index.Tensor),
+        aten.repeat_interleave.Tensor,
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten.unique_consecutive.default,
+        aten.index.Tensor,
     }
+)
+
+ALL_OF_A_MASK = "aten::all of a mask"
+_MASK_DIMENSIONS = 2  # rows, and tokens
+_OF_A_MAXIMUM = ("aten::lt", "aten::ge")
+"""How a model checks labels against its vocabulary: `lt` holds, and `ge` does not."""
+
+_DO_NOT_HOLD = (
+    "aten::isnan",
+    "aten::isinf",
+    "aten::any",
+    "aten::ne",
+    "aten::lt",
+    "aten::ge of a maximum",
 )
 
 
@@ -39,18 +61,15 @@ _SIZED_BY_VALUES = frozenset(
 class Asked:
     """Says what a model asks of the numbers in its batches."""
 
-    are_kept: bool = False
-    """Whether the values of numbers that a program writes down are kept."""
-
-    count: int = 1
-    """The answer to a count that is not known."""
+    are_kept: bool = False  # whether the numbers that a program writes down are kept
+    count: int = 1  # the answer to a count that is not known
 
 
 NOTHING = Asked()
 
 
 class Values:
-    """Computes on the host what is made of known numbers only, beside the run without bytes.
+    """Computes on the host what is made of known numbers only, next to the run without bytes.
 
     Numbers are known if a program writes them down: as a list, a range, or zeros.
     """
@@ -89,9 +108,7 @@ class Values:
 
     def run(self, func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
         """Run an operation, and keep the values of its results if those of its inputs are known."""
-        if not self.asked.are_kept:
-            return kernels.run(func, args, kwargs)
-        known = self._computed(func, args, kwargs)
+        known = self._computed(func, args, kwargs) if self.asked.are_kept else None
         if known is None:
             return kernels.run(func, args, kwargs)
         if func in _SIZED_BY_VALUES and isinstance(args[0], FakeTensor):
@@ -106,12 +123,14 @@ class Values:
     def _computed(self, func: Any, args: OperatorArgs, kwargs: OperatorKwargs) -> object | None:
         """Run an operation on values; None if one is not known, or if it is not about numbers."""
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if not tensors and (func not in _MAKE_NUMBERS or _is_on_a_card(kwargs)):
+        is_on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if not tensors and not (func in _MAKE_NUMBERS and is_on_host):
             return None
         with _disable_current_modes():
             if any(self._values(each) is None for each in tensors):
-                if func._schema.is_mutable:
-                    self._forget(tree_leaves(args[:1]))
+                for written in tree_leaves(args[:1]) if func._schema.is_mutable else ():
+                    if isinstance(written, FakeTensor):
+                        self._known.pop(written, None)
                 return None
             given, named = tree_map(self._values, (args, dict(kwargs)))
             if "device" in named:
@@ -119,13 +138,8 @@ class Values:
             found: object = func(*given, **named)
         return found
 
-    def _forget(self, written: list[object]) -> None:
-        for each in written:
-            if isinstance(each, FakeTensor):
-                self._known.pop(each, None)
-
     def _values(self, given: Any) -> Any:
-        """Return what stands for an argument: for a tensor its values, or None; else itself."""
+        """Return what stands for an argument: the values of a tensor or None; else itself."""
         if not isinstance(given, torch.Tensor):
             return given
         if isinstance(given, FakeTensor):
@@ -133,5 +147,31 @@ class Values:
         return given.cpu() if given.numel() <= _MOST_NUMBERS else None
 
 
-def _is_on_a_card(kwargs: OperatorKwargs) -> bool:
-    return torch.device(kwargs.get("device") or "cpu").type != "cpu"
+def name_of(operation: str, args: OperatorArgs, source: Storage | None) -> str:
+    """Return the name of an operation, with what it is of where the answer depends on that.
+
+    Args:
+        operation: its name in aten.
+        args: its arguments.
+        source: where the first of them is.
+    """
+    if operation == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
+        return ALL_OF_A_MASK
+    if operation in _OF_A_MAXIMUM and source is not None and source.operation == "aten::max":
+        return f"{operation} of a maximum"
+    return operation
+
+
+def healthy_answer(
+    operation: str, dtype: torch.dtype, moment: Moment, is_on_card: bool, asked: Asked
+) -> bool | float | int:
+    """Answer as a healthy run would: nothing is NaN, every check holds, and a loss is 1."""
+    if operation == "aten::eq" and moment == "generation":
+        return False  # no row has met its end
+    if dtype == torch.bool:
+        return operation not in _DO_NOT_HOLD
+    if dtype.is_floating_point:
+        # Before the optimizer steps, GradScaler asks whether it found infinities. A count of steps
+        # is on the host.
+        return 0.0 if moment == "optimizer step" and is_on_card else 1.0
+    return asked.count

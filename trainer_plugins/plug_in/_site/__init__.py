@@ -1,4 +1,1 @@
-"""A folder that `trainer-plugins exec` puts first on PYTHONPATH.
-
-Every Python that starts under it reads this folder.
-"""
+"""A folder that `trainer-plugins exec` puts first on PYTHONPATH; every Python under it reads it."""

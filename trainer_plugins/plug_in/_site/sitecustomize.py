@@ -44,10 +44,7 @@ def _say(error):  # type: (Exception) -> None
 
 
 def _go_on_to_the_users_own():  # type: () -> None
-    """Import the sitecustomize that this one hides, if there is one.
-
-    Python reports what it raises as usual.
-    """
+    """Import the sitecustomize that this one hides, if there is one; it may raise as usual."""
     here = os.path.dirname(os.path.abspath(__file__))
     ours, place = sys.modules.pop("sitecustomize"), sys.path.index(here) if here in sys.path else 0
     sys.path[:] = [entry for entry in sys.path if entry != here]

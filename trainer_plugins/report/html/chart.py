@@ -1,7 +1,7 @@
 """Charts as values; `parts.html.jinja` turns them into SVG.
 
 Places from left to right are percents of the width, so that text keeps its size where the page is
-narrow. Paths are in units that are stretched (`scales.WIDTH`). Heights are pixels.
+narrow. Paths are in units that are stretched (`WIDTH`). Heights are pixels.
 """
 
 from collections.abc import Sequence
@@ -10,50 +10,60 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from trainer_plugins.report.html.scales import WIDTH, Height, Tick, area, in_steps
+from trainer_plugins.units import GIB, MIB
 
-_HEADROOM = 1.16
-"""The height of a chart relative to its highest number, which leaves room for texts above it."""
+WIDTH = 1000.0  # of a chart in units, before it is stretched to its place on the page
+_ROUND_SECONDS = (
+    *(factor * 10**exponent for exponent in (-3, -2, -1) for factor in (1, 2, 5)),
+    *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200),
+)
+_DAY_SECONDS = 86400
+_UNIT_SECONDS = ((_DAY_SECONDS, "d"), (3600, "h"), (60, "min"))
+_HEADROOM = 1.16  # leaves room for texts above the highest number
+_FAR = 2.5  # a limit of this many times the memory in use would flatten the picture
 
-_FAR = 2.5
-"""A limit of this many times the memory in use would flatten the picture."""
-
-
-_COLOURS = {
-    "weights": "weights",
-    "parameter": "weights",
-    "parameters": "weights",
-    "frozen weights": "frozen",
-    "buffer": "frozen",
-    "gradient": "gradients",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "optimizer states": "optimizer",
-    "activation": "activations",
-    "activations": "activations",
-    "saved by autograd": "saved",
-    "autocast copies of weights": "saved",
-    "temporaries": "temporaries",
-    "logits": "logits",
-    "logits and loss": "logits",
-    "KV cache": "cache",
-    "sharding buffers": "buffers",
-    "waiting": "buffers",
-    "train": "train",
-    "eval": "eval",
-    "evaluation": "eval",
-    "predict": "eval",
-    "generate": "generate",
-    "generation": "generate",
-    "save": "save",
-    "forward": "first",
-    "backward": "second",
-    "optimizer step": "third",
+# The names of each colour, on every page.
+_NAMES = {
+    "weights": ("weights", "parameter", "parameters"),
+    "frozen": ("frozen weights", "buffer"),
+    "gradients": ("gradient", "gradients"),
+    "optimizer": ("optimizer", "optimizer states"),
+    "activations": ("activation", "activations"),
+    "saved": ("saved by autograd", "autocast copies of weights"),
+    "temporaries": ("temporaries",),
+    "logits": ("logits", "logits and loss"),
+    "cache": ("KV cache",),
+    "buffers": ("sharding buffers", "waiting"),
+    "train": ("train",),
+    "eval": ("eval", "evaluation", "predict"),
+    "generate": ("generate", "generation"),
+    "save": ("save",),
+    "first": ("forward",),
+    "second": ("backward",),
+    "third": ("optimizer step",),
 }
-"""The colour of each use of memory, on every page."""
-
+_COLOURS = {name: colour for colour, names in _NAMES.items() for name in names}
+# A row of texts under a picture: its name; places in percent, and texts.
 AxisRow = tuple[str, tuple[tuple[float, str], ...]]
-"""A row of texts under a picture: its name; places in percent, and texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Height:
+    """Turns a number into a height in the picture, where y grows downwards."""
+
+    top: float  # the number at the upper edge
+    pixels: int
+
+    def y(self, number: float) -> float:
+        return round(self.pixels * (1 - min(number, self.top) / self.top), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Holds a round number on an axis: its place and its text."""
+
+    at: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +122,8 @@ class Lane:
     signs: tuple[Sign, ...]
     label: str = ""  # text next to the first sign
     label_percent: float = 0.0
+    # Where the label stands. Above, it has a line of its own; below, signs have texts there.
     side: Literal["left", "right", "above", "below"] = "right"
-    """Where the label stands; above, it has a line of its own. Below, signs have texts there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """Holds one stretch of a chart: its place, and its figures as words."""
-
-    begin: float
-    width: float
-    title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +146,13 @@ class Chart:
     ticks: tuple[Tick, ...]
     bands: tuple[Band, ...]
     times: tuple[AxisRow, ...] = ()
-
     lines_percent: tuple[float, ...] = ()  # the places of upright lines through the picture: an OOM
     limit: Limit | None = None
     dot: Dot | None = None
     lanes: tuple[Lane, ...] = ()
     lane_key: tuple[tuple[str, str], ...] = ()  # name and colour of the signs without text
-    columns: tuple[Column, ...] = ()
+    edges: Sequence[float] = ()  # where each stretch begins, and the last one ends
+    titles: Sequence[str] = ()  # the figures of each stretch, as a tooltip
     table: Table | None = None
 
 
@@ -161,14 +162,9 @@ def stacked(
     names: Sequence[tuple[str, str, str]],
     height: Height,
 ) -> tuple[Band, ...]:
-    """Draw areas on top of each other.
+    """Draw areas on top of each other, by the upper edge of each; empty ones are left out.
 
-    Args:
-        edges: where each stretch begins, and the last one ends, in units of the chart.
-        levels: the upper edge of each area as a number, for each stretch; each is at least the one
-            before.
-        names: name, colour and note of each area; areas that are empty everywhere are left out.
-        height: the scale.
+    `edges` are where each stretch begins, and the last one ends; `names` are name, colour and note.
     """
     found, below = [], [height.y(0)] * (len(edges) - 1)
     for (name, colour, note), numbers in zip(names, levels, strict=True):
@@ -178,14 +174,6 @@ def stacked(
             found.append(Band(name=name, colour=colour, path=path, note=note))
         below = above
     return tuple(found)
-
-
-def columns_of(edges: Sequence[float], titles: Sequence[str]) -> tuple[Column, ...]:
-    """Give each stretch of a chart its figures as a tooltip."""
-    return tuple(
-        Column(begin=begin, width=round(end - begin, 1), title=title)
-        for begin, end, title in zip(edges, edges[1:], titles, strict=False)
-    )
 
 
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:
@@ -241,3 +229,85 @@ def colour_of(name: str) -> str:
     ('c-weights', 'c-other')
     """
     return f"c-{_COLOURS.get(name, 'other')}"
+
+
+def byte_ticks(height: Height, most: int = 6) -> tuple[str, tuple[Tick, ...]]:
+    """Return the unit, and ticks at 1, 2 or 5 times a power of ten of it.
+
+    >>> unit, ticks = byte_ticks(Height(50 * MIB, 100))
+    >>> unit, [tick.text for tick in ticks]
+    ('MiB', ['0', '10', '20', '30', '40', '50'])
+    """
+    unit, name = (GIB, "GiB") if height.top >= GIB else (MIB, "MiB")
+    every = _round(height.top / unit, most)
+    numbers = [every * number for number in range(int(height.top / unit / every) + 1)]
+    return name, tuple(Tick(height.y(number * unit), f"{number:g}") for number in numbers)
+
+
+def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
+    """Return ticks of plain numbers; large ones in thousands or millions."""
+    every = _round(height.top, most)
+    numbers = [every * number for number in range(int(height.top / every) + 1)]
+    unit, name = (1e6, "M") if every >= 1e6 else (1e3, "k") if every >= 1e3 else (1.0, "")
+    texts = (f"{number / unit:g}{name if number else ''}" for number in numbers)
+    return tuple(map(Tick, map(height.y, numbers), texts))
+
+
+def _round(top: float, most: int) -> float:
+    """Return the smallest step of 1, 2, 5, 10 and so on that needs at most `most` ticks."""
+    every, factors, number = 1e-3, (2.0, 2.5, 2.0), 0
+    while top / every > most:
+        every *= factors[number % len(factors)]
+        number += 1
+    return round(every, 3)
+
+
+def time_ticks(seconds: float, most: int = 5) -> tuple[tuple[float, str], ...]:
+    """Return round times from the beginning on, and their texts.
+
+    >>> time_ticks(100)
+    ((0, '0 s'), (20, '20 s'), (40, '40 s'), (60, '60 s'), (80, '80 s'), (100, '100 s'))
+    """
+    every = next((each for each in _ROUND_SECONDS if seconds / each <= most), 0.0)
+    if not every:
+        every = _DAY_SECONDS * max(1, -(-int(seconds / _DAY_SECONDS) // most))
+    numbers = [every * number for number in range(int(seconds / every) + 1)]
+    whole = (each for each in _UNIT_SECONDS if every % each[0] == 0 and seconds > 2 * each[0])
+    unit, name = next(whole, (1, "s"))
+    return tuple((number, f"{number / unit:g} {name}") for number in numbers)
+
+
+def seconds_text(seconds: float) -> str:
+    """Render a duration for people.
+
+    >>> seconds_text(0.0321), seconds_text(4.2), seconds_text(75), seconds_text(9000)
+    ('32 ms', '4.2 s', '75 s', '2.5 h')
+    """
+    if seconds < 0.1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def in_steps(edges: Sequence[float], levels: Sequence[float]) -> str:
+    """Draw stairs from the first edge on: level `n` until edge `n + 1`; equal ones are joined.
+
+    >>> in_steps([0, 1, 2, 3], [5, 5, 7])
+    'V5H2V7H3'
+    """
+    drawn = ""
+    for number, level in enumerate(levels):
+        if number + 1 == len(levels) or levels[number + 1] != level:
+            drawn += f"V{level:g}H{edges[number + 1]:g}"
+    return drawn
+
+
+def area(edges: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> str:
+    """Draw the area between two stairs, as an SVG path.
+
+    >>> area([0, 1, 2], [9, 9], [5, 7])
+    'M0 9V5H1V7H2V9H0Z'
+    """
+    back = in_steps(edges[::-1], lows[::-1])
+    return f"M{edges[0]:g} {lows[0]:g}{in_steps(edges, highs)}{back}Z"

@@ -1,13 +1,13 @@
 """Draws the events of a run as lanes under a chart of its memory."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
-from trainer_plugins.report.html.chart import Lane, Sign, colour_of, percent_of
-from trainer_plugins.report.html.scales import WIDTH
+from trainer_plugins.report.html.chart import WIDTH, Lane, Sign, colour_of, percent_of
 from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size
 
@@ -40,7 +40,6 @@ class Noted:
 
     @property
     def where(self) -> str:
-        """Say in which steps and on which ranks."""
         steps = sorted({remark.step for _, remark in self.moments})
         ranks = sorted({rank for rank, _ in self.moments})
         return f"{_listed('step', steps)}; {_listed('rank', ranks)}"
@@ -63,13 +62,11 @@ def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
     remarks = entries_of(timelines, Remark)
     for rank, remark in sorted(remarks, key=lambda pair: pair[1].time_seconds):
         found.setdefault(remark.finding.code, []).append((rank, remark))
+    how_bad = attrgetter("severity", "amount")
     return tuple(
         Noted(
             number=number,
-            finding=max(
-                (remark.finding for _, remark in each),
-                key=lambda finding: (finding.severity, finding.amount),
-            ),
+            finding=max((remark.finding for _, remark in each), key=how_bad),
             moments=tuple(each),
         )
         for number, each in enumerate(found.values(), start=1)
@@ -78,12 +75,8 @@ def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
 
 def lanes_of(entries: Sequence[Entry], span: Span, noted: Iterable[Noted]) -> tuple[Lane, ...]:
     """Show the moments of one rank, the releases of its cache, its errors, and all findings."""
-    return (
-        *_moments(entries, span),
-        *_releases(entries, span),
-        *_failures(entries, span),
-        *_findings(noted, span),
-    )
+    of_rank = (*_moments(entries, span), *_releases(entries, span), *_failures(entries, span))
+    return (*of_rank, *_findings(noted, span))
 
 
 def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
@@ -93,9 +86,8 @@ def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
         if isinstance(entry, Sample) and entry.moment not in ("begin", "end"):
             counts[entry.moment] += entry.num_readings
     keys = [(f"{name} ({num:,})", colour_of(name)) for name, num in counts.items()]
-    if any(isinstance(entry, Flush) for entry in entries):
-        keys.append(("cache released", "c-flush"))
-    return tuple(keys)
+    has_flush = any(isinstance(entry, Flush) for entry in entries)
+    return (*keys, ("cache released", "c-flush")) if has_flush else tuple(keys)
 
 
 def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
@@ -140,47 +132,35 @@ def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
     return [Lane(name="flush", signs=tuple(signs))] if signs else []
 
 
-def _failures(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    return [
-        _labelled(
-            [
-                Sign(
-                    at_percent=span.percent(entry.time_seconds),
-                    colour="c-error",
-                    title=f"step {entry.step}: {entry.words}",
-                    text="✕",
-                )
-            ],
-            f"{'out of memory' if entry.record else 'failed'} after step {entry.step}",
-        )
-        for entry in entries
-        if isinstance(entry, Failure)
-    ]
+def _failures(entries: Iterable[Entry], span: Span) -> Iterator[Lane]:
+    for entry in entries:
+        if isinstance(entry, Failure):
+            sign = Sign(
+                at_percent=span.percent(entry.time_seconds),
+                colour="c-error",
+                title=f"step {entry.step}: {entry.words}",
+                text="✕",
+            )
+            what = "out of memory" if entry.record else "failed"
+            yield _labelled([sign], f"{what} after step {entry.step}")
 
 
 _SEVERITIES = {Severity.INFO: "c-info", Severity.WARNING: "c-warning", Severity.ERROR: "c-error"}
 
 
-def _findings(noted: Iterable[Noted], span: Span) -> list[Lane]:
-    return [
-        _labelled(
-            [
-                Sign(
-                    at_percent=span.percent(remark.time_seconds),
-                    colour=_SEVERITIES[remark.finding.severity],
-                    title=f"rank {rank}, step {remark.step}: {remark.finding.summary}",
-                    text=str(each.number),
-                    href=f"#finding-{each.number}",
-                )
-                for rank, remark in {
-                    int(span.percent(remark.time_seconds) * _AT_ONCE / 100): (rank, remark)
-                    for rank, remark in each.moments
-                }.values()
-            ],
-            each.finding.code,
-        )
-        for each in noted
-    ]
+def _findings(noted: Iterable[Noted], span: Span) -> Iterator[Lane]:
+    for each in noted:
+        signs: dict[int, Sign] = {}  # the last of those that would cover each other
+        for rank, remark in each.moments:
+            at_percent = span.percent(remark.time_seconds)
+            signs[int(at_percent * _AT_ONCE / 100)] = Sign(
+                at_percent=at_percent,
+                colour=_SEVERITIES[remark.finding.severity],
+                title=f"rank {rank}, step {remark.step}: {remark.finding.summary}",
+                text=str(each.number),
+                href=f"#finding-{each.number}",
+            )
+        yield _labelled([*signs.values()], each.finding.code)
 
 
 def _labelled(signs: Sequence[Sign], label: str) -> Lane:

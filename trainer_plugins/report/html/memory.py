@@ -1,6 +1,8 @@
 """Draws what a rank did with its memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
@@ -9,27 +11,94 @@ from trainer_plugins.report.html.chart import (
     Band,
     Chart,
     Dot,
+    Height,
     Limit,
     Table,
-    columns_of,
+    byte_ticks,
     height_of,
     limited,
     percent_of,
+    seconds_text,
     stacked,
     stairs,
+    time_ticks,
 )
 from trainer_plugins.report.html.events import Noted, Span, lane_key, lanes_of
-from trainer_plugins.report.html.scales import Height, byte_ticks, seconds_text, time_ticks
-from trainer_plugins.report.html.stretches import MOST, Stretch, stretches_of
+from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
+MOST = 240  # a picture of a thousand pixels shows no more
 _PIXELS, _SMALL_PIXELS = 260, 48
-_NAMES = (
-    ("outside torch", "c-outside"),
-    ("tensors between steps", "c-kept"),
-    ("more within a step", "c-within"),
-    ("cache", "c-cached"),
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Holds the highest figures of readings in a row; each covers all since the one before."""
+
+    began_seconds: float
+    ended_seconds: float  # since the beginning of the picture
+    first_step: int
+    last_step: int
+    moments: tuple[str, ...]
+    outside_bytes: int  # memory outside torch; the next three include it
+    kept_bytes: int  # with the tensors that were alive when it was read
+    peak_bytes: int  # with the most that tensors took at once
+    used_bytes: int  # with the cache
+    peak_allocated_bytes: int
+    reserved_bytes: int
+
+
+def stretches_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Stretch]:
+    """Join the readings of one rank to no more than `most` stretches, long enough to be seen."""
+    alone = [*_alone(entries, began_seconds)]
+    if not alone:
+        return []
+    shortest = alone[-1].ended_seconds / most
+    joined: list[Stretch] = []
+    waiting: list[Stretch] = []
+    for each in alone:
+        waiting.append(each)
+        if each.ended_seconds - waiting[0].began_seconds >= shortest:
+            joined.append(_joined(waiting))
+            waiting = []
+    if waiting:
+        joined[-1:] = [_joined([*joined[-1:], *waiting])]
+    return joined
+
+
+def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Stretch]:
+    before = 0.0
+    for entry in entries:
+        if not isinstance(entry, Sample):
+            continue
+        reading, outside = entry.reading, entry.reading.non_torch_bytes
+        peak = outside + max(reading.peak_allocated_bytes, reading.allocated_bytes)
+        until = max(before, entry.time_seconds - began_seconds)  # a clock may be set back
+        yield Stretch(
+            began_seconds=before,
+            ended_seconds=until,
+            first_step=entry.step,
+            last_step=entry.step,
+            moments=(entry.moment,),
+            outside_bytes=outside,
+            kept_bytes=outside + reading.allocated_bytes,
+            peak_bytes=peak,
+            used_bytes=max(peak, outside + reading.reserved_bytes),
+            peak_allocated_bytes=reading.peak_allocated_bytes,
+            reserved_bytes=reading.reserved_bytes,
+        )
+        before = until
+
+
+def _joined(some: Sequence[Stretch]) -> Stretch:
+    sizes = [each.name for each in fields(Stretch) if each.name.endswith("_bytes")]
+    return replace(
+        some[0],
+        ended_seconds=some[-1].ended_seconds,
+        last_step=some[-1].last_step,
+        moments=tuple(dict.fromkeys(moment for each in some for moment in each.moments)),
+        **{name: max(getattr(each, name) for each in some) for name in sizes},
+    )
 
 
 def fullest(entries: Iterable[Entry]) -> Sample | None:
@@ -45,10 +114,7 @@ def memory_chart(
     noted: Sequence[Noted],
     planned: Mapping[str, int],
 ) -> Chart | None:
-    """Draw one rank in full; None if it has no readings.
-
-    `planned` is the planned memory of the card at the peak of each moment.
-    """
+    """Draw one rank, and the planned peak of each moment; None if it has no readings."""
     found, top = stretches_of(entries, span.began_seconds), fullest(entries)
     if not found or top is None:
         return None
@@ -56,16 +122,12 @@ def memory_chart(
     highest = max(*(each.used_bytes for each in found), *planned.values(), 1)
     height = height_of(highest, reading.total_bytes, _PIXELS)
     unit, ticks = byte_ticks(height)
-    edges = _edges(found, span)
+    edges, rows = _edges(found, span), tuple(map(_row, found))
     peak = max(found, key=lambda each: each.peak_bytes)
     at = percent_of(span.place((peak.began_seconds + peak.ended_seconds) / 2))
-    limit, line = limited(
-        height,
-        reading.total_bytes,
-        f"the card: {size(reading.total_bytes)}",
-        highest,
-        is_left=at > 50,
-    )
+    y, limit_y = height.y(peak.peak_bytes), height.y(reading.total_bytes)
+    words = f"the card: {size(reading.total_bytes)}"
+    limit, line = limited(height, reading.total_bytes, words, highest, is_left=at > 50)
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
@@ -80,15 +142,22 @@ def memory_chart(
             *_planned(edges, found, planned, height),
         ),
         times=times_under(span, found),
-        lines_percent=tuple(
-            span.percent(entry.time_seconds) for entry in entries if isinstance(entry, Failure)
-        ),
+        lines_percent=_failures(entries, span),
         limit=limit,
-        dot=_dot(at, peak, reading, height),
+        dot=Dot(
+            at_percent=at,
+            y=y,
+            text=f"{size(peak.peak_bytes)}, {percent(peak.peak_bytes / reading.total_bytes)}",
+            text_y=limit_y - 6 if -4 < y - 10 - limit_y < 14 else y - 10,  # no line through it
+        ),
         lanes=lanes_of(entries, span, noted),
         lane_key=lane_key(entries),
-        columns=columns_of(edges, [_words(each) for each in found]),
-        table=Table(head=_HEAD, rows=tuple(_row(each) for each in found)),
+        edges=edges,
+        titles=[
+            f"{until}, {steps}, {moments}: {tensors} in tensors at the peak"
+            for until, steps, moments, tensors, *_ in rows
+        ],
+        table=Table(head=_HEAD, rows=rows),
     )
 
 
@@ -111,26 +180,26 @@ def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int)
         ticks=(),
         bands=stacked(edges, _levels(found)[:3], _named(reading)[:3], height),
         limit=Limit(y=height.y(reading.total_bytes), text="", is_left=False),
-        lines_percent=tuple(
-            span.percent(entry.time_seconds) for entry in entries if isinstance(entry, Failure)
-        ),
+        lines_percent=_failures(entries, span),
     )
+
+
+def _failures(entries: Iterable[Entry], span: Span) -> tuple[float, ...]:
+    return tuple(span.percent(each.time_seconds) for each in entries if isinstance(each, Failure))
 
 
 _HEAD = ("until", "steps", "moment", "tensors at the peak", "with others", "reserved", "outside")
 
 
 def _edges(found: Sequence[Stretch], span: Span) -> list[float]:
-    return [
-        *(span.place(each.began_seconds) for each in found),
-        span.place(found[-1].ended_seconds),
-    ]
+    times = [*(each.began_seconds for each in found), found[-1].ended_seconds]
+    return [*map(span.place, times)]
 
 
 def _row(each: Stretch) -> tuple[str, ...]:
     return (
         seconds_text(each.ended_seconds),
-        each.steps,
+        steps_in_words(each.first_step, each.last_step),
         ", ".join(each.moments),
         size(each.peak_allocated_bytes),
         size(each.peak_bytes),
@@ -139,39 +208,20 @@ def _row(each: Stretch) -> tuple[str, ...]:
     )
 
 
-def _words(each: Stretch) -> str:
-    until, steps, moments, tensors, *_ = _row(each)
-    return f"{until}, {steps}, {moments}: {tensors} in tensors at the peak"
-
-
-def _levels(found: Sequence[Stretch]) -> list[list[int]]:
-    return [
-        [each.outside_bytes for each in found],
-        [each.kept_bytes for each in found],
-        [each.peak_bytes for each in found],
-        [each.used_bytes for each in found],
-    ]
+def _levels(found: Sequence[Stretch]) -> list[tuple[int, ...]]:
+    figures = attrgetter("outside_bytes", "kept_bytes", "peak_bytes", "used_bytes")
+    return [*zip(*map(figures, found), strict=True)]
 
 
 def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
     """Name the areas, each with its size when the card was fullest."""
     peak, kept = reading.peak_allocated_bytes, reading.allocated_bytes
-    sizes = (reading.non_torch_bytes, kept, peak - kept, max(0, reading.reserved_bytes - peak))
     return [
-        (name, colour, size(num_bytes))
-        for (name, colour), num_bytes in zip(_NAMES, sizes, strict=True)
+        ("outside torch", "c-outside", size(reading.non_torch_bytes)),
+        ("tensors between steps", "c-kept", size(kept)),
+        ("more within a step", "c-within", size(peak - kept)),
+        ("cache", "c-cached", size(max(0, reading.reserved_bytes - peak))),
     ]
-
-
-def _dot(at: float, peak: Stretch, reading: MemoryReading, height: Height) -> Dot:
-    y, limit = height.y(peak.peak_bytes), height.y(reading.total_bytes)
-    is_struck_through = -4 < y - 10 - limit < 14
-    return Dot(
-        at_percent=at,
-        y=y,
-        text=f"{size(peak.peak_bytes)}, {percent(peak.peak_bytes / reading.total_bytes)}",
-        text_y=limit - 6 if is_struck_through else y - 10,
-    )
 
 
 def _planned(

@@ -9,7 +9,6 @@ from markupsafe import Markup
 
 from trainer_plugins.printable import printable
 from trainer_plugins.report.html.chart import colour_of
-from trainer_plugins.report.html.scales import seconds_text
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import percent, size
 
@@ -35,14 +34,8 @@ def page(template: str, **values: object) -> Page:
         lstrip_blocks=True,
         finalize=_harmless,
     )
-    environment.filters |= {
-        "colour": colour_of,
-        "percent": percent,
-        "seconds": seconds_text,
-        "size": size,
-        "soft": soft,
-        "words": words_of,
-    }
+    environment.filters |= {"colour": colour_of, "percent": percent, "size": size}
+    environment.filters |= {"soft": soft, "words": words_of}
     return Page(environment.get_template(template).render(values))
 
 
@@ -53,9 +46,7 @@ def soft(text: object, longest: int = 36) -> Markup:
     per_<wbr>device_<wbr>train_<wbr>batch_<wbr>size &amp; 1.5 GiB
     """
     words = [
-        "<wbr>".join(escape(piece) for piece in _PLACES_TO_BREAK.split(word))
-        if len(word) > longest
-        else escape(word)
+        "<wbr>".join(map(escape, _PLACES_TO_BREAK.split(word) if len(word) > longest else [word]))
         for word in printable(text).split(" ")
     ]
     return Markup(" ".join(words))

@@ -5,20 +5,20 @@ from itertools import groupby
 
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.report.html.chart import (
+    WIDTH,
     Chart,
     Dot,
     Lane,
     Sign,
     Table,
+    byte_ticks,
     colour_of,
-    columns_of,
     height_of,
     limited,
     percent_of,
     stacked,
 )
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.html.scales import WIDTH, byte_ticks
 from trainer_plugins.report.plan_text import details, host_verdict, moment_of, planned, verdict
 from trainer_plugins.units import size
 
@@ -27,8 +27,7 @@ _OF_A_STEP = ("forward", "backward", "optimizer step")
 _WIDE_PIXELS, _LETTER_PIXELS = 900, 6.5
 _SHORT = {"optimizer step": "optimizer"}
 
-Stretch = tuple[Moment, list[tuple[int, int]]]
-"""A moment, and its points: allocated and reserved bytes."""
+Stretch = tuple[Moment, list[tuple[int, int]]]  # a moment; allocated and reserved bytes
 
 
 def plan_page(plan: MemoryPlan) -> Page:
@@ -49,11 +48,11 @@ def plan_page(plan: MemoryPlan) -> Page:
 
 
 def plan_chart(plan: MemoryPlan) -> Chart | None:
-    """Draw the timeline; None if the plan has none.
-
-    Each moment is as wide as the others, its allocations from left to right.
-    """
-    stretches = _stretches(plan)
+    """Draw the timeline, with moments of equal width; None if the plan has none."""
+    stretches = [
+        (moment, [(now, held) for _, now, held in points])
+        for moment, points in groupby(plan.timeline, key=lambda point: point[0])
+    ]
     if not stretches:
         return None
     outside = plan.context_bytes
@@ -97,31 +96,20 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         limit=limit,
         dot=Dot(at_percent=at_percent, y=y, text=size(points[peak][0]), text_y=y - 10),
         lanes=(_lane(stretches, plan),),
-        columns=columns_of(
-            [round(WIDTH * at / len(stretches), 1) for at in range(len(stretches) + 1)],
-            [f"{moment}: {now} allocated, {held} reserved" for moment, now, held in rows],
-        ),
+        edges=[round(WIDTH * at / len(stretches), 1) for at in range(len(stretches) + 1)],
+        titles=[f"{moment}: {now} allocated, {held} reserved" for moment, now, held in rows],
         table=Table(head=("moment", "allocated", "reserved"), rows=rows),
     )
 
 
-def _stretches(plan: MemoryPlan) -> list[Stretch]:
-    return [
-        (moment, [(now, held) for _, now, held in points])
-        for moment, points in groupby(plan.timeline, key=lambda point: point[0])
-    ]
-
-
 def _edges(stretches: Sequence[Stretch]) -> list[float]:
     width = WIDTH / len(stretches)
-    return [
-        *(
-            round((number + at / len(some)) * width, 2)
-            for number, (_, some) in enumerate(stretches)
-            for at in range(len(some))
-        ),
-        WIDTH,
+    begins = [
+        round((number + at / len(some)) * width, 2)
+        for number, (_, some) in enumerate(stretches)
+        for at in range(len(some))
     ]
+    return [*begins, WIDTH]
 
 
 def _kept(stretches: Sequence[Stretch]) -> list[int]:

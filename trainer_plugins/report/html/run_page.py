@@ -6,11 +6,11 @@ from pathlib import Path
 
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
+from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.snapshot.oom import case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
-    Difference,
     differences_of,
     peaks_as_seen,
     refuse_another_run,
@@ -18,19 +18,19 @@ from trainer_plugins.planner.calibrate import (
 )
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Span, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
 from trainer_plugins.report.html.page import Page, page
+from trainer_plugins.report.html.plan_page import plan_page
 from trainer_plugins.report.html.segments import SegmentMap, segment_map
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
     MomentPeak,
-    Timelines,
     failures_of,
     peaks,
     records_of,
@@ -41,8 +41,7 @@ from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
-_SHOWN_FRACTION = 0.005
-"""Smaller parts of the live memory are not listed."""
+_SHOWN_FRACTION = 0.005  # smaller parts of the live memory are not listed
 
 
 def run_page(
@@ -52,10 +51,7 @@ def run_page(
     plan: MemoryPlan | None = None,
     predicts: bool = False,
 ) -> Page:
-    """Render what happened to memory in the last run of a folder.
-
-    `ending` is how that run ended, if its timeline does not say. With `predicts`, the planner
-    predicts the effect of each remedy.
+    """Render the last run of a folder; `ending` tells its end, if its timeline does not.
 
     Raises:
         ValueError: no run has left an entry, or the plan is of another run.
@@ -74,11 +70,15 @@ def run_page(
     began, ended = run.seconds
     span = Span(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
+    alive, held = _alive_and_held(record)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
     planned, beside = {}, []
     if plan is not None:
-        planned, beside = _planned(plan, run.timelines), _differences(plan, run.timelines)
+        seen = peaks_as_seen(plan, tells_generation(run.timelines)).items()
+        planned = {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
+        differences = differences_of(plan, run.timelines)
+        beside = [each for each in differences if each.counter != "card"]
     return page(
         "run.html.jinja",
         folder=folder,
@@ -96,8 +96,8 @@ def run_page(
         ranks=_small(run, span),
         beside=beside,
         record=record,
-        alive=_alive(record),
-        held=_held(record),
+        alive=alive,
+        held=held,
         segments=_segments(record, folder),
         noted=noted,
         peaks=_peaks(run),
@@ -105,6 +105,27 @@ def run_page(
         passed_over={rank: num for rank, num in history.num_passed_over.items() if num},
         files=[*history.files.values()],
     )
+
+
+def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
+    """Draw a plan, or the memory of the last run of a folder.
+
+    A notebook shows the page if it is the last value of a cell. It is also a str that can be
+    written to a file.
+
+    Args:
+        what: a plan, or the output_dir of a run that had MemoryWatchdog.
+        plan: what was predicted for the run.
+
+    Raises:
+        ValueError: the folder has no timeline, or the timeline is empty.
+        OSError: a file cannot be read.
+    """
+    if isinstance(what, MemoryPlan):
+        return plan_page(what)
+    folder = Path(what)
+    history = read_history(folder)
+    return run_page(history, folder, how_it_ended(history, folder), plan)
 
 
 def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str:
@@ -128,7 +149,6 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
 
 
 def _num_rows_a_step(run: Run, folder: Path) -> int:
-    """Return the rows of a step by the facts of the run; 0 if it has none."""
     began, ended = run.seconds
     of_run = [
         each.num_rows_a_step
@@ -142,12 +162,8 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
     """Choose the rank that failed, else the one whose card was fullest."""
     if record is not None and record.rank in run.timelines:
         return record.rank
-
-    def pressure(rank: int) -> float:
-        top = fullest(run.timelines[rank])
-        return top.reading.pressure if top is not None else -1.0
-
-    return max(run.timelines, key=pressure)
+    tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
+    return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)
 
 
 def _lede(record: OomRecord | None) -> str:
@@ -161,50 +177,30 @@ def _lede(record: OomRecord | None) -> str:
 
 
 def _small(run: Run, span: Span) -> list[Chart]:
-    if len(run.timelines) == 1:
-        return []
-    drawn = (
-        small_chart(rank, entries, span, len(run.timelines))
-        for rank, entries in run.timelines.items()
-    )
+    num, ranks = len(run.timelines), run.timelines.items()
+    drawn = (small_chart(rank, entries, span, num) for rank, entries in ranks if num > 1)
     return [each for each in drawn if each is not None]
 
 
-def _planned(plan: MemoryPlan, timelines: Timelines) -> dict[str, int]:
-    """Return the planned memory of the card at the peak of each moment."""
-    return {
-        moment: peak.allocated_bytes + plan.context_bytes
-        for moment, peak in peaks_as_seen(plan, tells_generation(timelines)).items()
-    }
+_Rows = list[tuple[str, int, str]]
 
 
-def _differences(plan: MemoryPlan, timelines: Timelines) -> list[Difference]:
-    return [each for each in differences_of(plan, timelines) if each.counter != "card"]
-
-
-def _alive(record: OomRecord | None) -> list[tuple[str, int, str]]:
-    """Return the live tensors at an OOM by category, the largest first."""
+def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
+    """Return the live tensors at an OOM by category, and by the module or object that has them."""
     if record is None or record.alive is None:
-        return []
-    sizes = {**record.alive.category_bytes, "saved by autograd": record.alive.hidden_bytes}
-    return _worth_showing(sizes, sum(sizes.values()))
-
-
-def _held(record: OomRecord | None) -> list[tuple[str, int, str]]:
-    """Return the live tensors by the module, or else the other object, that holds them."""
-    if record is None or record.alive is None:
-        return []
+        return [], []
     alive = record.alive
-    sizes = Counter(alive.module_bytes)
+    by_category = {**alive.category_bytes, "saved by autograd": alive.hidden_bytes}
+    by_holder = Counter(alive.module_bytes)
     for each in alive.largest:
-        sizes[each.holder] += each.num_bytes
-    return _worth_showing(sizes, sum(alive.category_bytes.values()) + alive.hidden_bytes)
+        by_holder[each.holder] += each.num_bytes
+    least = _SHOWN_FRACTION * sum(by_category.values())
 
+    def largest(sizes: Mapping[str, int]) -> _Rows:
+        rows = sorted(sizes.items(), key=lambda pair: -pair[1])
+        return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
 
-def _worth_showing(sizes: Mapping[str, int], total_bytes: int) -> list[tuple[str, int, str]]:
-    rows = sorted(sizes.items(), key=lambda pair: -pair[1])
-    least = _SHOWN_FRACTION * total_bytes
-    return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
+    return largest(by_category), largest(by_holder)
 
 
 def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
@@ -218,7 +214,6 @@ def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
 
 
 def _peaks(run: Run) -> list[MomentPeak]:
-    """Return the peak of each moment on each rank."""
     return [peak for rank, entries in run.timelines.items() for peak in peaks({rank: entries})]
 
 

@@ -1,7 +1,9 @@
 """Draws the blocks in a card's memory at one moment, and the gaps between them."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from markupsafe import Markup
 
@@ -32,7 +34,6 @@ class SegmentMap:
 
     @property
     def title(self) -> str:
-        """Describe the picture."""
         gaps = f"{self.num_gaps:,} {'gap' if self.num_gaps == 1 else 'gaps'}"
         largest = f"the largest {size(self.largest_free_bytes)}"
         asked = "" if self.asked_bytes is None else f"; {size(self.asked_bytes)} were requested"
@@ -103,12 +104,11 @@ def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str
 
 
 def _bands(cells: Sequence[str], pieces: Sequence[tuple[str, int]]) -> Iterator[Band]:
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for name, num_bytes in pieces:
-        sizes[name] = sizes.get(name, 0) + num_bytes
-    drawn: dict[str, str] = dict.fromkeys(sizes, "")
-    width = 1000 // _CELLS
-    begin = 0
+        sizes[name] += num_bytes
+    drawn = dict.fromkeys(sizes, "")
+    width, begin = 1000 // _CELLS, 0
     for at, name in enumerate(cells, start=1):
         if at == len(cells) or at % _CELLS == 0 or cells[at] != name:
             row, column = divmod(begin, _CELLS)
@@ -127,11 +127,9 @@ def _bands(cells: Sequence[str], pieces: Sequence[tuple[str, int]]) -> Iterator[
 
 
 def _cuts(segments: Sequence[tuple[int, int]], row_bytes: int) -> Markup:
-    drawn: dict[str, None] = {}
-    position = 0
-    for low, high in segments[:-1]:
-        position += high - low
+    drawn = []
+    for position in accumulate(high - low for low, high in segments[:-1]):
         row, within = divmod(position, row_bytes)
         place = round(within / row_bytes * _CELLS) * (1000 // _CELLS)
-        drawn[f"M{place} {row * _ROW_PIXELS}v{_ROW_PIXELS}"] = None
-    return Markup("".join(drawn))
+        drawn.append(f"M{place} {row * _ROW_PIXELS}v{_ROW_PIXELS}")
+    return Markup("".join(dict.fromkeys(drawn)))

@@ -1,20 +1,23 @@
 """Renders a memory snapshot of torch as a page: what held the memory, when, and remedies."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.snapshot.held import WORDS, Category
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, reserved_after
 from trainer_plugins.report.html.chart import (
+    WIDTH,
     Band,
     Chart,
     Dot,
+    Height,
     Lane,
     Sign,
     Table,
+    byte_ticks,
     colour_of,
-    columns_of,
     height_of,
     limited,
     percent_of,
@@ -22,12 +25,12 @@ from trainer_plugins.report.html.chart import (
     stairs,
 )
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.html.scales import WIDTH, Height, byte_ticks
 from trainer_plugins.report.html.segments import segment_map
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
 _PIXELS, _COLUMNS, _MOST_LINES = 260, 240, 12
+# From the bottom of the picture to its top: permanent memory first.
 _ORDER: tuple[Category, ...] = (
     "parameters",
     "optimizer states",
@@ -39,8 +42,6 @@ _ORDER: tuple[Category, ...] = (
     "unknown",
     "waiting",
 )
-"""From the bottom of the picture to its top: permanent memory first."""
-
 _PASSES = (("forward", "c-first"), ("backward", "c-second"), ("optimizer", "c-third"))
 
 
@@ -82,7 +83,8 @@ def history_chart(case: SnapshotCase) -> Chart | None:
     if not num:
         return None
     ends, states = _states(case, min(_COLUMNS, num))
-    reserved = _highest(reserved_after(case.card)[1:], ends)
+    after = reserved_after(case.card)[1:]
+    reserved = [max(after[begin:end]) for begin, end in pairwise((0, *ends))]
     edges = [0.0, *(round(WIDTH * end / num, 1) for end in ends)]
     totals = [sum(state) for state in states]
     capacity = case.capacity_bytes if case.oom is not None else None
@@ -91,13 +93,8 @@ def history_chart(case: SnapshotCase) -> Chart | None:
     levels = [[sum(state[: at + 1]) for state in states] for at in range(len(_ORDER))]
     at_percent = percent_of(WIDTH * (case.held.position + 1) / num)
     lanes = tuple(_passes(case, num))
-    limit, line = limited(
-        height,
-        capacity,
-        f"it could hold {size(capacity or 0)}",
-        max(reserved),
-        is_left=at_percent > 50,
-    )
+    words = f"it could hold {size(capacity or 0)}"
+    limit, line = limited(height, capacity, words, max(reserved), is_left=at_percent > 50)
     return Chart(
         name="history",
         title=f"{size(case.in_use_bytes)} in use of {size(case.reserved_bytes)} reserved"
@@ -117,19 +114,17 @@ def history_chart(case: SnapshotCase) -> Chart | None:
                 note=size(case.reserved_bytes),
             ),
         ),
-        times=(("event", _numbers(num)),),
+        times=(("event", tuple((25.0 * at, f"{num * at // 4:,}") for at in range(5))),),
         lines_percent=(at_percent,) if case.oom is not None else (),
         limit=limit,
         dot=_dot(case, at_percent, height) if case.oom is None else None,
         lanes=lanes,
         lane_key=_PASSES if lanes else (),
-        columns=columns_of(
-            edges,
-            [
-                f"until event {end:,}: {size(total)} in use, {size(most)} reserved"
-                for end, total, most in zip(ends, totals, reserved, strict=True)
-            ],
-        ),
+        edges=edges,
+        titles=[
+            f"until event {end:,}: {size(total)} in use, {size(most)} reserved"
+            for end, total, most in zip(ends, totals, reserved, strict=True)
+        ],
         table=_table(ends, states, reserved),
     )
 
@@ -166,26 +161,16 @@ def _states(case: SnapshotCase, columns: int) -> tuple[list[int], list[list[int]
             changes.setdefault(life.birth, []).append((row, life.num_bytes))
         if life.death is not None:
             changes.setdefault(life.death, []).append((row, -life.num_bytes))
-    states, begin = [], 0
-    for end in ends:
-        best, most = None, -1
+    states = []
+    for begin, end in pairwise((0, *ends)):
+        best, most = state, -1
         for position in range(begin, end):
             for row, num_bytes in changes.get(position, ()):
                 state[row] += num_bytes
             if (total := sum(state)) > most:
                 best, most = [*state], total
-        states.append(best or [*state])
-        begin = end
+        states.append([*best])
     return ends, states
-
-
-def _highest(numbers: Sequence[int], ends: Sequence[int]) -> list[int]:
-    begins = (0, *ends[:-1])
-    return [max(numbers[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _numbers(num: int) -> tuple[tuple[float, str], ...]:
-    return tuple((25.0 * at, f"{num * at // 4:,}") for at in range(5))
 
 
 def _passes(case: SnapshotCase, num: int) -> Iterator[Lane]:

@@ -1,26 +1,88 @@
 """Draws how long the steps of a rank took, and how many tokens or rows they trained in a second."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from trainer_plugins.record.timeline import Entry
-from trainer_plugins.report.html.chart import Band, Chart, Table, stairs
+from trainer_plugins.record.timeline import Entry, Sample
+from trainer_plugins.report.html.chart import (
+    Band,
+    Chart,
+    Height,
+    Table,
+    number_ticks,
+    seconds_text,
+    stairs,
+)
 from trainer_plugins.report.html.events import Span
-from trainer_plugins.report.html.memory import times_under
-from trainer_plugins.report.html.scales import Height, number_ticks, seconds_text
-from trainer_plugins.report.html.stretches import Pace, paces_of, stretches_of
+from trainer_plugins.report.html.memory import MOST, stretches_of, times_under
 
 _PIXELS = 80
 _FEWEST = 3
 
 
 class _Line(NamedTuple):
-    """Holds a line, and its value in each stretch of time."""
-
     name: str
     colour: str
-    values: Sequence[float]
+    values: Sequence[float]  # one for each stretch of time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Holds how long steps took within a stretch of time."""
+
+    began_seconds: float
+    ended_seconds: float
+    num_steps: int
+    busy_seconds: float  # the time of these steps, without evaluations and saves between them
+    slowest_seconds: float
+    slowest_step: int
+    num_tokens: int  # tokens of these steps on all ranks; 0 if they were not counted
+
+
+def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
+    """Measure the steps of one rank between its readings, joined as stretches are."""
+    alone = [*_paces(entries, began_seconds)]
+    shortest = alone[-1].ended_seconds / most if alone else 0.0
+    joined: list[Pace] = []
+    for each in alone:
+        last = joined[-1] if joined else None
+        if last is None or last.ended_seconds - last.began_seconds >= shortest:
+            joined.append(each)
+            continue
+        slower = max(last, each, key=lambda pace: pace.slowest_seconds)
+        joined[-1] = replace(
+            last,
+            ended_seconds=each.ended_seconds,
+            num_steps=last.num_steps + each.num_steps,
+            busy_seconds=last.busy_seconds + each.busy_seconds,
+            slowest_seconds=slower.slowest_seconds,
+            slowest_step=slower.slowest_step,
+            num_tokens=last.num_tokens + each.num_tokens,
+        )
+    return joined
+
+
+def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
+    """Yield the steps: each lasts from the reading before it, so evaluations do not count."""
+    before: Sample | None = None
+    for entry in entries:
+        if not isinstance(entry, Sample) or entry.moment == "generate":
+            continue  # a generation is part of the step, or of the evaluation, that comes after it
+        if entry.moment == "train" and before is not None:
+            seconds, num = entry.time_seconds - before.time_seconds, entry.step - before.step
+            if seconds > 0 and num > 0:
+                yield Pace(
+                    began_seconds=before.time_seconds - began_seconds,
+                    ended_seconds=entry.time_seconds - began_seconds,
+                    num_steps=num,
+                    busy_seconds=seconds,
+                    slowest_seconds=seconds / num,
+                    slowest_step=entry.step,
+                    num_tokens=max(0, entry.num_tokens_seen - before.num_tokens_seen),
+                )
+        before = entry
 
 
 def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
@@ -35,19 +97,14 @@ def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
     if any(each.num_steps > 1 for each in found):
         lines.insert(0, _Line("slowest", "c-slow", [each.slowest_seconds for each in found]))
     height = Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS)
-    rows = [
-        (
-            seconds_text(each.ended_seconds),
-            str(each.num_steps),
-            seconds_text(mean),
-            seconds_text(each.slowest_seconds),
-        )
-        for each, mean in zip(found, means, strict=True)
-    ]
+    rows = []
+    for each, mean in zip(found, means, strict=True):
+        seconds = map(seconds_text, (mean, each.slowest_seconds))
+        rows.append((seconds_text(each.ended_seconds), str(each.num_steps), *seconds))
+    longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
     return Chart(
         name=f"pace-{rank}",
-        title=f"A step took {seconds_text(usual)}, and at most"
-        f" {seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}",
+        title=f"A step took {seconds_text(usual)}, and at most {longest}",
         description="Seconds of a step over the time of the run. The table below has all figures.",
         pixels=_PIXELS,
         unit="s",
@@ -61,11 +118,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
 def rate_chart(
     rank: int, entries: Sequence[Entry], span: Span, num_rows_a_step: int
 ) -> Chart | None:
-    """Draw the tokens that all ranks train in a second, or the rows if tokens were not counted.
-
-    None if neither is known, or fewer than three steps were read. The time of evaluations and saves
-    does not count. `num_rows_a_step` are the rows of a step on all ranks; 0 if unknown.
-    """
+    """Draw the tokens that all ranks train in a second, or the rows; None if neither is known."""
     found = paces_of(entries, span.began_seconds)
     has_tokens = any(each.num_tokens for each in found)
     if len(found) < _FEWEST or not (has_tokens or num_rows_a_step):

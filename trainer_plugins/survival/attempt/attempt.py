@@ -1,40 +1,52 @@
-"""Attempt: run work that may not fit, and keep words, not an exception that holds the memory."""
+"""Attempt: run work that may not fit on the card, and free all that a failed try holds.
+
+An exception keeps its traceback, which keeps the frames, which keep the activations. So a failed
+attempt returns the words of its error, and never the exception.
+"""
 
 import gc
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
 import torch
+from torch import nn
 
-from trainer_plugins.oom import OutOfMemory, classify
+from trainer_plugins.devices import Device, open_device
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.oom import classify
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.units import size
+from trainer_plugins.upkeep.holders import GROWTH_FRACTION, graphs_held, tensors_held
 
 T = TypeVar("T")
+Release = Callable[[], object] | None  # frees what the frames above an attempt hold
 
 logger = logging.getLogger(__name__)
 
 _NUM_FRAMES = 8
 
 
+@dataclass(frozen=True, slots=True)
 class DidNotFit:
-    """Holds what the error of an attempt said, and how long the attempt took; but no tensor."""
+    """Holds the words of an attempt's error, and no tensor."""
 
-    def __init__(self, error: BaseException, found: OutOfMemory, seconds: float) -> None:
-        self.words = str(error)
-        self.is_certain = found.is_certain
-        """Whether it says that memory ran out: on a full card cuBLAS, for one, says otherwise."""
-        self.where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
-        """The last frames of the traceback, as text."""
-        self.seconds = seconds
+    words: str
+    is_certain: bool  # whether it names memory: on a full card cuBLAS reports something else
+    where: str  # the last frames of the traceback, as text
+    seconds: float
+    is_here: bool = True  # whether it was on this rank
 
     @property
     def first_line(self) -> str:
-        return self.words.strip().partition("\n")[0][:300]
+        """Return the first line of the error, without torch's advice for the whole process."""
+        line = self.words.strip().partition("\n")[0]
+        return line.partition(" Including non-PyTorch")[0].rstrip(".")[:300]
 
     def as_error(self, why_not: str) -> Exception:
-        """Return the error once more, with the reason why it cannot be survived."""
         kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
         return kind(
             f"{self.words}\nsurvive_oom could not help: {why_not}\n"
@@ -42,29 +54,16 @@ class DidNotFit:
         )
 
 
-class DidNotFitElsewhere(DidNotFit):
-    """Stands for an attempt that fitted on this rank, and did not on another."""
-
-    def __init__(self) -> None:
-        self.words, self.is_certain = "another rank ran out of memory", True
-        self.where, self.seconds = "", 0.0
+DID_NOT_FIT_ELSEWHERE = DidNotFit("another rank ran out of memory", True, "", 0.0, is_here=False)
 
 
 def attempt(
-    work: Callable[[], T],
-    release: Callable[[], object] | None = None,
-    device: torch.device | None = None,
+    work: Callable[[], T], release: Release = None, device: torch.device | None = None
 ) -> T | DidNotFit:
-    """Run work; if it does not fit, all that its frames held is free when this returns.
+    """Run work; if it does not fit, everything that its frames held is free on return.
 
-    An exception keeps its traceback, that keeps the frames, and those keep the activations. So the
-    words are kept, the frames are cleared, and nothing is retried before the `except` block is
-    left, where Python drops the exception.
-
-    Args:
-        work: what is tried.
-        release: called after a failure, to let go of what frames above this one hold.
-        device: the device of its backward pass, if it has one.
+    Nothing is retried before the `except` block is left, where Python drops the exception. `device`
+    is that of the backward pass, if there is one.
     """
     started = perf_counter()
     try:
@@ -76,14 +75,15 @@ def attempt(
         if not found.is_survivable:
             logger.warning("survive_oom does not retry this out-of-memory error: %s", found.fatal)
             raise
-        failure = DidNotFit(error, found, perf_counter() - started)
+        where = "".join(traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:])
+        failure = DidNotFit(str(error), found.is_certain, where, perf_counter() - started)
         link: BaseException | None = error
         while link is not None:
             traceback.clear_frames(link.__traceback__)
             link = link.__context__
     if release is not None:
         release()
-    # a graph that holds a cycle (checkpointing's does) is not freed by counting references
+    # Counting references does not free a graph that holds a cycle, as that of checkpointing does.
     gc.collect()
     # On the CPU a backward pass runs in the thread that calls.
     if device is not None and device.type != "cpu":
@@ -94,9 +94,87 @@ def attempt(
 def _wait_for_backward_thread(device: torch.device) -> None:
     """Wait until autograd's thread of this device has dropped the graph of a pass that failed.
 
-    The error reaches us first: in two of three failures the thread still held the last layer's
+    The error arrives here first: in two of three failures the thread still held the last layer's
     activations. A device has one such thread, which drops its graph before it takes the next one.
-    So it gets one over no numbers.
+    So it gets one without numbers.
     """
     leaf = torch.empty(0, device=device, requires_grad=True)
     torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)
+
+
+class Card:
+    """Wraps a device so that it never ends a training: after its first error it is left alone.
+
+    Without a device it reads nothing.
+    """
+
+    def __init__(self, device: Device | None) -> None:
+        self._device, self.name = device, device.name if device is not None else ""
+
+    def read(self) -> MemoryReading | None:
+        """Read the memory; None if nothing counts it, and once a question has failed."""
+        return self._ask(lambda device: device.read())
+
+    def reset_peak(self) -> None:
+        self._ask(lambda device: device.reset_peak())
+
+    def release_cached(self) -> None:
+        self._ask(lambda device: device.release_cached())
+
+    def _ask(self, question: Callable[[Device], T]) -> T | None:
+        if self._device is None:
+            return None
+        try:
+            return question(self._device)
+        except Exception as error:  # noqa: BLE001 - a monitor's error must not end the training
+            self._device = None
+            logger.warning(
+                "survive_oom no longer reads the memory of %s: %s: %s. Training goes on, and "
+                "nothing more is rehearsed",
+                self.name,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+
+def card_of(device: torch.device) -> Card:
+    """Open the card of a run; main memory, and what torch does not count, is never read."""
+    if device.type == "cpu":
+        return Card(None)
+    try:
+        return Card(open_device(device))
+    # a ValueError if torch counts nothing, and whatever a driver raises
+    except Exception:  # noqa: BLE001
+        return Card(None)
+
+
+def bytes_left_over(card: Card, expected_bytes: int) -> int:
+    """Return how much more than expected is allocated after a failure; 0 if that is little."""
+    reading = card.read()
+    if reading is None:
+        return 0
+    left_bytes = reading.allocated_bytes - expected_bytes
+    return left_bytes if left_bytes >= GROWTH_FRACTION * reading.total_bytes else 0
+
+
+def left_over(
+    left_bytes: int, card: Card, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Finding:
+    """Report memory that a failed attempt left allocated; it walks through all objects."""
+    kind = card.name.partition(":")[0]
+    graphs = graphs_held(kind)
+    held = [f"a graph that ends in {list(end.shape)}, held by {end.holder}" for end in graphs]
+    if not held:
+        tensors = tensors_held(kind, model, optimizer)
+        held = [f"{list(tensor.shape)} held by {tensor.holder}" for tensor in tensors]
+    return Finding(
+        code="out-of-memory-leftover",
+        severity=Severity.WARNING,
+        summary=f"{size(left_bytes)} of an attempt that did not fit are still allocated on "
+        f"{card.name}",
+        evidence="; ".join(held) or "no holder found",
+        remedy="Store numbers there, not tensors: .item(), or .detach().cpu(). The retry lacks "
+        "this memory.",
+        amount=float(left_bytes),
+    )

@@ -1,10 +1,9 @@
-"""Sources: what a data set, a collator and a Trainer draw from and count with, to put it back."""
+"""Sources: what a data set, a collator and a Trainer draw from and count with, to restore it."""
 
 import copy
 import functools
 import io
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,41 +14,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.state import State
+from trainer_plugins.survival.attempt.users_code import is_known, is_of_project
 
-_MOST_ITEMS = 1000
-"""Longer collections hold rows, and no generators."""
+_MOST_ITEMS = 1000  # longer collections hold rows, and no generators
 
 _MOST_OBJECTS = 20_000
 
-_CLOSED = frozenset(
-    (
-        "torch",
-        "transformers",
-        "accelerate",
-        "peft",
-        "trl",
-        "tokenizers",
-        "pyarrow",
-        "trainer_plugins",
-    )
-)
-"""Packages whose objects are not gone through: they keep no generator that draws rows."""
-
 
 class Sources:
-    """Finds the generators and plain attributes that hang on a user's objects, and keeps them.
-
-    It goes through attributes, collections, closures and the globals that functions name.
-
-    Args:
-        roots: where to begin.
-    """
+    """Keeps generators and plain attributes, found through attributes, closures and globals."""
 
     def __init__(self, *roots: object) -> None:
         self._restores: list[Callable[[], object]] = []
-        self.why_not = ""
-        """What cannot be put back, in words; empty if all that was found can."""
+        self.why_not = ""  # what cannot be restored, in words; empty if everything can
         self._owners: dict[str, object] = {}
         self._seen: dict[int, object] = {}
         waiting = deque(roots)
@@ -61,7 +40,6 @@ class Sources:
         self._state = State(self._owners)
 
     def restore(self) -> None:
-        """Put everything back."""
         for restore in self._restores:
             restore()
         self._state.restore()
@@ -70,7 +48,7 @@ class Sources:
         if restore := _restore_of(one):
             self._restores.append(restore)
         elif _is_consumed(one):
-            self.why_not = f"rows come from a {type(one).__name__}, which cannot be put back"
+            self.why_not = f"rows come from a {type(one).__name__}, which cannot be restored"
         elif isinstance(one, dict | list | tuple | set | deque):
             if len(one) <= _MOST_ITEMS:
                 yield from one.values() if isinstance(one, dict) else one
@@ -81,24 +59,30 @@ class Sources:
         elif isinstance(one, types.FunctionType):
             yield from _named_in(one)
         elif hasattr(one, "__dict__") and not isinstance(one, type | nn.Module) and _is_open(one):
-            if _is_users(type(one)):
+            if is_of_project(type(one)):
                 self._owners[f"{len(self._owners)}"] = one
-                for kind in filter(_is_users, type(one).__mro__):
+                for kind in filter(is_of_project, type(one).__mro__):
                     yield from (v for v in vars(kind).values() if _restore_of(v) or callable(v))
             yield from vars(one).values()
 
 
+def sources_of(trainer: HfTrainer, *names: str) -> Sources:
+    """Find what a Trainer, its training rows, and these attributes draw from and count with."""
+    loader = trainer.callback_handler.train_dataloader
+    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
+    return Sources(*rows, *(getattr(trainer, name, None) for name in names), trainer)
+
+
 def _restore_of(one: Any) -> Callable[[], object] | None:
-    """Return what puts a generator back; None if it is none."""
     if isinstance(one, random.Random):
         return functools.partial(one.setstate, one.getstate())
     if isinstance(one, np.random.RandomState):
         return functools.partial(one.set_state, one.get_state())
+    if isinstance(one, torch.Generator):
+        return functools.partial(one.set_state, one.get_state())
     if isinstance(one, np.random.Generator | np.random.BitGenerator):
         bits: Any = getattr(one, "bit_generator", one)
         return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
-    if isinstance(one, torch.Generator):
-        return functools.partial(one.set_state, one.get_state())
     return None
 
 
@@ -114,24 +98,11 @@ def _named_in(function: types.FunctionType) -> Iterator[object]:
             yield cell.cell_contents
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    if _is_users(function):
+    if is_of_project(function):
         for name in function.__code__.co_names:
             yield function.__globals__.get(name)
 
 
 def _is_open(one: object) -> bool:
     home = type(one).__module__
-    if home.startswith("torch.utils.data"):  # a subset holds a data set
-        return True
-    return home.partition(".")[0] not in _CLOSED | sys.stdlib_module_names
-
-
-def _is_users(one: Any) -> bool:
-    """Tell whether code is no installed package's: those keep their own state."""
-    module = sys.modules.get(getattr(one, "__module__", None) or "")
-    file = getattr(module, "__file__", None) or ""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    root = getattr(one, "__module__", None) or "builtins"
-    return not is_installed and root.partition(".")[0] not in (
-        sys.stdlib_module_names | {"trainer_plugins"}
-    )
+    return home.startswith("torch.utils.data") or not is_known(home)  # a subset holds a data set

@@ -1,5 +1,6 @@
-"""State: what a forward pass leaves in a model besides gradients; it is compared, and put back."""
+"""State: what a pass leaves behind besides gradients; it is compared, and restored."""
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -9,47 +10,49 @@ import numpy as np
 import torch
 from torch import nn
 
-_SMALL = 1 << 16
-"""Most numbers of a tensor that is copied. Larger ones are tables and masks."""
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
+
+_SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tables and masks.
 
 _MOST_ITEMS = 1024
-_DEPTH = 4
-"""How large and how deeply nested a list or a dictionary is that is looked into."""
+_DEPTH = 4  # how large and how deeply nested a list or a dictionary is that is looked into
 
 _ABSENT = object()
-_OPAQUE = object()
-"""Stands for what is no state: modules, functions, outputs that still have their graph."""
+_OPAQUE = object()  # stands for what is no state: modules, functions, outputs with a graph
 
-_NOT_OF_THE_USER = frozenset(vars(nn.Module())) | {
-    *("ds_grads_remaining", "applied_pre_backward_ref_cnt"),
+_OF_LIBRARIES = frozenset(vars(nn.Module())) | {
+    "ds_grads_remaining",
+    "applied_pre_backward_ref_cnt",
 }
 """Attributes that torch and DeepSpeed (runtime/zero) keep on every module."""
 
-Owners = Mapping[str, object]
-"""Modules, and objects that they keep, by their path in the model."""
+_METRICS = ("_metrics", "_stored_metrics")
+"""Where TRL's trainers collect what they log: lists by name, under "train" and "eval".
+
+The second is that of trl < 1.0.
+"""
+
+Owners = Mapping[str, object]  # modules, and objects that they keep, by their path in the model
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Holds what a pass has made of one place."""
+    """Holds what a pass has changed in one place."""
 
-    words: str
-    """The place, as in "`model.norm.steps`, a buffer of WarmsUp,"."""
-
+    words: str  # the place, as in "`model.norm.steps`, a buffer of WarmsUp,"
     value: object
-    is_learned: bool
-    """Whether it is a parameter or a buffer of real numbers: statistics of rows, as a rule."""
-
+    is_learned: bool  # whether it is a parameter or a buffer of real numbers: statistics of rows
     is_restorable: bool
 
 
 class State:
-    """Keeps the state of a model at a moment, to find out what has moved, and to put it back.
+    """Keeps the state of a model at a moment, to compare it later and to restore it.
 
     Args:
         owners: the objects whose attributes and buffers are kept.
-        others: modules whose buffers alone are kept.
-        has_parameters: whether small parameters of the owners that are trained are kept too.
+        others: modules of which only the buffers are kept.
+        has_parameters: whether the owners' small trained parameters are kept too.
     """
 
     def __init__(
@@ -64,7 +67,6 @@ class State:
         self._kept = {place.key: _Kept(place) for place in self._places()}
 
     def restore(self) -> None:
-        """Put everything back, in place."""
         now = {place.key: place for place in self._places()}
         for key, place in now.items():
             if key not in self._kept:
@@ -73,10 +75,7 @@ class State:
             kept.restore()
 
     def moved(self) -> dict[str, Moved]:
-        """Return what has another value than at that moment, by its place.
-
-        Frequencies of rotary embeddings are left out: `exact/modules.py` judges them by name.
-        """
+        """Return what has changed since, except frequencies, which `exact/modules.py` judges."""
         moved = {}
         for place in self._places():
             if place.is_frequency:
@@ -89,9 +88,9 @@ class State:
         return moved
 
     def _places(self) -> Iterator["_Place"]:
-        for path, owner in self._others.items():
-            if isinstance(owner, nn.Module):
-                yield from _places(path, owner, owner._buffers, "a buffer")
+        for path, module in self._others.items():
+            if isinstance(module, nn.Module):
+                yield from _places(path, module, module._buffers, "a buffer")
         for path, owner in self._owners.items():
             if isinstance(owner, nn.Module) and self._has_parameters:
                 trained = {
@@ -100,10 +99,8 @@ class State:
                     if p is not None and p.requires_grad and p.numel() <= _SMALL
                 }
                 yield from _places(path, owner, owner._parameters, "a parameter", trained)
-            attributes = vars(owner)
-            yield from _places(
-                path, owner, attributes, "an attribute", attributes.keys() - _NOT_OF_THE_USER
-            )
+            own = vars(owner).keys() - _OF_LIBRARIES
+            yield from _places(path, owner, vars(owner), "an attribute", own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +131,9 @@ def _places(
         if _copied(value, is_shallow=True) is _OPAQUE:
             continue
         is_real = torch.is_tensor(value) and value.is_floating_point()
-        is_learned = is_real and kind != "an attribute"
-        key = f"{path}{'.' if path else ''}{name}"
+        key = f"{path}.{name}" if path else name
         words = f"`{key}`, {kind} of {type(owner).__name__},"
-        yield _Place(holder, name, key, words, is_learned)
+        yield _Place(holder, name, key, words, is_real and kind != "an attribute")
 
 
 class _Kept:
@@ -149,15 +145,13 @@ class _Kept:
         self._copy = None if place.is_frequency else _copied(self._value)
 
     def is_restorable(self) -> bool:
-        """Tell whether the value can be put back: not a large tensor that was written to."""
-        return not (torch.is_tensor(self._value) and self._copy is None and self._is_written())
+        return not (self._is_uncopied_tensor() and self._is_written())
 
     def has_moved(self) -> bool:
         now = self._place.holder.get(self._place.name, _ABSENT)
-        if now is self._value and self._copy is None and torch.is_tensor(now):
-            return self._is_written()
-        before = self._value if torch.is_tensor(self._value) and self._copy is None else self._copy
-        return not is_same(before, now)
+        if self._is_uncopied_tensor():
+            return self._is_written() if now is self._value else not is_same(self._value, now)
+        return not is_same(self._copy, now)
 
     def restore(self) -> None:
         if torch.is_tensor(self._value) and self._copy is not None:
@@ -165,23 +159,23 @@ class _Kept:
                 self._value.copy_(self._copy)
         elif isinstance(self._value, np.ndarray):
             self._value[...] = self._copy
-        elif isinstance(self._value, list | deque | dict | set):
-            content: Any = _copied(self._copy)
+        elif isinstance(self._value, list | deque):
             self._value.clear()
-            add = self._value.extend if isinstance(self._value, list | deque) else None
-            (add or self._value.update)(content)  # type: ignore[union-attr]
+            self._value.extend(_copied(self._copy))
+        elif isinstance(self._value, dict | set):
+            self._value.clear()
+            self._value.update(_copied(self._copy))
         self._place.holder[self._place.name] = self._value
+
+    def _is_uncopied_tensor(self) -> bool:
+        return torch.is_tensor(self._value) and self._copy is None
 
     def _is_written(self) -> bool:
         return bool(self._value._version != self._num_writes)
 
 
 def is_same(before: object, now: object) -> bool:
-    """Tell whether two values are the same.
-
-    Of tensors whose sizes differ the numbers that both have are compared: a mask or a table that
-    grew holds what it held.
-    """
+    """Tell whether two values are the same; of tensors the part that both have: a mask may grow."""
     if torch.is_tensor(before) and torch.is_tensor(now):
         if before.dim() != now.dim():
             return False
@@ -201,10 +195,7 @@ def is_same(before: object, now: object) -> bool:
 
 
 def _copied(value: Any, depth: int = _DEPTH, *, is_shallow: bool = False) -> Any:
-    """Copy plain values: numbers, text, small tensors and arrays, and collections of these.
-
-    A large tensor gives None, and what is none of this `_OPAQUE`.
-    """
+    """Copy plain values and collections; a large tensor gives None, anything else `_OPAQUE`."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         return value
     if isinstance(value, torch.Tensor):
@@ -224,15 +215,114 @@ def _copied(value: Any, depth: int = _DEPTH, *, is_shallow: bool = False) -> Any
 def _copied_items(value: Any, depth: int) -> Any:
     if depth == 0 or len(value) > _MOST_ITEMS:
         return _OPAQUE
-    items = [*value.values()] if isinstance(value, dict) else [*value]
-    copies = [_copied(one, depth - 1) for one in items]
-    if any(
-        copy is _OPAQUE or (copy is None and one is not None)
-        for copy, one in zip(copies, items, strict=True)
-    ):
-        return _OPAQUE
+    copies = []
+    for item in value.values() if isinstance(value, dict) else value:
+        copy = _copied(item, depth - 1)
+        if copy is _OPAQUE or (copy is None and item is not None):
+            return _OPAQUE
+        copies.append(copy)
     if isinstance(value, dict):
         return dict(zip(value, copies, strict=True))
     if isinstance(value, tuple):
         return tuple(copies)
-    return type(value)(copies) if type(value) in (list, set, frozenset, deque) else list(copies)
+    return type(value)(copies) if type(value) in (list, set, frozenset, deque) else copies
+
+
+def owners_of_state(model: nn.Module) -> dict[str, object]:
+    """Find modules that the user wrote or hooked, and objects that they keep, by their paths."""
+    owners: dict[str, object] = {}
+    for path, module in model.named_modules():
+        if not (is_users_object(module) or _is_hooked(module)):
+            continue
+        owners[path] = module
+        for name, value in vars(module).items():
+            if hasattr(value, "__dict__") and not callable(value) and is_users_object(value):
+                owners[f"{path}.{name}"] = value
+    return owners
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(map(is_users_function, (*hooks, module.forward)))
+
+
+def full_state(model: nn.Module, *, has_parameters: bool) -> State:
+    """Keep all that a pass may move: of libraries' modules the buffers."""
+    modules = dict(model.named_modules())
+    return State(owners_of_state(model), modules, has_parameters=has_parameters)
+
+
+def why_not_divided(moved: Iterable[Moved]) -> str:
+    """Say why what one pass has moved forbids a division; empty if it does not.
+
+    Whole numbers, flags and attributes are restored for each piece, since a pass counts the same on
+    all rows.
+    """
+    for one in moved:
+        if one.is_learned or not one.is_restorable:
+            return (
+                f"{one.words} is moved by each forward pass in training: pieces need several "
+                "passes, and each would see it as the one before left it"
+            )
+    return ""
+
+
+def why_rows_differ(
+    first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Iterable[str]
+) -> str:
+    """Say why two passes over different rows moved a model differently; empty if not."""
+    for key in (other.keys() | first.keys()) - set(overwritten):
+        one, two = first.get(key), other.get(key)
+        if not is_same(one and one.value, two and two.value):
+            moved = two or one
+            assert moved is not None
+            return f"each pass moves {moved.words} according to its rows"
+    return ""
+
+
+class RestorePoint:
+    """Keeps all random generators, the counts of a TRL trainer, and a model's state."""
+
+    def __init__(self, trainer: HfTrainer, mode: str = "train", state: State | None = None) -> None:
+        self._trainer, self._mode = trainer, mode
+        self.state = state or State({})
+        self._cpu, self._numpy = torch.get_rng_state(), np.random.get_state()
+        self._python = random.getstate()
+        device = trainer.args.device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._card = self._module.get_rng_state(device) if self._module else None
+        self._num_tokens = getattr(trainer, "_total_train_tokens", None)
+        self._ends = [
+            {name: (len(values), values[-1]) for name, values in metrics.items() if values}
+            for metrics in self._metrics()
+        ]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        if self._module:
+            self._module.set_rng_state(self._card, self._trainer.args.device)
+        self.begin_next()
+
+    def begin_next(self) -> None:
+        """Restore all except the generators, for the next part: it draws other numbers."""
+        self.state.restore()
+        self.restore_metrics()
+
+    def restore_metrics(self) -> None:
+        if self._num_tokens is not None:
+            vars(self._trainer)["_total_train_tokens"] = self._num_tokens
+        for metrics, ends in zip(self._metrics(), self._ends, strict=True):
+            for name in list(metrics):
+                if name in ends:
+                    length, last = ends[name]
+                    metrics[name][length - 1 :] = [last]
+                else:
+                    del metrics[name]
+
+    def _metrics(self) -> list[dict[str, list[object]]]:
+        if not any(kind.__module__.startswith("trl.") for kind in type(self._trainer).__mro__):
+            return []  # a user's own Trainer may mean something else by these names
+        there = vars(self._trainer)
+        return [there[name][self._mode] for name in _METRICS if name in there]

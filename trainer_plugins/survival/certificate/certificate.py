@@ -1,10 +1,10 @@
-"""Certificate: measure on rows of a run by which weights its pieces add up.
+"""Certificate: measure on rows of a run which weights make its pieces add up.
 
 A piece of the size that pieces will have is compared with its halves, in the mode in which the
-model trains, with the drawing of random numbers held (`held.py`). The gradient is measured the
-first time, and for each new kind of batch. Later measurements take the loss alone, and the gradient
-only if the loss does not decide. A measurement is necessary, but proves nothing: the list in
-`losses.py` says what adds up.
+model trains, with all random numbers held (`held.py`). The gradient is measured the first time, and
+for each new kind of batch. Later measurements take the loss alone, and the gradient only if the
+loss does not decide. A measurement is necessary, but proves nothing: the list in `losses.py` says
+what adds up.
 """
 
 import logging
@@ -15,39 +15,40 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.marks import frozen
+from trainer_plugins.survival.attempt.state import State
+from trainer_plugins.survival.certificate import samples
 from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
+    Measurement,
     NotAdditiveError,
-    Told,
-    steady,
+    Passes,
 )
-from trainer_plugins.survival.certificate.samples import (
-    SHORT,
-    Sample,
-    all_rows,
-    classes,
-    idle,
-    of_classes,
-    real,
-    short,
+from trainer_plugins.survival.certificate.held import held
+from trainer_plugins.survival.certificate.samples import SHORT
+from trainer_plugins.survival.exact.finality import (
+    Watch,
+    frozen,
+    gradients_aside,
+    small_parameters,
+    without_reentry,
 )
-from trainer_plugins.survival.exact.finality import Watch, gradients_aside, small_parameters
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs, Layout
+from trainer_plugins.survival.exact.layouts import Layout
 from trainer_plugins.survival.exact.losses import Family
-from trainer_plugins.survival.exact.modules import full_state
-from trainer_plugins.survival.exact.shares import Weight
-from trainer_plugins.survival.exact.shown import IGNORED
+from trainer_plugins.survival.exact.shares import (
+    IGNORED,
+    WITHOUT_LABELS,
+    IndivisibleError,
+    Inputs,
+    Weight,
+)
 from trainer_plugins.survival.limit.limit import cells
-from trainer_plugins.survival.ranks import Ranks
+from trainer_plugins.survival.ranks.alone import Ranks
 
 logger = logging.getLogger(__name__)
 
-_SPARING = 300
-"""How many times the cost of a check is computed in pieces before the next: it costs 0.3 %."""
+_SPARING = 300  # how many times its cost is computed in pieces before the next check
 
 Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
 """A kind of batch: the name of its layout, and of each tensor name, type, dimensions and gaps."""
@@ -61,56 +62,44 @@ class _Asked:
     inputs: Inputs
     kind: Kind
     num_fit: int
-    known: list[Weight]
-    """The weights that have fitted so far."""
+    known: list[Weight]  # the weights that have fitted so far
 
 
 class Certificate:
-    """Measures by which weights pieces add up, in one run or in its evaluations.
+    """Measures which weights make pieces add up, in one run or in its evaluations.
 
-    Args:
-        trainer: the Trainer of the run.
-        ranks: the ranks that have to measure together.
-        family: the weights that come into question.
-        is_trained: whether gradients are summed, and not losses alone.
+    In evaluations (`is_trained` is False) losses are summed, and no gradients.
     """
 
     def __init__(
-        self, trainer: HfTrainer, ranks: Ranks, family: Family, *, is_trained: bool = True
+        self,
+        ranks: Ranks,
+        family: Family,
+        full_state: Callable[[], State],
+        *,
+        is_trained: bool = True,
     ) -> None:
-        self._trainer, self._ranks, self._family = trainer, ranks, family
-        self._is_trained = is_trained
-        self._class_weights = ClassWeights()
-        self._classes: set[int] = set()
-        """The classes whose rows were measured beside others, of a loss of a user's own."""
-        self._weights: dict[str, list[Weight]] = {}
-        """The weights that have fitted every sample so far, by the name of the layout."""
+        self._ranks, self._family, self._is_trained = ranks, family, is_trained
+        self._full_state = full_state
+        self._class_weights: ClassWeights | None = None
+        self._classes: set[int] = set()  # measured next to others, if the user vouches
+        self._weights: dict[str, list[Weight]] = {}  # those that fitted so far, by layout
         self._kinds: set[Kind] = set()
-        self._refused: dict[Kind, str] = {}
-        """Why batches of a kind do not add up, as measured."""
+        self._refused: dict[Kind, str] = {}  # why batches of a kind do not add up, as measured
         self._computed = self._next = 0.0
-        self.why_broken = ""
-        """Why nothing is divided any more: a measurement failed after something was divided."""
-        self.known = ""
-        """What the last measurement was made on, and what it found."""
-        self.divided_since: int | None = None
-        """The first step that was divided: a later measurement sees other rows than it had."""
-        self.overwritten: set[str] = set()
-        """Places of the model's state that may differ after two pieces, as was measured."""
+        self.why_broken = ""  # why nothing is divided any more: a later measurement failed
+        self.known = ""  # what the last measurement was made on, and what it found
+        self.divided_since: int | None = None  # the first step that was divided
+        self.overwritten: set[str] = set()  # places that may differ after two pieces
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
-        """Return the weight by which pieces of a micro-batch of this kind add up.
-
-        Raises:
-            IndivisibleError: they do not add up, or it was not measured.
-        """
+        """Return the weight that makes pieces of this kind add up, if it was measured."""
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
             raise IndivisibleError(why or "whether its parts add up was not measured")
         return self._weights[layout.name][0]
 
     def knows(self, layout: Layout) -> bool:
-        """Tell whether anything was measured of examples that lie so."""
         return layout.name in self._weights
 
     def wants(self, kind: Kind, inputs: Inputs) -> bool:
@@ -126,15 +115,14 @@ class Certificate:
         return kind not in self._kinds or bool(self.new_classes(inputs))
 
     def new_classes(self, inputs: Inputs) -> frozenset[int]:
-        """Return the classes of a micro-batch by which a loss might be weighted, unnoticed so far.
+        """Return the classes of a micro-batch that a loss might weight, unnoticed so far.
 
         As long as all rows are of one class a mean that is weighted by class is one over rows.
         """
-        there = classes(inputs) if self._family.is_vouched else frozenset[int]()
+        there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
         return there - self._classes if len(there) > 1 else frozenset()
 
     def computed(self, num_cells: int, step: int) -> None:
-        """Count the cells of a divided micro-batch that were computed."""
         self._computed += num_cells
         if self.divided_since is None:
             self.divided_since = step
@@ -148,40 +136,33 @@ class Certificate:
         put_back: Callable[[], object],
         scale: float = 1.0,
     ) -> None:
-        """Find out by which weights pieces add up, on every rank that measures with this one.
+        """Find out which weights make pieces add up, on every rank that measures with this one.
 
-        A rank without two examples lends itself to the others. There must be no gradient yet if
+        A rank without two examples joins the passes of the others. There must be no gradient yet if
         ranks measure together.
 
-        Args:
-            layout: how the examples lie in `inputs`.
-            inputs: a micro-batch of the run.
-            num_fit: how many of its examples are computed at once, at most.
-            loss: computes the loss of some of its examples.
-            put_back: restores random numbers and metrics.
-            scale: what training multiplies the loss by before its backward pass.
-
         Raises:
-            IndivisibleError: no weight fits, a part cannot be computed, or there was no room to
-                measure.
+            IndivisibleError: no weight fits, a part cannot be computed, or there was no room.
         """
-        kind, family = batch_kind(layout, inputs), self._family.for_inputs(inputs)
+        kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
+        weights = _in_question(self._family, inputs)
         try:
-            with self._comparing(family, loss, put_back, scale) as comparison:
+            with self._passes(loss, put_back, scale) as passes:
+                comparison = Comparison(self._ranks, weights, passes, lent)
                 if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
+                    self._class_weights = self._class_weights or ClassWeights()
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
                 known = self._weights.get(layout.name) or comparison.weights
-                asked = _Asked(
-                    layout, inputs, kind, num_fit, [w for w in known if w in comparison.weights]
-                )
+                known = [weight for weight in known if weight in comparison.weights]
+                asked = _Asked(layout, inputs, kind, num_fit, known)
                 told, remaining = self._judged(comparison, asked)
-                if self._ranks.highest(int(not self.knows(layout))):
-                    comparison.end_with(short(layout, inputs), idle(layout, inputs))
+                if self._ranks.on_any(not self.knows(layout)):
+                    comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
             if self.divided_since is not None:
                 self.why_broken = str(error)
-            elif not self._ranks.measures_together:  # together they measure once more
+            elif not self._ranks.measures_together:  # together they measure again
                 self._refused[kind] = str(error)
             raise
         if not told:  # nothing new: what is known holds
@@ -197,123 +178,126 @@ class Certificate:
         self._weights[layout.name] = remaining
         self._kinds.add(kind)
         self._classes |= self.new_classes(inputs)
-        self.known = f"it adds up, measured on {', and on '.join(one.words for one in told)}"
+        self.known = _known(told)
         logger.info("%s", self.known)
 
     @contextmanager
-    def _comparing(
-        self, family: Family, loss: Loss, put_back: Callable[[], object], scale: float
-    ) -> Iterator[Comparison]:
+    def _passes(self, loss: Loss, put_back: Callable[[], object], scale: float) -> Iterator[Passes]:
         """Surround passes that can be compared; the gradients of training are put away."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
-        state = full_state(model, has_parameters=not self._ranks.forward_is_shared)
+        state = self._full_state()
         unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
         with (
             gradients_aside(model),
             frozen(unwatched),
             Watch(model) as watch,
-            steady(model, state, put_back) as passes,
+            without_reentry(model),
+            held(model) as drawers,
         ):
-            yield Comparison(
-                self._trainer, self._ranks, family, loss, parameters, watch, passes, scale
-            )
+            try:
+                yield Passes(loss, scale, parameters, watch, state, drawers, put_back)
+            finally:
+                state.restore()
 
-    def _judged(self, comparison: Comparison, asked: _Asked) -> tuple[list[Told], list[Weight]]:
-        """Judge by samples which of the known weights fit, as all ranks do.
+    def _judged(
+        self, comparison: Comparison, asked: _Asked
+    ) -> tuple[list[Measurement], list[Weight]]:
+        """Return what samples have shown, and the weights that fit, the same on all ranks.
 
-        Returns:
-            What samples have shown, and the weights that fit. Both are empty if samples show
-            nothing, and batches of this kind were measured before.
-
-        Raises:
-            IndivisibleError: no weight fits, or there was nothing to measure a new kind with.
+        Both are empty if samples show nothing, and batches of this kind were measured before.
         """
         told = self._told(comparison, asked)
         if not told:
-            if self._ranks.highest(int(self.is_new(asked.kind, asked.inputs))):
-                raise IndivisibleError(comparison.why_untold)
+            if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
+                raise IndivisibleError(comparison.why_inconclusive)
             return [], []
         for one in told:
-            if self._ranks.highest(int(not _fitting(asked.known, [one]))):
-                raise NotAdditiveError(comparison.said(one))
-        remaining = _fitting(asked.known, told)
-        if self._ranks.highest(int(not remaining)):
-            raise NotAdditiveError(comparison.said(told[-1]))
+            if self._ranks.on_any(not _fits(asked, one)):
+                raise NotAdditiveError(comparison.said(one, is_vouched=self._family.is_vouched))
+        remaining = [weight for weight in asked.known if all(one.fits(weight) for one in told)]
+        if self._ranks.on_any(not remaining):
+            raise NotAdditiveError(comparison.said(told[-1], is_vouched=self._family.is_vouched))
         if comparison.why_moved:
             raise NotAdditiveError(comparison.why_moved)
         return told, remaining
 
-    def _told(self, comparison: Comparison, asked: _Asked) -> list[Told]:
+    def _told(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
         """Collect what samples of a micro-batch show; empty if none fits or tells."""
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
             self._ranks.measures_together or asked.kind not in self._kinds
         )
-        is_first = self._ranks.highest(int(not self.knows(layout)))
-        is_vouched, lent = self._family.is_vouched, idle(layout, inputs)
-        samples = real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
-        told = comparison.first_that_tells(samples, lent, is_gradient=is_gradient)
-        if self._is_trained and not is_gradient and not (told and _fitting(asked.known, [told])):
+        is_first = self._ranks.on_any(not self.knows(layout))
+        is_vouched = self._family.is_vouched
+        halves = samples.real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
+        told = comparison.first_conclusive(halves, is_gradient=is_gradient)
+        if self._is_trained and not is_gradient and not (told and _fits(asked, told)):
             is_gradient = True  # it decides: a loss may have a term without a gradient
-            told = comparison.first_that_tells(samples, lent, is_gradient=True)
+            told = comparison.first_conclusive(halves, is_gradient=True)
         found = [told]
         if is_first or told is None:  # made so that the weights differ most
-            cut = short(layout, inputs)
-            found.append(comparison.first_that_tells(cut, lent, is_gradient=is_gradient))
+            cut = samples.short(layout, inputs)
+            found.append(comparison.first_conclusive(cut, is_gradient=is_gradient))
         if is_gradient:
-            found.append(self._of_all(comparison, asked, lent))
-        found.extend(self._of_classes(comparison, asked, lent))
+            found.append(self._of_all(comparison, asked))
+        found.extend(self._of_classes(comparison, asked))
         return [one for one in found if one is not None]
 
-    def _of_all(self, comparison: Comparison, asked: _Asked, lent: Sample) -> Told | None:
+    def _of_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
         """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
         layout, inputs = asked.layout, asked.inputs
-        if not self._ranks.highest(int(layout.count(inputs) > max(asked.num_fit, SHORT[0]))):
+        if not self._ranks.on_any(layout.count(inputs) > max(asked.num_fit, SHORT[0])):
             return None  # others had as many
-        sample = all_rows(layout, inputs)
-        is_cut = self._ranks.highest(int(cells(sample.whole) < cells(inputs)))
-        told = comparison.first_that_tells([sample], lent, is_gradient=True) if is_cut else None
-        if told is not None or self._ranks.measures_together:
-            return told
-        told = comparison.first_that_tells([sample], lent, is_gradient=False)
-        if told is not None and not _fitting(asked.known, [told]):
-            few = real(layout, inputs, asked.num_fit, asked.known)
-            small = comparison.first_that_tells(few, lent, is_gradient=False)
-            if small is None or not _fitting(asked.known, [small]):
+        sample = samples.all_rows(layout, inputs)
+        if self._ranks.on_any(cells(sample.whole) < cells(inputs)):
+            told = comparison.first_conclusive([sample], is_gradient=True)
+            if told is not None:
+                return told
+        if self._ranks.measures_together:
+            return None
+        told = comparison.first_conclusive([sample], is_gradient=False)
+        if told is not None and not _fits(asked, told):
+            few = samples.real(layout, inputs, asked.num_fit, asked.known)
+            small = comparison.first_conclusive(few, is_gradient=False)
+            if small is None or not _fits(asked, small):
                 return None  # it has a term without a gradient
         return told
 
-    def _of_classes(
-        self, comparison: Comparison, asked: _Asked, lent: Sample
-    ) -> Iterator[Told | None]:
-        """Measure a row of each class that is new beside one of another.
-
-        Raises:
-            IndivisibleError: one of them shows nothing.
-        """
+    def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
+        """Measure a row of each class that is new next to one of another."""
         new = self.new_classes(asked.inputs)
-        samples = of_classes(asked.layout, asked.inputs, new)
-        for place in range(self._ranks.highest(len(samples))):
-            told = comparison.first_that_tells(
-                samples[place : place + 1], lent, is_gradient=self._is_trained
-            )
+        pairs = samples.of_classes(asked.layout, asked.inputs, new)
+        for place in range(self._ranks.highest(len(pairs))):
+            pair = pairs[place : place + 1]
+            told = comparison.first_conclusive(pair, is_gradient=self._is_trained)
             if told is None:
-                raise IndivisibleError(comparison.why_untold)
+                raise IndivisibleError(comparison.why_inconclusive)
             yield told
 
 
-def _fitting(known: list[Weight], told: list[Told]) -> list[Weight]:
-    """Return those of the weights known so far that fit all samples."""
-    return [weight for weight in known if all(one.errors[weight] <= one.tolerance for one in told)]
+def _in_question(family: Family, inputs: Inputs) -> tuple[Weight, ...]:
+    """Leave out the weights that count labels if the inputs have none."""
+    if torch.is_tensor(inputs.get("labels")):
+        return family.weights
+    unlabelled = tuple(w for w in family.weights if w in WITHOUT_LABELS)
+    return unlabelled or family.weights
+
+
+def _fits(asked: _Asked, told: Measurement) -> bool:
+    return any(map(told.fits, asked.known))
+
+
+def _known(told: list[Measurement]) -> str:
+    by_how: dict[str, list[str]] = {}
+    for one in told:
+        by_how.setdefault(one.how, []).append(one.sample.words)
+    measured = [f"{' and '.join(words)}, {how}" for how, words in by_how.items()]
+    return f"pieces add up, measured on {'; on '.join(measured)}"
 
 
 def batch_kind(layout: Layout, inputs: Inputs) -> Kind:
-    """Describe a batch: what differs in this makes another kind of batch.
-
-    That is the names, types and dimensions of its tensors, and whether all is attended and
-    labelled. It reads the device, so it is for micro-batches that are divided.
-    """
+    """Describe a batch by its tensors, and whether all is labelled; it reads the device."""
     tensors: list[tuple[str, torch.dtype, int, bool]] = []
     for name, value in sorted(inputs.items()):
         if torch.is_tensor(value):

@@ -1,5 +1,9 @@
-"""Held: let passes in training mode draw no number, so that the same rows give the same result."""
+"""Held: let passes in training mode draw no number, so that the same rows give the same result.
 
+Two passes over the same rows then differ by rounding alone: `rounded_differently` shows how much.
+"""
+
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GOLDEN = 0.6180339887498949
-"""Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all."""
+"""Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all.
 
-_Named = dict[str, Any]
-"""The arguments of an operation, by name."""
+Its multiples are spread evenly over [0, 1), so half of the signs of `rounded_differently` are up.
+"""
+
+_Named = dict[str, Any]  # the arguments of an operation, by name
 
 
 @contextmanager
@@ -27,10 +33,10 @@ def held(model: nn.Module) -> Iterator["Drawers"]:
     computes forward passes again. Noise whose size depends on the micro-batch still differs between
     parts and whole.
 
-    Numbers that a module draws by Python's generator or numpy's cannot be caught so: `Drawers`
+    Numbers that a module draws by Python's generator or numpy's cannot be caught there: `Drawers`
     finds such modules.
     """
-    with _Held(), Drawers(model) as drawers:
+    with _Held(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
         yield drawers
 
 
@@ -61,20 +67,14 @@ class Drawers:
             module.training = training
 
     def begin(self) -> None:
-        """Begin a pass."""
         self._open, self._last = [], _drawn()
 
     @property
     def in_eval(self) -> list[nn.Module]:
-        """Return the modules that were found, and were training."""
         return [module for module, training in self._found.items() if training]
 
     def to_eval(self) -> bool:
-        """Put the modules found since into eval mode, but not their children.
-
-        Returns:
-            Whether there was one.
-        """
+        """Put the modules found since into eval mode, without their children; False if none."""
         found = [module for module in self._found if module.training]
         for module in found:
             module.training = False
@@ -104,9 +104,6 @@ def _drawn() -> tuple[object, ...]:
 
 class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -148,12 +145,15 @@ def _point(like: torch.Tensor) -> torch.Tensor:
     """
     if like.dim() < 3:
         return torch.full_like(like, _GOLDEN)
-    places = torch.arange(1, like.size(-1) + 1, device=like.device, dtype=torch.float64)
-    return (places * _GOLDEN).frac().to(like.dtype).expand_as(like)
+    return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
+
+
+def _spread(num: int, like: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(1, num + 1, device=like.device, dtype=torch.float64)
+    return (places * _GOLDEN).frac()
 
 
 def _given(named: _Named, *names: str) -> Any:
-    """Return the first of these arguments that was given; None if none was."""
     return next((named[name] for name in names if named.get(name) is not None), None)
 
 
@@ -215,3 +215,34 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _likeliest: ("multinomial",),
 }
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
+
+
+@contextmanager
+def rounded_differently(model: nn.Module) -> Iterator[None]:
+    """Move what each innermost module returns by its last digit, up or down.
+
+    A gradient that changes by as much as it is large is nothing but rounding. Nothing is drawn, so
+    checkpointing computes the same numbers again.
+    """
+    hooks = [
+        module.register_forward_hook(_move)
+        for module in model.modules()
+        if next(module.children(), None) is None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _move(_: nn.Module, __: object, output: object) -> object:
+    if not torch.is_tensor(output) or not output.is_floating_point() or not output.dim():
+        return output
+    *places, size = output.shape
+    signs = _signs(math.prod(places), output).reshape(*places, 1) * _signs(size, output)
+    return output * (1 + torch.finfo(output.dtype).eps * signs)
+
+
+def _signs(num: int, like: torch.Tensor) -> torch.Tensor:
+    return (1 - 2 * (_spread(num, like) < 0.5)).to(like.dtype)

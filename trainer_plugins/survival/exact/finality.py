@@ -1,12 +1,15 @@
-"""Finality: check that this model's gradients are added to a leaf once in a pass.
+"""Finality: tell which gradients a backward pass that failed half way has finished.
 
-A retry after half a pass rests on it; `marks.py` says why. Two things break it: a module that runs
-backward passes inside its own, as tiled layers do, and a weight that is used twice under reentrant
-checkpointing, which runs one backward pass for each use.
+A retry after half a backward pass rests on an invariant: autograd adds to a leaf's `.grad` once in
+a backward pass, when everything that flows into that leaf has been summed. So at any moment a
+`.grad` holds all of this pass or none of it. `holds_here` tries it on this torch. Three things
+break it: hooks that consume gradients (`refusals.py`), a module that runs backward passes inside
+its own, as tiled layers do, and a weight that is used twice under reentrant checkpointing, which
+runs one backward pass for each use. `what_is_never_final` finds the last two.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,22 +17,95 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_plugins.advice import NON_REENTRANT, Door
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.exact.losses import bare_model
+from trainer_plugins.wrapped import base_model
 
 _PROBED_NUMBERS = 1 << 20
 
 
-def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
-    """Say why a backward pass that failed half way cannot be resumed; empty if it can.
+class GradientMark:
+    """Marks a moment before a backward pass, to tell later which gradients it has changed.
 
-    It costs a small forward and backward pass.
-
-    Args:
-        model: the model without a wrapper that reaches other ranks.
-        loss: computes the loss of a short example. The caller restores the random numbers that it
-            draws.
+    It takes 0.2 microseconds a parameter. It keeps the gradients of its moment alive, so it must
+    not outlive the backward pass.
     """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._before = [
+            (p, g, -1 if g is None else g._version) for p in parameters for g in (p.grad,)
+        ]
+
+    def changed(self) -> set[nn.Parameter]:
+        return {
+            p
+            for p, g, version in self._before
+            if p.grad is not g or (g is not None and g._version != version)
+        }
+
+    def new_bytes(self) -> int:
+        return sum(p.grad.nbytes for p, g, _ in self._before if g is None and p.grad is not None)
+
+
+@contextmanager
+def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Compute no gradient for these parameters inside.
+
+    Put it around forward *and* backward: checkpointing runs the forward again in the backward.
+    """
+    changed = [p for p in parameters if p.requires_grad]
+    for p in changed:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in changed:
+            p.requires_grad_(True)
+
+
+def holds_here() -> bool:
+    """Try on this torch to finish a backward pass that failed half way."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("half way")
+
+    early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    # Both have a gradient after this: the versions have to tell.
+    torch.autograd.backward((early * late).sum())
+    mark = GradientMark((early, late))
+    hidden = early * 2
+    torch.autograd.graph.register_multi_grad_hook((hidden,), fail)
+    try:
+        torch.autograd.backward((hidden * late).sum())
+    except RuntimeError:
+        halfway = mark.changed()
+    else:
+        return False
+    with frozen(halfway):
+        torch.autograd.backward((early * 2 * late).sum())
+    return halfway == {late} and all(
+        p.grad is not None and p.grad.tolist() == [3.0, 3.0] for p in (early, late)
+    )
+
+
+def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
+    """Give every reason why hooks of parameters would see the gradients of pieces."""
+    parameters = list(model.named_parameters())
+    if name := next((n for n, p in parameters if _takes_gradient(p)), None):
+        yield f"a hook takes the gradient of `{name}` inside the backward: it would get pieces"
+    if name := next((n for n, p in parameters if p._backward_hooks), None):
+        yield f"a hook changes the gradient of `{name}`: it would get pieces"
+
+
+def _takes_gradient(parameter: nn.Parameter) -> bool:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
+    # micro-batches in a window.
+    return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
+
+
+def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
+    """Say why a backward pass that failed half way cannot be resumed; empty if it can."""
 
     def work() -> list[str]:
         with without_reentry(model), torch.enable_grad():
@@ -40,25 +116,19 @@ def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
     with gradients_aside(model), Watch(model) as watch:
         accumulated = attempt(work)
     if isinstance(accumulated, DidNotFit):
-        return f"there was no room to see which gradients are final ({accumulated.first_line})"
+        return f"there was no room to check which gradients are final ({accumulated.first_line})"
     if accumulated:
-        return (
-            f"the gradient of `{accumulated[0]}` is accumulated inside a backward pass, by a "
-            "module's own"
-        )
+        return f"a module accumulates the gradient of `{accumulated[0]}` in a backward of its own"
     if is_reentrant(model) and (shared := _shared(model, watch)):
         return (
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its "
-            'gradient in parts: pass gradient_checkpointing_kwargs={"use_reentrant": False}'
+            f"gradient in parts: pass {NON_REENTRANT.flag(Door.ARGUMENTS)}"
         )
     return ""
 
 
 def small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Choose small parameters of every depth: norms, biases, adapters.
-
-    Their gradients show every coupling, and cost little.
-    """
+    """Choose small parameters of every depth: their gradients show every coupling."""
     chosen: list[nn.Parameter] = []
     room = _PROBED_NUMBERS
     for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=_num_numbers):
@@ -70,7 +140,7 @@ def small_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _num_numbers(parameter: nn.Parameter) -> int:
-    """Return the size of the whole parameter; ZeRO-3 keeps only a part of it here."""
+    """Return the size of the full parameter; ZeRO-3 keeps only a part of it here."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -82,7 +152,6 @@ class Watch:
         self.is_autocast = False
 
     def is_used_twice(self, parameter: nn.Parameter) -> bool:
-        """Tell whether one pass uses a parameter more than once."""
         return self._uses[parameter] > self._num_passes
 
     def __enter__(self) -> "Watch":
@@ -119,10 +188,7 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_reentry(model: nn.Module) -> Iterator[None]:
-    """Replace reentrant checkpointing by the other kind for a while.
-
-    `torch.autograd.grad` does not pass through the reentrant kind.
-    """
+    """Replace reentrant checkpointing, through which `torch.autograd.grad` does not pass."""
     before: list[tuple[Any, Any]] = [
         (m, m._gradient_checkpointing_func)
         for m in model.modules()
@@ -139,20 +205,15 @@ def without_reentry(model: nn.Module) -> Iterator[None]:
 
 
 def _shared(model: nn.Module, watch: Watch) -> str | None:
-    base = bare_model(model)
-    ends = [
-        get()
-        for name in ("get_input_embeddings", "get_output_embeddings")
-        if (get := getattr(base, name, None))
-    ]
-    # These may be tied, and no checkpoint is around them.
-    outside = {p for end in ends if end is not None for p in end.parameters()}
-    often = [
-        n
-        for n, p in model.named_parameters()
-        if p.requires_grad and p not in outside and watch.is_used_twice(p)
-    ]
-    return often[0] if often else None
+    base = base_model(model)
+    outside: set[nn.Parameter] = set()  # may be tied, and no checkpoint is around them
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        if (get := getattr(base, name, None)) is not None and (end := get()) is not None:
+            outside.update(end.parameters())
+    for name, p in model.named_parameters():
+        if p.requires_grad and p not in outside and watch.is_used_twice(p):
+            return name
+    return None
 
 
 def is_reentrant(model: nn.Module) -> bool:

@@ -1,95 +1,56 @@
 """Layouts: find out how examples lie in a micro-batch, and take some of them out."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from trainer_plugins.survival.exact.shown import IGNORED, PROBE_TOKENS, TEXT, cut_short
-
-Inputs = Mapping[str, Any]
-"""A micro-batch as a data collator makes it: mostly tensors."""
-
-Batch = dict[str, Any]
-"""Some examples of a micro-batch, which may be changed."""
-
-TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")
-"""Endings of the names of tensors that hold tokens."""
+from trainer_plugins.survival.exact.shares import (
+    ANSWERS,
+    IGNORED,
+    PROBE_TOKENS,
+    TEXT,
+    Batch,
+    IndivisibleError,
+    Inputs,
+    cut_short,
+    width_of,
+)
 
 _SHARED = ("position_ids", "attention_mask", "token_type_ids")
 """Endings of the names of what may be given once for all rows, with a first dimension of 1."""
-
-ANSWERS = ("start_positions", "end_positions")
-"""Names of the labels of question answering: a column each; beyond the last one none counts."""
 
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
-class IndivisibleError(ValueError):
-    """Raised when a micro-batch cannot be divided exactly; it says why."""
-
-
-class Layout(Protocol):
-    """Knows one way in which examples lie in a micro-batch."""
-
-    name: str
-    unit: str
-    """What is counted, in the plural."""
-
-    def count(self, inputs: Inputs) -> int:
-        """Count the examples; 0 if the micro-batch does not lie so.
-
-        Raises:
-            IndivisibleError: it lies so, but not all of it can be divided.
-        """
-
-    def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
-        """Take the examples from `start` to before `stop`."""
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join a model's outputs for all parts, in order, to its output for the whole."""
-
-    def probe(self, inputs: Inputs, num: int) -> Batch:
-        """Take the first few examples, cut short, with their padding.
-
-        They are labelled so that no two weights are the same: the first one has the fewest labels,
-        and in a row one of them is on a token that the attention mask hides.
-        """
-
-
 class Rows:
-    """Knows the layout in which every tensor has one row an example."""
+    """Knows the layout in which every tensor has one row an example.
 
-    name, unit = "rows", "rows"
+    One sequence that is longer than `boundary` changes the model for all others (`rope_boundary`).
+    """
+
+    name, unit = "rows", "rows"  # the name of the layout, and what is counted, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
-        """Layout for a model.
-
-        Args:
-            boundary: the length beyond which one sequence changes the model for all others, see
-                `rope_boundary`.
-        """
         self._boundary = boundary
 
     def count(self, inputs: Inputs) -> int:
+        """Count the examples; 0 if the micro-batch does not lie this way."""
         num_rows = _num_rows(inputs)
         # Without position ids, positions go to the padded length of all rows.
         positions = inputs.get("position_ids")
         if self._boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
-            _look_for_a_side((positions.amax(1) + 1).tolist(), self._boundary)
+            _check_one_side((positions.amax(1) + 1).tolist(), self._boundary)
+        lengths = self._lengths(num_rows)
         for name, value in inputs.items():
             length = _length(value)
             if name == "position_ids" and _dims(value) > 2:
                 raise IndivisibleError(
                     "`position_ids` has one plane a kind of position, so it is not cut by rows"
                 )
-            if (
-                length is not None
-                and length not in self._lengths(num_rows)
-                and not _is_shared(name, value)
-            ):
+            if length is not None and length not in lengths and not _is_shared(name, value):
                 raise IndivisibleError(
                     f"`{name}` has {length} rows where the others have {num_rows}"
                 )
@@ -105,39 +66,36 @@ class Rows:
         }
 
     def pick(self, inputs: Inputs, rows: list[int]) -> Batch:
-        """Take these rows, in this order."""
-        return {
-            name: value
-            if _length(value) is None
-            else value[rows]
-            if torch.is_tensor(value)
-            else [value[row] for row in rows]
-            for name, value in inputs.items()
-        }
+        picked: Batch = {}
+        for name, value in inputs.items():
+            if _length(value) is None:
+                picked[name] = value
+            else:
+                picked[name] = (
+                    value[rows] if torch.is_tensor(value) else [value[row] for row in rows]
+                )
+        return picked
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Join a model's outputs for all parts, in order, to its output for the whole."""
         return torch.cat(parts)
 
     def probe(self, inputs: Inputs, num: int) -> Batch:
+        """Take the first few examples, cut short, with their padding.
+
+        They are labelled so that no two weights are the same: the first one has the fewest labels,
+        and in a row one of them is on a token that the attention mask hides.
+        """
         few = self.take(inputs, 0, num)
-        labels = few.get("labels")
-        if (
-            num > 2
-            and torch.is_tensor(labels)
-            and labels.dim() == 1
-            and not labels.is_floating_point()
-            and bool((inputs["labels"] == IGNORED).any())
-        ):
-            # Classes: one of them does not count. Without any such, a loss may not know that label.
+        labels: Any = few.get("labels")
+        if num > 2 and _are_classes(labels) and bool((inputs["labels"] == IGNORED).any()):
+            # One of them does not count. Without any such, a loss may not know that label.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
-        texts = {
-            name: value for name, value in few.items() if name.endswith(TEXT) and _is_text(value)
-        }
-        if any(_dims(value) >= 2 for name, value in few.items() if name not in texts):
-            # a mask of four dimensions, or features of three: which of them belong to which column
-            # is not known
-            return _with_answers(few, num)
-        few.update(cut_short(texts, num))
+        texts = {n: value for n, value in few.items() if n.endswith(TEXT) and _is_text(value)}
+        # A mask of four dimensions, or features of three: it is not known which belong to which
+        # column.
+        if all(_dims(value) < 2 for name, value in few.items() if name not in texts):
+            few.update(cut_short(texts, num))
         return _with_answers(few, num)
 
     def _lengths(self, num_rows: int) -> tuple[int, ...]:
@@ -189,7 +147,7 @@ class Completions(Rows):
                 few[name] = value[:, :PROBE_TOKENS]
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
-        # If a group was rewarded alike they are all 0, and there would be no gradient to measure.
+        # If a group has equal rewards they are all 0, and there would be no gradient to measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
 
@@ -200,34 +158,23 @@ class Packed:
     name, unit = "packed", "sequences"
 
     def __init__(self, boundary: int | None = None) -> None:
-        """Layout for a model.
-
-        Args:
-            boundary: as of `Rows`.
-        """
         self._boundary = boundary
 
     def count(self, inputs: Inputs) -> int:
         positions = inputs.get("position_ids")
-        if (
-            not torch.is_tensor(positions)
-            or positions.dim() != 2
-            or len(positions) != 1
-            or _num_rows(inputs) != 1
-        ):
+        is_one_row = torch.is_tensor(positions) and positions.dim() == 2 and len(positions) == 1
+        if not is_one_row or _num_rows(inputs) != 1:
             return 0
         starts = self._starts(inputs)
         if len(starts) < 2 or starts[0] != 0:
             return 0
-        width = positions.size(1)
+        width = inputs["position_ids"].size(1)
         if self._boundary is not None:
-            _look_for_a_side([end - begin for begin, end in self._spans(inputs)], self._boundary)
+            _check_one_side([end - begin for begin, end in self._spans(inputs)], self._boundary)
         for name, value in inputs.items():
-            if (
-                name not in (*_CUMULATIVE, *_LONGEST)
-                and _dims(value) >= 2
-                and tuple(value.shape[:2]) != (1, width)
-            ):
+            if name in (*_CUMULATIVE, *_LONGEST) or _dims(value) < 2:
+                continue
+            if tuple(value.shape[:2]) != (1, width):
                 raise IndivisibleError(
                     f"`{name}` has the shape {list(value.shape)} where the packed row has "
                     f"[1, {width}]"
@@ -244,7 +191,8 @@ class Packed:
         spans = [
             (begin, min(end, begin + PROBE_TOKENS)) for begin, end in self._spans(inputs)[:num]
         ]
-        spans[0] = (spans[0][0], min(spans[0][1], spans[0][0] + PROBE_TOKENS // 3))
+        begin, end = spans[0]
+        spans[0] = (begin, min(end, begin + PROBE_TOKENS // 3))
         few = self._of_spans(inputs, spans)
         if "labels" in few:
             # The first token of a sequence keeps its label. If it has one, the loss looks across
@@ -281,24 +229,18 @@ class Packed:
         return taken
 
 
-def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
-    """Return the first layout in which the examples of a micro-batch lie.
+Layout = Rows | Packed  # a way in which examples lie in a micro-batch
 
-    Raises:
-        IndivisibleError: they lie in none of these layouts.
-    """
+
+def find_layout(layouts: Iterable[Layout], inputs: Inputs) -> Layout:
+    """Return the first layout that fits a micro-batch; without one it is indivisible."""
     for layout in layouts:
         if layout.count(inputs) > 0:
             return layout
     raise IndivisibleError("it holds no tensor with examples in it")
 
 
-def _look_for_a_side(lengths: list[int], boundary: int) -> None:
-    """Check that all sequences are on one side of the boundary, so that pieces agree.
-
-    Raises:
-        IndivisibleError: some lengths are beyond it and some are not.
-    """
+def _check_one_side(lengths: list[int], boundary: int) -> None:
     if min(lengths) <= boundary < max(lengths):
         raise IndivisibleError(
             f"one of its sequences has {max(lengths)} tokens, and longrope takes other frequencies "
@@ -309,6 +251,10 @@ def _look_for_a_side(lengths: list[int], boundary: int) -> None:
 
 def _dims(value: object) -> int:
     return value.dim() if torch.is_tensor(value) else 0
+
+
+def _are_classes(labels: object) -> bool:
+    return torch.is_tensor(labels) and labels.dim() == 1 and not labels.is_floating_point()
 
 
 def _is_text(value: object) -> bool:
@@ -335,12 +281,6 @@ def _with_answers(few: Batch, num: int) -> Batch:
     return few
 
 
-def width_of(inputs: Inputs) -> int:
-    """Return how many columns the token ids have."""
-    ids = next(value for name, value in inputs.items() if name.endswith("input_ids"))
-    return int(ids.size(1))
-
-
 def _length(value: object) -> int | None:
     """Return how many rows a value has; None for a flag or a number, which rows share."""
     if torch.is_tensor(value):
@@ -353,10 +293,11 @@ def _length(value: object) -> int | None:
 
 
 def _num_rows(inputs: Inputs) -> int:
-    ids = next((value for name, value in inputs.items() if name.endswith("input_ids")), None)
-    rows = [
-        _length(value)
-        for value in ([ids] if ids is not None else inputs.values())
-        if torch.is_tensor(value)
-    ]
-    return next((length for length in rows if length is not None), 0)
+    """Return how many rows the token ids have, or else the first tensor that has rows."""
+    for name, value in inputs.items():
+        if name.endswith("input_ids"):
+            return (_length(value) or 0) if torch.is_tensor(value) else 0
+    for value in inputs.values():
+        if torch.is_tensor(value) and value.dim():
+            return len(value)
+    return 0

@@ -11,88 +11,59 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.exact.delegated import whose_loss
-from trainer_plugins.survival.exact.layouts import (
-    ANSWERS,
-    Completions,
-    Inputs,
-    Packed,
-    Pairs,
-    Rows,
-)
+from trainer_plugins.survival.exact import shares
+from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.modules import rope_boundary
-from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss
-from trainer_plugins.survival.exact.shares import (
-    ANSWERED_ROWS,
-    ATTENDED_TOKENS,
-    COMPLETION_TOKENS,
-    LABELLED_ROWS,
-    NEXT_TOKENS,
-    ROWS,
-    SUM,
-    TOKENS,
-    TOKENS_IN_SIGHT,
-    Weight,
-)
+from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
 from trainer_plugins.wrapped import base_model
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Holds what losses of one make have in common."""
+    """Holds what losses of one kind have in common."""
 
-    layouts: tuple[Rows | Packed, ...]
-    """How examples may lie, asked in order."""
-
-    weights: tuple[Weight, ...]
-    """The weights that come into question; a measurement decides between them."""
-
-    share: Weight
-    """The weight by which metrics that a trainer logs are averaged over pieces."""
-
-    is_vouched: bool = False
-    """Whether the user says that the loss is one of these kinds."""
-
-    delegated_to: type | None = None
-    """The class whose `compute_loss` the user's has to call, and no more, in each pass."""
-
-    def for_inputs(self, inputs: Inputs) -> "Family":
-        """Leave out the weights that count labels if the inputs have none."""
-        if torch.is_tensor(inputs.get("labels")):
-            return self
-        return replace(
-            self,
-            weights=tuple(w for w in self.weights if w in (SUM, ROWS, ANSWERED_ROWS))
-            or self.weights,
-        )
+    layouts: tuple[Layout, ...]  # how examples may lie, asked in order
+    weights: tuple[shares.Weight, ...]  # those in question; a measurement decides between them
+    share: shares.Weight  # the weight for averages over pieces of the metrics that a trainer logs
+    is_vouched: bool = False  # whether the user says that the loss is one of these kinds
+    delegated_to: type | None = None  # whose `compute_loss` the user's must call, and no more
 
 
-VOUCH = (
-    " (vouch_for_loss=True says that it is a sum or a mean over examples, and it is measured then)"
-)
+VOUCH = " (vouch_for_loss=True says that it is a sum or a mean over examples; it is measured then)"
 
 
-class Unknown(str):
-    """Says why it is not known whether a loss is a sum over examples.
+@dataclass(frozen=True, slots=True)
+class NoFamily:
+    """Says why a loss belongs to no family."""
 
-    A user may vouch for it, and it is measured then.
-    """
+    why: str
+    can_vouch: bool = False  # whether it may be a sum: if a user vouches, it is measured
+
+    @property
+    def words(self) -> str:
+        return self.why + VOUCH if self.can_vouch else self.why
+
+
+def _unknown(why: str) -> NoFamily:
+    return NoFamily(why, can_vouch=True)
 
 
 # Llama shifts its labels, XLM does not.
-_CAUSAL = Family((Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS), NEXT_TOKENS)
-_ALIGNED = Family((Rows(),), (SUM, TOKENS), TOKENS)
-_TAGS = Family((Rows(),), (SUM, TOKENS, TOKENS_IN_SIGHT), TOKENS)
-_CLASSES = Family((Rows(),), (LABELLED_ROWS, ROWS, SUM), ROWS)
-_ANSWERS = Family((Rows(),), (ANSWERED_ROWS, ROWS), ROWS)
-_ROWS = Family((Rows(),), (ROWS,), ROWS)
-_PAIRS = Family((Pairs(),), (ROWS,), ROWS)
+_CAUSAL = Family(
+    (Packed(), Rows()), (shares.SUM, shares.NEXT_TOKENS, shares.TOKENS), shares.NEXT_TOKENS
+)
+_ALIGNED = Family((Rows(),), (shares.SUM, shares.TOKENS), shares.TOKENS)
+_TAGS = Family((Rows(),), (shares.SUM, shares.TOKENS, shares.TOKENS_IN_SIGHT), shares.TOKENS)
+_CLASSES = Family((Rows(),), (shares.LABELLED_ROWS, shares.ROWS, shares.SUM), shares.ROWS)
+_ANSWERS = Family((Rows(),), (shares.ANSWERED_ROWS, shares.ROWS), shares.ROWS)
+_ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
+_PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
 _VOUCHED = Family(
-    (Packed(), Rows()), (SUM, NEXT_TOKENS, TOKENS, LABELLED_ROWS, ROWS), ROWS, is_vouched=True
+    (Packed(), Rows()),
+    (shares.SUM, shares.NEXT_TOKENS, shares.TOKENS, shares.LABELLED_ROWS, shares.ROWS),
+    shares.ROWS,
+    is_vouched=True,
 )
 
 # By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING
@@ -109,14 +80,23 @@ _BY_MODEL = {
 }
 
 _DPO = (
-    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard"),
-    *("apo_zero", "apo_down", "discopop"),
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
 )
 
 _GRPO = {
-    **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), ROWS),
-    **dict.fromkeys(("dapo", "cispo", "vespo"), SUM),
-    "bnpo": COMPLETION_TOKENS,
+    **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), shares.ROWS),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), shares.SUM),
+    "bnpo": shares.COMPLETION_TOKENS,
 }
 
 _NOT_ADDITIVE = {
@@ -127,61 +107,51 @@ _NOT_ADDITIVE = {
 }
 
 _COUPLED_MODELS = {
-    "PaliGemmaForConditionalGeneration": "a row without padding is computed otherwise when no row "
-    "beside it is padded",
+    "PaliGemmaForConditionalGeneration": "a row without padding is computed differently when no "
+    "other row is padded",
 }
-
-
-def bare_model(model: nn.Module) -> Any:
-    """Return the model inside PEFT's wrapper, or the model itself."""
-    return base_model(model)
 
 
 def family_of(
     trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
-) -> Family | str:
-    """Find the family of a Trainer's loss.
+) -> Family | NoFamily:
+    """Find the family of a Trainer's loss, or say why it has none.
 
-    Args:
-        trainer: the Trainer.
-        compute_loss: the Trainer's own, if it is replaced by now.
-        is_vouched: whether the user says that the loss is a sum or a mean over examples, if that is
-            not known.
-
-    Returns:
-        The family, or why it has none.
+    `compute_loss` is the Trainer's own, if it is replaced by now. With `is_vouched` an unknown loss
+    is taken for a sum or a mean over examples.
     """
     compute_loss = compute_loss or trainer.compute_loss
     found = _family_of(trainer, compute_loss)
-    if isinstance(found, Unknown) and not is_vouched:
+    if isinstance(found, NoFamily) and found.can_vouch and not is_vouched:
         found = _family_behind(trainer, compute_loss) or found
-    family = _VOUCHED if is_vouched and isinstance(found, Unknown) else found
-    if isinstance(found, Family) and NEXT_TOKENS in found.weights and _is_regularized(trainer):
-        return (
-            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), which does "
-            "not depend on rows: pieces of a sum over tokens would add it once each. Set "
-            "orth_reg_weight=0, or take LoRA"
+    is_causal = isinstance(found, Family) and shares.NEXT_TOKENS in found.weights
+    if is_causal and _is_regularized(trainer):
+        return NoFamily(
+            "AdaLoRA adds a term to the loss of each forward pass (orth_reg_weight), even of each "
+            "piece: set orth_reg_weight=0, or use LoRA"
         )
+    if isinstance(found, NoFamily):
+        if not (found.can_vouch and is_vouched):
+            return found
+        found = _VOUCHED
     boundary = rope_boundary(trainer.model)
-    if isinstance(family, str) or boundary is None:
-        return family
-    return replace(family, layouts=tuple(type(layout)(boundary) for layout in family.layouts))
+    if boundary is None:
+        return found
+    return replace(found, layouts=tuple(type(layout)(boundary) for layout in found.layouts))
 
 
 def _is_regularized(trainer: HfTrainer) -> bool:
-    """Tell whether adapters add a term to a loss that is a sum over the window.
-
-    It is peft/tuners/adalora/model.py, AdaLoraModel.forward.
-    """
+    """Tell whether AdaLoRA adds a term (peft, AdaLoraModel.forward) to a sum over the window."""
     tuner = getattr(trainer.model, "base_model", None)
     configs = getattr(tuner, "peft_config", None)
     adapter = getattr(tuner, "trainable_adapter_name", None)
     weight = getattr(configs[adapter], "orth_reg_weight", 0) if configs and adapter else 0
-    return bool(weight) and bool(trainer.model_accepts_loss_kwargs)
+    return bool(weight) and trainer.model_accepts_loss_kwargs
 
 
-def _family_behind(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | str | None:
-    """Find the family of the library's loss that a user's `compute_loss` may hand on, if any."""
+def _family_behind(
+    trainer: HfTrainer, compute_loss: Callable[..., Any]
+) -> Family | NoFamily | None:
     known = whose_loss(trainer, compute_loss)
     if known is None or callable(trainer.compute_loss_func):
         return None
@@ -189,127 +159,118 @@ def _family_behind(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Fami
     return replace(family, delegated_to=known) if isinstance(family, Family) else family
 
 
-def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | str:
-    # TRL's trainers have a second method by that name, which is the one to override.
-    owner = next(
-        c for c in type(trainer).__mro__ if vars(c).keys() & {"compute_loss", "_compute_loss"}
-    )
-    library = owner.__module__.partition(".")[0]
-    if reason := next(
-        (
-            r
-            for c, r in _NOT_ADDITIVE.items()
-            if any(c == k.__name__ for k in type(trainer).__mro__)
-        ),
-        None,
-    ):
-        return f"the loss of {type(trainer).__name__} cannot be divided: {reason}"
+def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | NoFamily:
+    kinds = type(trainer).__mro__
+    for kind in kinds:
+        if kind.__name__ in _NOT_ADDITIVE:
+            why = _NOT_ADDITIVE[kind.__name__]
+            return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a string as a marker
-        return Unknown(
+        return _unknown(
             "compute_loss_func is a loss of your own, and whether it can be divided is not known"
         )
+    # TRL's trainers have a second method by that name, which is the one to override.
+    owner = next(c for c in kinds if vars(c).keys() & {"compute_loss", "_compute_loss"})
+    library = owner.__module__.partition(".")[0]
     here = getattr(compute_loss, "__module__", "").partition(".")[0]
     if library in ("transformers", "trl") and here != library:
-        return (
+        return NoFamily(
             "trainer.compute_loss was replaced already: by survive_oom, which detaches, or by you"
         )
     return _family_of_class(trainer, owner)
 
 
-def _family_of_class(trainer: HfTrainer, owner: type) -> Family | str:
-    name, library = owner.__name__, owner.__module__.partition(".")[0]
-    if (library, name) == ("transformers", "Trainer"):
-        return _family_of_model(trainer)
-    if (library, name) == ("trl", "SFTTrainer"):
-        if replaced := what_replaces_the_loss(trainer.model):
-            return Unknown(f"{replaced}, and whether that loss can be divided is not known")
-        # trl before 1.3 averages its entropy over prompts too; with Liger there is no entropy, but
-        # an accuracy over labels.
-        return _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=ATTENDED_TOKENS)
-    if (library, name) == ("trl", "RewardTrainer"):
-        return _PAIRS
-    if (library, name) == ("trl", "DPOTrainer"):
-        return _family_of_dpo(trainer)
-    if (library, name) == ("trl", "GRPOTrainer"):
-        return _family_of_grpo(trainer)
-    if (library, name) == ("trl", "RLOOTrainer"):
-        return _completions(ROWS)
-    return Unknown(f"{name}.compute_loss is not known to be a sum over examples")
+def _family_of_class(trainer: HfTrainer, owner: type) -> Family | NoFamily:
+    find = _BY_TRAINER.get((owner.__module__.partition(".")[0], owner.__name__))
+    if find is None:
+        return _unknown(f"{owner.__name__}.compute_loss is not known to be a sum over examples")
+    return find(trainer)
 
 
-def _family_of_model(trainer: HfTrainer) -> Family | str:
-    model = bare_model(trainer.model)
+def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
+    model = base_model(trainer.model)
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
     if kind in _COUPLED_MODELS:
-        return f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}"
-    if "return_loss" in inspect.signature(model.forward).parameters:
-        return f"the loss of {kind} compares each example with the others of the micro-batch"
+        return NoFamily(f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}")
+    names = inspect.signature(model.forward).parameters.keys()
+    if "return_loss" in names:
+        return NoFamily(
+            f"the loss of {kind} compares each example with the others of the micro-batch"
+        )
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
-        return Unknown(
+        return _unknown(
             f"{owner.__name__}.forward is not that of transformers, and whether its loss can be "
             "divided is not known"
         )
     if "_loss_function" in vars(model):
-        return Unknown(
+        return _unknown(
             f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
         )
     if replaced := what_replaces_the_loss(trainer.model):
-        return Unknown(f"{replaced}, and whether that loss can be divided is not known")
+        return _unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
     # Others of that name have labels instead, or search beams with a loss for each.
-    names = inspect.signature(model.forward).parameters.keys()
-    if loss == "ForQuestionAnswering" and {*ANSWERS} <= names and "cls_index" not in names:
+    if loss == "ForQuestionAnswering" and {*shares.ANSWERS} <= names and "cls_index" not in names:
         return _ANSWERS
     if loss is None and kind.endswith("LMHeadModel"):
         return _CAUSAL
-    unknown = Unknown(
+    if loss in _BY_MODEL:
+        return _BY_MODEL[loss]
+    return _unknown(
         f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples"
     )
-    return _BY_MODEL.get(loss or "", unknown)
 
 
-def _family_of_dpo(trainer: Any) -> Family | str:
-    kinds = (
-        trainer.args.loss_type
-        if isinstance(trainer.args.loss_type, list)
-        else [trainer.args.loss_type]
+def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
+    if replaced := what_replaces_the_loss(trainer.model):
+        return _unknown(f"{replaced}, and whether that loss can be divided is not known")
+    # trl before 1.3 averages its entropy over prompts too; with Liger there is no entropy, but an
+    # accuracy over labels.
+    return (
+        _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)
     )
+
+
+def _family_of_dpo(trainer: Any) -> Family | NoFamily:
+    kinds = trainer.args.loss_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
     if unknown := [kind for kind in kinds if kind not in _DPO]:
-        return (
-            f"the DPO loss {unknown[0]!r} is not a mean over pairs: it sorts, averages tokens or "
-            "keeps a running mean"
-        )
+        return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
     if getattr(trainer.args, "rpo_alpha", None) is not None:
-        return "rpo_alpha adds a mean over tokens to a mean over pairs, and no one weight fits both"
+        return NoFamily(
+            "rpo_alpha adds a mean over tokens to a mean over pairs: no weight fits both"
+        )
     if getattr(trainer, "padding_free", False):
-        return "DPO with padding_free is not supported yet"
+        return NoFamily("DPO with padding_free is not supported yet")
     # trl before 1.0 has own names for chosen and rejected, with one row a pair.
     return _ROWS if hasattr(trainer, "concatenated_inputs") else _PAIRS
 
 
-def _family_of_grpo(trainer: Any) -> Family | str:
+def _family_of_grpo(trainer: Any) -> Family | NoFamily:
     kind = trainer.loss_type
     if kind not in _GRPO:
-        return f"the GRPO loss {kind!r} is not known to be a sum over completions"
+        return NoFamily(f"the GRPO loss {kind!r} is not known to be a sum over completions")
     if trainer.top_entropy_quantile < 1.0:
-        return (
-            "top_entropy_quantile compares the tokens of all completions of a micro-batch with "
-            "each other"
-        )
+        return NoFamily("top_entropy_quantile compares all completions of a micro-batch")
     if getattr(trainer, "_entropy_bonus_enabled", False):
-        return (
-            "entropy_coef and use_adaptive_entropy add a mean over tokens that is not weighted by "
-            "completions"
-        )
+        return NoFamily("entropy_coef and use_adaptive_entropy add a mean that is over all tokens")
     if getattr(trainer, "use_liger_loss", False):
-        return (
-            "GRPO with use_liger_loss is not supported: whether its kernel's loss can be divided "
-            "is not known"
-        )
+        return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
     return _completions(_GRPO[kind])
 
 
-def _completions(weight: Weight) -> Family:
-    return Family((Completions(),), (weight,), COMPLETION_TOKENS)
+def _completions(weight: shares.Weight) -> Family:
+    return Family((Completions(),), (weight,), shares.COMPLETION_TOKENS)
+
+
+_BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
+    ("transformers", "Trainer"): _family_of_model,
+    ("trl", "SFTTrainer"): _family_of_sft,
+    ("trl", "RewardTrainer"): lambda _: _PAIRS,
+    ("trl", "DPOTrainer"): _family_of_dpo,
+    ("trl", "GRPOTrainer"): _family_of_grpo,
+    ("trl", "RLOOTrainer"): lambda _: _completions(shares.ROWS),
+}
+"""What computes the loss, by the library and the name of the class."""

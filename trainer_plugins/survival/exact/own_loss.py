@@ -1,33 +1,40 @@
-"""Own loss: whether a model's loss comes from the code of its class, or from a user's.
+"""Own loss: whether a loss comes from the code of a library's class, or from a user's.
 
 `losses.py` goes by the class of a model. A forward hook, a `forward` on the instance, a patched
 class or an entry of LOSS_MAPPING can give another loss under the same name. A measurement may miss
 that: a loss that is weighted by classes adds up on rows that happen to be of one class. What
-libraries put there (accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps the loss.
+libraries put there keeps the loss (`users_code.py`).
+
+A user's `compute_loss` may be only a call of a library's. LLaMA-Factory's SFT and axolotl override
+it for losses that are seldom switched on, and otherwise call `super()`. Which way a call goes is
+seen only while it runs, so each one is watched: a loss that did not come from the library as it is,
+for the same rows, is not divided.
 """
 
 import functools
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-LIBRARIES = (
-    *(
-        "accelerate",
-        "bitsandbytes",
-        "deepspeed",
-        "kernels",
-        "liger_kernel",
-        "peft",
-        "torch",
-        "torchao",
-    ),
-    *("trainer_plugins", "transformer_engine", "transformers", "trl", "wandb"),
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.patched import Patches
+from trainer_plugins.survival.attempt.users_code import (
+    is_library,
+    is_users_function,
+    name_of,
+    wrapped,
 )
-"""Packages whose code keeps a model's loss, and whose modules keep no state of a run."""
+from trainer_plugins.survival.exact.finality import GradientMark
+from trainer_plugins.survival.exact.shares import Inputs
+
+_LIBRARIES = ("transformers", "trl")
+_AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barrier", "broadcast"}
 
 
 def what_replaces_the_loss(model: nn.Module) -> str:
@@ -35,22 +42,22 @@ def what_replaces_the_loss(model: nn.Module) -> str:
     for module in _around_the_loss(model):
         kind = type(module).__name__
         for hook in module._forward_hooks.values():
-            if is_foreign(hook):
-                return f"a forward hook of {kind} ({_name(hook)}) may set another loss"
+            if is_users_function(hook):
+                return f"a forward hook of {kind} ({name_of(hook)}) may set another loss"
         own = vars(module).get("forward")
-        if own is not None and any(is_foreign(function) for function in _chain(own)):
-            return f"the forward of this {kind} was replaced by {_name(own)}"
+        if own is not None and any(map(is_users_function, wrapped(own))):
+            return f"the forward of this {kind} was replaced by {name_of(own)}"
         owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
-        patched = owner.__module__.partition(".")[0] in LIBRARIES
-        if patched and any(is_foreign(function) for function in _chain(vars(owner)["forward"])):
-            return f"{owner.__name__}.forward was replaced by {_name(vars(owner)['forward'])}"
+        forward = vars(owner)["forward"]
+        if is_library(owner.__module__) and any(map(is_users_function, wrapped(forward))):
+            return f"{owner.__name__}.forward was replaced by {name_of(forward)}"
     loss_type = getattr(module, "loss_type", None)
     if loss_type is None:
         return ""
-    if loss_type in LOSS_MAPPING and is_foreign(LOSS_MAPPING[loss_type]):
+    if loss_type in LOSS_MAPPING and is_users_function(LOSS_MAPPING[loss_type]):
         return (
             f"the entry {loss_type!r} of transformers' LOSS_MAPPING is "
-            f"{_name(LOSS_MAPPING[loss_type])}"
+            f"{name_of(LOSS_MAPPING[loss_type])}"
         )
     if not any(str(loss_type) in c.__name__ or _sets(c, loss_type) for c in type(module).__mro__):
         return (
@@ -81,32 +88,121 @@ def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
         yield base
 
 
-def _chain(function: object) -> Iterator[object]:
-    """Give a function, and those that it wraps, as far as `__wrapped__` tells."""
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
-        function = getattr(function, "__func__", function)
-        yield function.func if isinstance(function, functools.partial) else function
-        function = getattr(function, "__wrapped__", None)
+def whose_loss(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | None:
+    """Find the library's class that a user's `compute_loss` may call, if it can be watched."""
+    if isinstance(compute_loss, Delegation):
+        compute_loss = compute_loss.original
+    function = getattr(compute_loss, "__func__", None)
+    if function is None or function is not getattr(type(trainer), "compute_loss", None):
+        return None  # put on the instance
+    for kind in type(trainer).__mro__:
+        own = vars(kind).get("compute_loss")
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            if own is not None:
+                return None if is_users_function(own) else kind
+        elif "_compute_loss" in vars(kind):  # of TRL's own two, the inner one
+            return None
+        elif own is not None:
+            code = getattr(inspect.unwrap(own), "__code__", None)
+            names = set(code.co_names) if code is not None else set()
+            # Pieces are of one rank: no other rank would answer what it exchanges for each.
+            is_shared = trainer.args.world_size > 1 and bool(names & _AMONG_RANKS)
+            if "compute_loss" not in names or is_shared:
+                return None
+    return None
 
 
-def is_foreign(function: object) -> bool:
-    """Tell whether a function comes from none of the libraries that keep the loss."""
-    return _home(function).partition(".")[0] not in LIBRARIES
+class _Call(NamedTuple):
+    """Notes one call of the library's `compute_loss`."""
+
+    is_same: bool  # whether it got the same model, rows and number of items
+    loss: Any
+    num_changes: int
 
 
-def _home(function: object) -> str:
-    """Return the module in which a function was written.
+class Delegation:
+    """Calls a user's `compute_loss`, and notes whether it returned what the library computed."""
 
-    After `functools.wraps`, `__module__` is that of another function.
-    """
-    function = getattr(function, "__func__", function)
-    function = function.func if isinstance(function, functools.partial) else function
-    names = getattr(function, "__globals__", None)
-    return str(names["__name__"]) if names is not None else type(function).__module__
+    def __init__(self, trainer: HfTrainer, original: Callable[..., Any], known: type) -> None:
+        self._trainer, self.original = trainer, original
+        self._known: Any = known
+        self.__module__ = original.__module__
+        self._parameters: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]
+        self._parameters = WeakKeyDictionary()
+        self.why_not = ""  # why the last loss is the user's own; empty if it is the library's
+
+    def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
+        given = {name: (value, _num_changes(value)) for name, value in inputs.items()}
+        before = GradientMark(self._parameters_of(model))
+        calls: list[_Call] = []
+
+        def note(arguments: dict[str, Any], compute: Callable[[], Any]) -> Any:
+            is_same = (
+                arguments["model"] is model
+                and _is_same(arguments["inputs"], given)
+                and arguments.get("num_items_in_batch") is options.get("num_items_in_batch")
+            )
+            result = compute()
+            calls.append(_Call(is_same, _loss(result), _num_changes(_loss(result))))
+            return result
+
+        with self._watching(note):
+            result = self.original(model, inputs, **options)
+        is_changed = any(_num_changes(value) != version for value, version in given.values())
+        why = _why_not(calls, _loss(result), is_changed or bool(before.changed()))
+        name = type(self._trainer).__name__
+        self.why_not = why and (
+            f"{name}.compute_loss is not known to be a sum over examples: it {why} "
+            f"{self._known.__name__}.compute_loss"
+        )
+        return result
+
+    @contextmanager
+    def _watching(self, note: Callable[..., Any]) -> Iterator[None]:
+        """Replace the method of the library's class for one call: `super()` looks nowhere else."""
+        compute_loss: Any = vars(self._known)["compute_loss"]
+        signature = inspect.signature(compute_loss)
+
+        @functools.wraps(compute_loss)
+        def watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
+            compute = functools.partial(compute_loss, trainer, *args, **kwargs)
+            if trainer is not self._trainer:
+                return compute()
+            return note(signature.bind(trainer, *args, **kwargs).arguments, compute)
+
+        with Patches(keeps_later=True) as patches:
+            patches.set(self._known, "compute_loss", watched)
+            yield
+
+    def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
+        if model not in self._parameters:  # listed once: it takes milliseconds
+            self._parameters[model] = tuple(model.parameters())
+        return self._parameters[model]
 
 
-def _name(function: object) -> str:
-    named = next((one for one in _chain(function) if is_foreign(one)), function)
-    return f"{_home(named)}.{getattr(named, '__qualname__', type(named).__name__)}"
+def _why_not(calls: list[_Call], loss: Any, is_changed: bool) -> str:
+    if len(calls) != 1:
+        return "calls, this time, more than once" if calls else "does not call, this time,"
+    (call,) = calls
+    if not call.is_same:
+        return "gives another model, rows or number of items to"
+    is_returned = loss is call.loss and _num_changes(loss) == call.num_changes
+    if not is_returned or getattr(loss, "_backward_hooks", None):
+        return "returns another loss than"
+    return "changes rows or gradients in addition to" if is_changed else ""
+
+
+def _is_same(got: Inputs, given: dict[str, tuple[Any, int]]) -> bool:
+    return got.keys() == given.keys() and all(
+        got[name] is value and _num_changes(value) == version
+        for name, (value, version) in given.items()
+    )
+
+
+def _loss(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _num_changes(value: object) -> int:
+    """Return how often a tensor was changed in place."""
+    return value._version if torch.is_tensor(value) and not value.is_inference() else 0

@@ -1,32 +1,61 @@
-"""Weights: factors for the losses of pieces, with which they add up to the loss of the whole.
+"""Shares: how much of a micro-batch some of its examples are, and short examples that show it.
 
 A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it
 is. A mean over tokens or rows adds up if each piece is weighted by its number of tokens or rows.
-The measure of a whole is the sum of its pieces' measures, so a piece may be divided again and
-again.
+The measure of a whole is the sum of its pieces' measures, so a piece may be divided again.
+
+A probe is padded rows cut short, labelled so that no two weights give the same share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from trainer_plugins.survival.exact.layouts import ANSWERS, IndivisibleError, Inputs, width_of
-from trainer_plugins.survival.exact.shown import IGNORED
+Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly tensors
+
+Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
+
+NumItems = torch.Tensor | int | None  # the number of labels of the window, if counted
+
+ANSWERS = ("start_positions", "end_positions")
+"""Names of the labels of question answering: a column each; beyond the last one none counts."""
+
+IGNORED = -100  # the label that no loss of transformers counts
+
+PROBE_TOKENS = 16  # tokens of each example that a probe keeps: enough to show how a loss adds up
+
+TEXT = (
+    "input_ids",
+    "attention_mask",
+    "labels",
+    "position_ids",
+    "token_type_ids",
+    "completion_mask",
+)
+"""Endings of the names of what has a column a token."""
+
+_FEW = 3  # fewest tokens of a probe's row that is labelled in part
+
+_Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+_Texts = dict[str, torch.Tensor]  # integers of two dimensions, by a name that ends as one of `TEXT`
+
+
+class IndivisibleError(ValueError):
+    """Raised when a micro-batch cannot be divided exactly; it says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """Says how much of the whole a piece is."""
 
-    name: str
-    """What the loss is, as in "a mean over tokens"."""
-
+    name: str  # what the loss is, as in "a mean over tokens"
     measure: Callable[[Inputs, int], float] | None
-    """Measures inputs of so many examples; None if every piece counts in full."""
+    """Measures inputs that hold this number of examples; None if every piece counts in full."""
 
-    is_finite: bool = False
-    """Whether the loss of inputs whose measure is 0 is 0, and not 0 / 0."""
+    is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
         """Return the factor for the loss of a piece, from the measures of piece and whole."""
@@ -35,6 +64,27 @@ class Weight:
     def of(self, inputs: Inputs, num: int) -> float:
         """Measure inputs. It reads the device, so it is for micro-batches that are divided."""
         return 1.0 if self.measure is None else self.measure(inputs, num)
+
+
+def labels_of(inputs: Inputs) -> torch.Tensor:
+    """Return the labels that weigh the parts; without any the micro-batch is indivisible."""
+    labels = inputs.get("labels")
+    if not torch.is_tensor(labels):
+        raise IndivisibleError("it has no `labels` to weigh its parts with")
+    return labels
+
+
+def width_of(inputs: Inputs) -> int:
+    """Return how many columns the token ids have."""
+    ids = next(value for name, value in inputs.items() if name.endswith("input_ids"))
+    return int(ids.size(1))
+
+
+def _is_counted(labels: torch.Tensor) -> torch.Tensor:
+    """Mark the labels that a loss counts. In a regression every number is a target, even -100.0."""
+    if labels.is_floating_point():
+        return torch.ones_like(labels, dtype=torch.bool)
+    return labels != IGNORED
 
 
 def _tokens(inputs: Inputs, _: int) -> float:
@@ -65,30 +115,6 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
     return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
 
 
-def labels_of(inputs: Inputs) -> torch.Tensor:
-    """Return the labels by which parts are weighed.
-
-    Raises:
-        IndivisibleError: there are none.
-    """
-    labels = inputs.get("labels")
-    if not torch.is_tensor(labels):
-        raise IndivisibleError("it has no `labels` by which to weigh its parts")
-    return labels
-
-
-def _is_counted(labels: torch.Tensor) -> torch.Tensor:
-    """Mark the labels that a loss counts.
-
-    In a regression every number is a target, even -100.0.
-    """
-    return (
-        torch.ones_like(labels, dtype=torch.bool)
-        if labels.is_floating_point()
-        else labels != IGNORED
-    )
-
-
 def _labelled_rows(inputs: Inputs, _: int) -> float:
     """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
     labels = labels_of(inputs)
@@ -96,16 +122,12 @@ def _labelled_rows(inputs: Inputs, _: int) -> float:
 
 
 def _answered_rows(inputs: Inputs, _: int) -> float:
-    """Count rows whose answer lies within their tokens (transformers, ForQuestionAnsweringLoss).
-
-    Raises:
-        IndivisibleError: one begins within and ends outside, so two means go over different rows.
-    """
+    """Count rows whose answer lies within their tokens (transformers, ForQuestionAnsweringLoss)."""
     if not all(torch.is_tensor(inputs.get(name)) for name in ANSWERS):
         raise IndivisibleError("it has no `start_positions` and `end_positions`")
     starts, ends = (inputs[name] < width_of(inputs) for name in ANSWERS)
     if not torch.equal(starts, ends):
-        raise IndivisibleError("an answer begins within its row and ends outside, or otherwise")
+        raise IndivisibleError("only one end of an answer lies within its row")
     return float(starts.sum())
 
 
@@ -118,3 +140,99 @@ TOKENS = Weight("a mean over tokens", _tokens)
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
+WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
+
+
+def cut_short(texts: _Texts, num: int) -> _Texts:
+    """Keep `PROBE_TOKENS` columns of each row, with their padding.
+
+    In the first of every `num` rows a third of what the mask shows is labelled, and one token that
+    the mask hides.
+    """
+    masks = {
+        (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num, _part(name))
+        for name, v in texts.items()
+        if name.endswith("attention_mask")
+    }
+    of_width = {width: shown for (_, width), shown in masks.items()}
+    cut: _Texts = {}
+    for name, value in texts.items():
+        width = value.size(1)
+        shown = masks.get((_part(name), width)) or of_width.get(width)
+        if shown is None:
+            tokens = _tokens_of(texts, name)
+            shown = of_width[width] = _Shown(tokens, torch.ones_like(tokens), num)
+        text = shown.columns(value)
+        if name.endswith("attention_mask"):
+            text = shown.mask
+        elif name.endswith("labels"):
+            unlabelled = torch.where(shown.is_first, IGNORED, text)
+            text = torch.where(shown.is_labelled, text.clamp(min=0), unlabelled)
+        elif name.endswith("completion_mask"):
+            text.fill_(1)
+            text[::num, PROBE_TOKENS // 3 :] = 0
+        cut[name] = text
+    return cut
+
+
+class _Shown:
+    """Holds the columns of padded rows that a probe keeps, with its mask and its labels.
+
+    In the first row a third of what the mask shows is labelled, and the last token, which the mask
+    hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
+    completely, with their padding. The end of a prompt stays: with what follows it would be a hole,
+    and TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
+    """
+
+    def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
+        width = min(PROBE_TOKENS, mask.size(1))
+        columns = _begins(tokens, mask, width)[:, None] + np.arange(width)
+        self._kept = torch.from_numpy(columns).to(mask.device)
+        self.mask = self.columns(mask)
+        self.mask[(self.mask != 0).sum(1) < _FEW] = 1
+        self.is_labelled = self.mask != 0
+        self.is_first = torch.zeros_like(self.is_labelled)
+        for row in range(0, len(self.mask), num):
+            at = self.mask[row].nonzero().flatten()
+            self.is_first[row] = True
+            self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
+            if len(at) >= _FEW and part != "prompt_":
+                self.mask[row, at[-1]] = 0
+
+    def columns(self, value: torch.Tensor) -> torch.Tensor:
+        """Copy the columns that are kept, of each row its own."""
+        return value.expand(len(self._kept), -1).gather(1, self._kept)
+
+
+def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
+    """Find for each row where to begin: at the first token that makes it unlike any other row.
+
+    What rows have in common would show nothing. Chosen and rejected begin with the same prompt, and
+    up to its end the gradient of their difference is 0. It is found in main memory: the card is
+    full.
+    """
+    is_shown = mask.cpu().numpy() != 0
+    seen = np.where(is_shown, tokens.cpu().numpy(), -1)
+    in_common = np.cumprod(seen[:, None] == seen, axis=2, dtype=np.int8).sum(2, dtype=np.int64)
+    np.fill_diagonal(in_common, 0)
+    begins, num_columns = in_common.max(1), seen.shape[1]
+    first = is_shown.argmax(1)
+    last = num_columns - 1 - is_shown[:, ::-1].argmax(1)
+    begins = np.minimum(np.where(begins <= last, begins, first), last - _FEW + 1)
+    found: _Columns = np.minimum(np.maximum(begins, first), num_columns - width)
+    return found
+
+
+def _tokens_of(texts: _Texts, name: str) -> torch.Tensor:
+    """Return the tokens that belong to a text: ids or labels of its width, rather its own."""
+
+    def rank(other: str) -> tuple[bool, bool, bool]:
+        is_own = _part(other) == _part(name)
+        return not other.endswith(("input_ids", "labels")), not is_own, other.endswith("labels")
+
+    return texts[min((n for n, v in texts.items() if v.size(1) == texts[name].size(1)), key=rank)]
+
+
+def _part(name: str) -> str:
+    """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
+    return next(name.removesuffix(ending) for ending in TEXT if name.endswith(ending))

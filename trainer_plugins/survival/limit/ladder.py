@@ -2,53 +2,43 @@
 
 import logging
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.exact.losses import bare_model
-from trainer_plugins.survival.limit.offload import Offload
+from trainer_plugins.wrapped import base_model
 
 logger = logging.getLogger(__name__)
 
-RUNGS = ("checkpointing", "offload")
-"""What is switched on unless the user says otherwise."""
+CHECKPOINTING, OFFLOAD = "checkpointing", "offload"
+RUNGS = (CHECKPOINTING, OFFLOAD)  # what is switched on unless the user says otherwise
 
-STREAM = "stream"
-"""The rung that has to be asked for by name: with it each micro-batch copies the frozen base."""
+STREAM = "stream"  # asked for by name: with it each micro-batch copies the frozen base
 
-RESIDENT_LAYERS = 2
-"""How many layers of a streamed base stay on the card."""
+RESIDENT_LAYERS = 2  # how many layers of a streamed base stay on the card
 
-_OFFLOAD = "_activations_on_the_host"
+_OFFLOAD = "_activations_on_the_host"  # the attribute of a model that keeps its `Offload`
 
 
 def is_checkpointing(model: nn.Module) -> bool:
     """Tell whether the model computes activations again in its backward."""
-    base = bare_model(model)
+    base = base_model(model)
     # The second name is that of transformers before 5.
-    name = next(
-        (
-            n
-            for n in ("is_activation_checkpointing", "is_gradient_checkpointing")
-            if hasattr(type(base), n)
-        ),
-        "",
-    )
-    return bool(name and getattr(base, name))
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(type(base), name):
+            return bool(getattr(base, name))
+    return False
 
 
 def climb(rung: str, model: nn.Module) -> bool:
-    """Switch a rung on.
-
-    Returns:
-        Whether that was done: not if the model has it on already, or lacks it.
-    """
-    base = bare_model(model)
+    """Switch a rung on, unless the model has it on already, or lacks it; tell whether it was."""
     if rung == STREAM:
         return _stream(model)
-    if rung == "offload":
+    base = base_model(model)
+    if rung == OFFLOAD:
         if hasattr(base, _OFFLOAD) or not Offload.is_possible(base):
             return False
         setattr(base, _OFFLOAD, Offload(base))
@@ -65,14 +55,14 @@ def climb(rung: str, model: nn.Module) -> bool:
 
 def descend(rung: str, model: nn.Module) -> None:
     """Switch a rung off again; a base that does not fit on the card stays streamed."""
-    base = bare_model(model)
-    stream = stream_of(model)
-    if rung == STREAM and stream is not None:
-        failed = attempt(stream.remove)
+    base = base_model(model)
+    if rung == STREAM:
+        stream = stream_of(model)
+        failed = attempt(stream.remove) if stream is not None else None
         if isinstance(failed, DidNotFit):
             logger.warning("the base stays in main memory: %s", failed.first_line)
         return
-    if rung == "offload":
+    if rung == OFFLOAD:
         vars(base).pop(_OFFLOAD).remove()
         return
     getattr(base, "activation_checkpointing_disable", base.gradient_checkpointing_disable)()
@@ -87,3 +77,65 @@ def _stream(model: nn.Module) -> bool:
     stream = Stream(model, device, RESIDENT_LAYERS)
     logger.warning("%s", begun(stream, "the smallest piece of a micro-batch did not fit"))
     return True
+
+
+_Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
+"""A tensor that stays where it is, or its device and its copy in main memory."""
+
+
+class Offload:
+    """Keeps the activations of one model in main memory, from its next forward pass on.
+
+    With checkpointing they are few. Each byte crosses the bus twice, and takes a byte of main
+    memory. The numbers stay the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entered: list[saved_tensors_hooks] = []
+        self._weights: set[int] = set()
+        self._handles = (
+            model.register_forward_pre_hook(self._enter),
+            # called after a pass that fails, too
+            model.register_forward_hook(self._leave, always_call=True),
+        )
+
+    @staticmethod
+    def is_possible(model: nn.Module) -> bool:
+        """Tell whether the model is on a card, and not sharded into weights like activations."""
+        return all(
+            one.device.type not in ("cpu", "meta")
+            and not hasattr(one, "_local_tensor")
+            and not hasattr(one, "ds_id")
+            for one in model.parameters()
+        )
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, model: nn.Module, _: object) -> None:
+        self._weights = {_storage(one) for one in (*model.parameters(), *model.buffers())}
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def _leave(self, *_: object) -> None:
+        self._entered.pop().__exit__()
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        if tensor.device.type == "cpu" or _storage(tensor) in self._weights:
+            return tensor
+        return tensor.device, tensor.to("cpu")
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, tensor = packed
+    return tensor.to(device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    # not the address of its bytes, which come and go if the base is streamed
+    return int(tensor.untyped_storage()._cdata)

@@ -2,13 +2,30 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
-from trainer_plugins.survival.exact.layouts import TOKEN_IDS, Inputs
+from trainer_plugins.survival.exact.shares import Inputs
 
-SLACK = 0.05
-"""Part of the card that a rehearsed limit leaves free, because fragmentation varies."""
+SLACK = 0.05  # part of the card that a rehearsed limit leaves free, because fragmentation varies
+
+PATIENCE_STEPS = 50  # without a failure before more is tried; doubled when that fails
+
+_WORTH = 1.1  # least growth of a limit that is worth a failed attempt
+
+_NUM_THRASHING = 2
+"""Steps in a row in which the allocator emptied its cache and tried again.
+
+Composer counts them the same way (its trainer.py).
+"""
+
+_TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # endings of names
+
+
+def has_tokens(inputs: Inputs) -> bool:
+    """Tell whether a micro-batch holds token ids."""
+    return any(name.endswith(_TOKEN_IDS) for name in inputs)
 
 
 def cells(inputs: Inputs) -> int:
@@ -18,7 +35,7 @@ def cells(inputs: Inputs) -> int:
     limit is a first guess, and every piece may fail again.
     """
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
-    return sum(num for name, num in tensors.items() if name.endswith(TOKEN_IDS)) or max(
+    return sum(num for name, num in tensors.items() if name.endswith(_TOKEN_IDS)) or max(
         tensors.values(), default=1
     )
 
@@ -29,10 +46,8 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
     >>> sizes(8, 8 * 512, 3 * 512, 1), sizes(8, 8 * 512, 3 * 512, 4), sizes(8, 8 * 512, math.inf, 1)
     ([2, 3, 3], [4, 4], [8])
     """
-    return even(
-        num,
-        max(1, min(math.ceil(num / num_that_fit(num, num_cells, limit)), num // min_micro_batch)),
-    )
+    num_parts = math.ceil(num / num_that_fit(num, num_cells, limit))
+    return even(num, max(1, min(num_parts, num // min_micro_batch)))
 
 
 def num_that_fit(num: int, num_cells: int, limit: float) -> int:
@@ -48,7 +63,7 @@ def num_that_fit(num: int, num_cells: int, limit: float) -> int:
 
 
 def even(num: int, num_parts: int) -> list[int]:
-    """Cut examples into so many parts, as evenly as possible."""
+    """Cut `num` examples into `num_parts` parts, as evenly as possible."""
     return [num * (part + 1) // num_parts - num * part // num_parts for part in range(num_parts)]
 
 
@@ -62,13 +77,8 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
     """Find the most of `num` examples that fit at once; 0 if not even `least` do.
 
-    It stops when more would save no piece. Each size is asked for once.
-
-    Args:
-        fits: whether so many fit.
-        num: how many examples there are.
-        least: the fewest to ask for; all of them if there are fewer.
-        first: the sizes to ask for before the interval is halved.
+    The sizes in `first` are asked for first, then the interval is halved until more would save no
+    piece. Each size is asked for once.
 
     >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64))
     (11, 64)
@@ -87,3 +97,76 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
         else:
             high = size
     return low if low >= least else 0
+
+
+def predicted_peak(peaks: list[tuple[int, int]], size: int) -> float:
+    """Predict the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
+
+    >>> predicted_peak([(1, 30), (2, 50)], 8), predicted_peak([(1, 30)], 8)
+    (170.0, 0.0)
+    """
+    if len(peaks) < 2:
+        return 0.0
+    (small, low), (large, high) = sorted(peaks)[-2:]
+    return low + (size - small) * (high - low) / (large - small)
+
+
+@dataclass(slots=True)
+class Pace:
+    """Decides between steps whether the limit may grow, as after halving, or has to shrink."""
+
+    fits: float = 0.0  # the limit before it grew; 0 if it never did
+    too_much: float = math.inf
+    """The least that did not fit.
+
+    It is forgotten when the limit has come near it. Each attempt that fails because of that doubles
+    the patience, so in n steps there are at most log2(n / 50) of them.
+    """
+    patience_steps: int = PATIENCE_STEPS
+
+    num_clean: int = 0
+    has_failed: bool = False
+    is_divided: bool = False
+    largest: int = 0  # the most that was computed at once in this step
+    num_retries: int = 0
+    num_thrashing: int = 0
+    ceiling: float = math.inf  # the limit that a rehearsal found: more is never tried
+
+    def failed(self, num_cells: int, lowered: float) -> float:
+        """Note what did not fit; return the limit that fitted before, or else `lowered`."""
+        self.has_failed, self.num_clean = True, 0
+        self.too_much = min(self.too_much, num_cells)
+        if not 0 < self.fits < num_cells:
+            return lowered
+        limit, self.fits = self.fits, 0.0
+        self.patience_steps *= 2
+        return limit
+
+    def computed(self, num_cells: int, is_divided: bool) -> None:
+        """Note what was computed at once."""
+        self.largest = max(self.largest, num_cells)
+        self.is_divided |= is_divided
+
+    def after_step(self, limit: float, num_retries: int) -> tuple[float, bool]:
+        """Return the limit from now on, and whether it was lowered because of the allocator.
+
+        `num_retries` counts how often the allocator has emptied its cache and tried again so far.
+        """
+        retried, self.num_retries = num_retries > self.num_retries, num_retries
+        self.num_thrashing = self.num_thrashing + 1 if retried and not self.has_failed else 0
+        largest, is_clean = self.largest, self.is_divided and not self.has_failed
+        self.has_failed, self.is_divided, self.largest = False, False, 0
+        if self.num_thrashing == _NUM_THRASHING and largest:
+            self.num_thrashing = self.num_clean = 0
+            self.too_much = min(self.too_much, largest)
+            return min(limit, largest / 2), True
+        self.num_clean += is_clean
+        if self.num_clean < self.patience_steps or math.isinf(limit):
+            return limit, False
+        self.num_clean = 0
+        more = 2 * limit if math.isinf(self.too_much) else (limit + self.too_much) / 2
+        if more < _WORTH * limit:
+            self.too_much = self.ceiling  # another process's memory may be free by now
+            return limit, False
+        self.fits = limit
+        return more, False

@@ -16,32 +16,23 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 def create_states(optimizer: Any) -> str | None:
     """Create the states of torch's AdamW, Adam or SGD, by a step that moves nothing.
 
-    It has a learning rate of 0 and gradients of 0.
-    The first real step is bit-equal to what it would have been: weights, moments and step counters
-    are untouched. It goes parameter by parameter, so that it takes no more memory than the states
-    and one gradient.
+    Its learning rate and gradients are 0. The first real step is bit-equal to what it would have
+    been: weights, moments and step counters are untouched. It goes parameter by parameter, so that
+    it takes no more memory than the states and one gradient.
 
     Returns:
         Why nothing was done, to be logged; None if the states are there.
     """
     inner = inner_optimizer(optimizer)
+    name = type(inner).__name__
     if inner.state:
         return None  # a checkpoint brought them
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        return (
-            f"the states of {type(inner).__name__} appear in the first optimizer step: an OOM "
-            "there ends the run"
-        )
+        return f"{name} creates its states in the first step: an OOM there ends the run"
     if any(group.get("dampening") for group in inner.param_groups):
-        return (
-            "SGD with dampening makes its momentum of the first gradient: an OOM in the first step "
-            "ends the run"
-        )
-    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
-        return (
-            "the optimizer has step hooks, so its states appear in the first step: an OOM there "
-            "ends the run"
-        )
+        return "SGD with dampening starts in the first step: an OOM there ends the run"
+    if has_step_hooks(inner):
+        return f"{name} has step hooks, and creates states in step 1: an OOM there ends the run"
     try:
         failed = attempt(lambda: _step_of_nothing(inner))
     except Exception:
@@ -49,10 +40,7 @@ def create_states(optimizer: Any) -> str | None:
         raise
     if isinstance(failed, DidNotFit):
         inner.state.clear()
-        return (
-            f"weights, gradients and the states of {type(inner).__name__} may not fit together: "
-            f"{failed.first_line}"
-        )
+        return f"weights, gradients and states of {name} may not fit together: {failed.first_line}"
     return None
 
 
@@ -62,6 +50,11 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer
     return inner
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step of this optimizer calls hooks, which would count a trial."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:

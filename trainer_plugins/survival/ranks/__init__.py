@@ -1,9 +1,36 @@
 """These files know how ranks share a micro-batch, and what a failure on one asks of the others.
 
-`protocol.py` says what a kind of ranks can do, each kind is one file with its refusals, its proof
-on this torch and its passes, and `kinds.py` lists them.
+`alone.py` says what a kind of ranks can do, and does it for one process. Each kind of several ranks
+is one file with its refusals, its proof on this torch and its passes.
 """
 
-from trainer_plugins.survival.ranks.alone import Alone as Alone
-from trainer_plugins.survival.ranks.kinds import kind_of as kind_of
-from trainer_plugins.survival.ranks.protocol import Ranks as Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.ranks.alone import Ranks
+
+
+def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
+    """Say how the ranks of a run share a micro-batch; only the file of that kind is imported.
+
+    Before training begins there is no wrapped model to look at.
+    """
+    if trainer.is_deepspeed_enabled:
+        from trainer_plugins.survival.ranks.zero import Zero
+
+        return Zero
+    if model is not None:
+        is_ddp = isinstance(model, DistributedDataParallel)
+    else:
+        kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
+        is_ddp = kind.startswith("MULTI_") and not trainer.is_fsdp_enabled
+    if is_ddp:
+        from trainer_plugins.survival.ranks.ddp import DDP
+
+        return DDP
+    if trainer.is_fsdp_enabled:
+        from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+
+        return FSDP2
+    return Ranks  # it refuses kinds that are not known

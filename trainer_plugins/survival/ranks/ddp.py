@@ -1,10 +1,8 @@
-"""DDP: the rank that failed finishes what it owes the others, and they wait.
+"""DDP: the rank that failed finishes what the others wait for; there is no vote.
 
-There is no vote, and ranks may divide differently.
-
-DDP expects each rank to exchange its buffers once and to reduce each bucket once, in order. It does
-not expect promptness. So nothing that the failed attempt has done is repeated, and a piece does the
-rest:
+Ranks may divide differently. DDP expects each rank to exchange its buffers once and to reduce each
+bucket once, in order. It sets no time limit. So nothing that the failed attempt has done is
+repeated, and a piece does the rest:
 
 * It failed inside the forward pass: the last piece goes through DDP, without the exchange of
   buffers, which is done. The others are computed on the bare model, and reach no other rank.
@@ -28,11 +26,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_plugins.advice import SMALLER_MICRO_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit
-from trainer_plugins.survival.attempt.marks import GradientMark, frozen
+from trainer_plugins.survival.attempt.attempt import DidNotFit, Release
+from trainer_plugins.survival.exact.finality import GradientMark, frozen
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import Alone
+from trainer_plugins.survival.ranks.alone import Ranks
 
 T = TypeVar("T")
 
@@ -41,16 +40,13 @@ class _Progress(IntEnum):
     """Counts how far an attempt came in `DistributedDataParallel.forward`."""
 
     OUTSIDE = 0
-    PREPARING = 1
-    """DDP exchanges buffers, and once in a run builds its buckets."""
-    INSIDE = 2
-    """The model computes."""
-    ARMED = 3
-    """It has computed; the reducer waits for gradients if this micro-batch is synchronised."""
+    PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
+    INSIDE = 2  # the model computes
+    ARMED = 3  # it has computed; the reducer waits for gradients if this one is synchronised
 
 
-class DDP(Alone):
-    """Handles ranks that divide by themselves, and reduce each gradient once; see `Ranks`."""
+class DDP(Ranks):
+    """Handles ranks that divide by themselves, and reduce each gradient once."""
 
     model: DistributedDataParallel
 
@@ -59,49 +55,29 @@ class DDP(Alone):
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
         self._is_synced = self._is_armed = False
-        self._sent: set[nn.Parameter] = set()
-        """The parameters whose hooks the reducer has seen."""
-        self._used: set[nn.Parameter] = set()
-        """The parameters that got a gradient from a piece."""
-
-    @classmethod
-    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
-        if model is not None:
-            return isinstance(model, DistributedDataParallel)
-        is_several = (
-            str(trainer.accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_")
-        )
-        return is_several and not trainer.is_fsdp_enabled
+        self._sent: set[nn.Parameter] = set()  # the parameters whose hooks the reducer has seen
+        self._used: set[nn.Parameter] = set()  # the parameters that got a gradient from a piece
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        """Give every reason why this DDP cannot be helped.
-
-        At attach they are found in what DDP will be made with, at the first micro-batch in the
-        wrapped model.
-        """
-        wrapped: nn.Module = trainer.model_wrapped
+        """Look at what DDP will be made with, or at the wrapped model when the run begins."""
+        wrapped = trainer.model_wrapped
         if wrapped is trainer.model:
             yield from _settings(trainer.accelerator.ddp_handler)
         elif isinstance(wrapped, DistributedDataParallel):
             yield from _settings(wrapped)
             yield from _state(wrapped)
         else:
-            yield (
-                f"several processes with {type(wrapped).__name__} around the model, and not "
-                "DistributedDataParallel"
-            )
+            yield f"several processes whose model {type(wrapped).__name__} wraps, and not DDP"
             return
         if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
-            yield (
-                "with label_smoothing_factor TRL calls the model twice for a micro-batch, and DDP "
-                "with it"
-            )
+            yield "with label_smoothing_factor TRL calls DDP twice for a micro-batch"
         if not finishes_here():
-            yield (
-                "DDP of this version of torch cannot be finished in pieces, as a trial just now "
-                "has shown: please report it"
-            )
+            yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
+
+    def late_refusals(self) -> Iterator[str]:
+        yield from _settings(self.model)
+        yield from _state(self.model)
 
     @property
     def bare(self) -> nn.Module:
@@ -115,13 +91,8 @@ class DDP(Alone):
         self._sent, self._used = set(), set()
 
     def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
-        """Run work that may not fit, and see how far it comes in DDP."""
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
             self.bare.register_forward_pre_hook(lambda *_: self._advance(_Progress.INSIDE)),
@@ -139,10 +110,7 @@ class DDP(Alone):
         if self._is_armed:
             return ""
         if progress == _Progress.PREPARING:
-            return (
-                "it failed where DDP exchanges buffers or builds its buckets, which the other "
-                "ranks do only once"
-            )
+            return "it failed where all ranks exchange buffers or build DDP's buckets, only once"
         if progress == _Progress.INSIDE:
             self.model.require_forward_param_sync = False  # DDP itself sets it again
         if progress == _Progress.ARMED and self._is_synced:
@@ -164,18 +132,12 @@ class DDP(Alone):
             self._sent = mark.changed()
 
     def finished(self) -> None:
-        """Let the reducer see every gradient, after every piece is computed.
-
-        Raises:
-            RuntimeError: the reducer had seen them all before the attempt failed, and what it does
-                at the end of a pass was lost with the attempt.
-        """
         missing = self._used - self._sent
         if self._is_armed and not missing:
             raise RuntimeError(
                 "survive_oom could not help: the pass failed after DDP had sent every gradient, "
-                "and torch cannot take the sums back. A smaller per_device_train_batch_size avoids "
-                "that"
+                "and torch cannot undo the sums. To avoid that, "
+                f"{SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)}"
             )
         # The last piece may not use a weight, such as an expert without a token. Those that DDP
         # found unused it has sent itself.
@@ -183,10 +145,7 @@ class DDP(Alone):
             send(missing)
 
     def _advance(self, to: _Progress) -> None:
-        """Advance one step at a time.
-
-        The bare model is called without DDP too, as the reference model of DPO with adapters.
-        """
+        """Advance one step at a time: DPO with adapters calls the bare model without DDP too."""
         if to == self._progress + 1:
             self._progress = to
 
@@ -194,45 +153,25 @@ class DDP(Alone):
 def _settings(made_with: object) -> Iterator[str]:
     """Refuse by the arguments of DDP, in its wrapper or in what it will be made with."""
     if getattr(made_with, "static_graph", False):
-        yield (
-            "DDP with static_graph learns the first backward pass by heart, and pieces have other "
-            "ones"
-        )
+        yield "DDP with static_graph repeats its first backward pass, and those of pieces differ"
     if getattr(made_with, "gradient_as_bucket_view", False):
-        yield (
-            "DDP with gradient_as_bucket_view has one version counter for all gradients of a "
-            "bucket, so it is not known which of them are final"
-        )
-    if str(getattr(made_with, "comm_hook", "no")) != "no" or bool(
-        getattr(made_with, "_comm_hooks", None)
-    ):
-        yield (
-            "a communication hook of DDP may not fit itself: its bucket is never sent then, and "
-            "the other ranks wait"
-        )
+        yield "DDP with gradient_as_bucket_view does not tell which gradients are final"
+    has_hook = str(getattr(made_with, "comm_hook", "no")) != "no"
+    if has_hook or getattr(made_with, "_comm_hooks", None):
+        yield "a communication hook of DDP may not fit itself, and the other ranks wait then"
 
 
 def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
-    """Refuse by what is known only of a wrapped model."""
     if wrapped.mixed_precision is not None or wrapped._delay_all_reduce_params:
-        yield (
-            "DDP's own mixed_precision and delayed all-reduce keep state that an exception leaves "
-            "half done"
-        )
+        yield "DDP's own mixed_precision and delayed all-reduce keep state that an error breaks"
     if wrapped._use_python_reducer:
-        yield (
-            "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends the gradients of each "
-            "piece"
-        )
+        yield "DDP's python reducer (torch._dynamo.config.optimize_ddp) sends those of each piece"
     if wrapped._join_config.enable:
-        yield ("DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them")
+        yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them"
 
 
 class Shadows:
-    """Replaces a model's trainable parameters by others without hooks.
-
-    The others share the weights and the gradients.
-    """
+    """Replaces trainable parameters by others without hooks, which share their numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shadows = {p: self._shadow(p) for p in model.parameters() if p.requires_grad}
@@ -246,7 +185,6 @@ class Shadows:
             setattr(module, name, self._shadows[parameter])
 
     def leave(self) -> None:
-        """Put the parameters back, with the gradients they have by now."""
         for module, name, parameter in self._places:
             setattr(module, name, parameter)
         for parameter, shadow in self._shadows.items():
@@ -271,8 +209,8 @@ def finishes_here() -> bool:
     """Try on this torch whether DDP can be finished after a backward pass that failed half way.
 
     It is tried once in a process, in a group of this rank alone, and takes 0.02 s. The group stays:
-    if it is freed while its thread lets go of a tensor, which needs the interpreter, gloo now and
-    then waits for that thread forever.
+    if it is freed while its thread drops a tensor, which needs the interpreter, gloo now and then
+    waits for that thread forever.
     """
 
     def fail(_: object) -> None:
@@ -312,9 +250,8 @@ def finishes_here() -> bool:
         if noticed:  # the shadows have called a hook
             return False
         send(set(weights) - sent)
-        model(
-            torch.ones(2, 1)
-        ).sum().backward()  # which DDP refuses while the one before is not finished
+        # DDP refuses this while the pass before is not finished.
+        model(torch.ones(2, 1)).sum().backward()
         return sent == {weights[1]} and all(weight.grad == 5 for weight in weights)
     except RuntimeError:
         return False

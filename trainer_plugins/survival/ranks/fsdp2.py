@@ -1,43 +1,41 @@
-"""FSDP2: ranks that hold a part of each weight, and owe each other collectives.
+"""FSDP2: ranks that hold a part of each weight, and meet in collectives.
 
 Weights are gathered and gradients reduced inside forward and backward. Invariants:
 
 * A micro-batch takes the same collectives, in the same order, whatever is in its rows, and begins
-  from the same state of FSDP on every rank (`FSDP2.begin`). So a rank that fails after the first m
-  of them owes its peers just the rest.
-* It pays with a pass over next to nothing, in which the first m are not sent (`Ledger`). No peer is
-  interrupted, and none has to be told before its own pass has ended; until then some numbers of all
+  from the same state of FSDP on every rank (`FSDP2.begin`). So after a rank has failed behind the
+  first m of them, its peers wait for the rest.
+* It takes part in the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer
+  is interrupted, and none has to know before its own pass has ended; until then some numbers of all
   ranks are worthless.
 * One vote follows each backward pass, on the CPU. If one rank failed, every rank throws away all
   gradients of the optimizer step (`FSDP2.clear`), and all compute its micro-batches again
-  (`replay.py`), in equally many pieces.
+  (`training/planned.py`), in equally many pieces.
 
-No vote stands before a collective, so nothing has to be armed: the cost is one vote a micro-batch,
-whatever the limit.
+No vote stands before a collective: the cost is one vote a micro-batch, whatever the limit.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit, DidNotFitElsewhere
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.exact.layouts import IndivisibleError
+from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
+from trainer_plugins.survival.attempt.state import RestorePoint
+from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.protocol import HowToRecover, Window
+from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.ranks.together import Together
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
 
-_TRIES = 3
-"""A pass over next to nothing needs next to no memory: if it fails this often, it never fits."""
+_TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it never fits
 
 _NEEDED = (
     "reset_iter_state",
@@ -48,36 +46,29 @@ _NEEDED = (
 
 
 class Ledger:
-    """Writes down the collectives that this rank has taken part in since a micro-batch began."""
+    """Lists the collectives that this rank has taken part in since a micro-batch began."""
 
     def __init__(self) -> None:
         self._sent: list[object] = []
         self._next = 0
-        self.fail_at: int | None = None
-        """How many collectives go out before one fails, to try what that leaves; None: all do."""
-        self.reduced: list[torch.Tensor] | None = None
-        """Collects what this rank brings to each reduction; None: it is not collected."""
+        self.fail_at: int | None = None  # collectives before one fails, for a trial
+        self.reduced: list[torch.Tensor] | None = None  # what this rank brings, if collected
 
     def clear(self) -> None:
-        """Begin a micro-batch."""
         self._sent.clear()
         self._next = 0
 
     def rewind(self) -> None:
-        """Begin the micro-batch once more, for the collectives that are still owed."""
+        """Begin the micro-batch again, for the collectives that peers still wait in."""
         self._next = 0
 
     def is_sent(self, collective: object) -> bool:
-        """Tell whether the next collective went out already, in the pass that failed.
-
-        If not, it goes out now.
-        """
+        """Tell whether the next collective went out in the pass that failed; if not, list it."""
         is_sent = self._next < len(self._sent)
         if is_sent and self._sent[self._next] is not collective:
             raise RuntimeError(
-                "survive_oom cannot finish what this rank owes: a short micro-batch has its "
-                "collectives in another order than the one that failed, so training stops here. "
-                "Detach survive_oom for this model"
+                "survive_oom cannot finish the collectives of this rank: a short micro-batch has "
+                "them in another order. Training stops here; detach survive_oom for this model"
             )
         if not is_sent:
             if len(self._sent) == self.fail_at:
@@ -87,24 +78,12 @@ class Ledger:
         return is_sent
 
 
-class _Collective(Protocol):
-    """Describes what is used of an all-gather or reduce-scatter of FSDP."""
-
-    def allocate(self, *args: object, **kwargs: object) -> torch.Tensor: ...
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object
-    ) -> object: ...
-
-
 class _Counted:
-    """Writes down an all-gather or reduce-scatter of FSDP; one not sent again gives zeros."""
+    """Lists an all-gather or reduce-scatter of FSDP; one that is not sent again gives zeros."""
 
-    def __init__(self, collective: _Collective, ledger: Ledger) -> None:
+    def __init__(self, collective: Any, ledger: Ledger) -> None:
         self.collective, self._ledger = collective, ledger
-
-    def allocate(self, *args: object, **kwargs: object) -> torch.Tensor:
-        return self.collective.allocate(*args, **kwargs)
+        self.allocate = collective.allocate
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object
@@ -118,17 +97,15 @@ class _Counted:
 
 
 class FSDP2(Together):
-    """Handles ranks that hold a part of each weight; see `Ranks`."""
+    """Handles ranks that hold a part of each weight."""
 
-    recovery: HowToRecover = "again"
-    model: Any
-    """An `FSDPModule`; torch before 2.13 lacks methods of it that are called here."""
+    recovery = HowToRecover.AGAIN
+    model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed
 
         super().__init__(trainer, model)
-        self._micros: list[MicroBatch] = []
         self._tiny: Callable[[], object] = list
         self._step, self._is_tried = -1, False
         self._ledger = Ledger()
@@ -143,33 +120,16 @@ class FSDP2(Together):
             unit.set_custom_reduce_scatter(_Counted(group._reduce_scatter_comm, self._ledger))
 
     @classmethod
-    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
-        return bool(trainer.is_fsdp_enabled)
-
-    @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
         from torch.distributed.fsdp import FSDPModule
 
         if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-            yield (
-                "FSDP 1 has nothing that puts it back after an error half way: take FSDP 2 "
-                "(fsdp_version: 2)"
-            )
+            yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
         elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
-            yield (
-                f"FSDP 2 of torch {torch.__version__} has no {missing[0]}, which came with "
-                "torch 2.13"
-            )
+            yield f"FSDP 2 of torch {torch.__version__} has no {missing[0]}: use 2.13 or newer"
         owners = [c for c in type(trainer).__mro__ if "compute_loss" in vars(c)]
         if owner := next((c for c in owners if c.__module__.startswith("trl.")), None):
-            yield (
-                f"{owner.__name__}.compute_loss gathers metrics over the ranks: not supported "
-                "under FSDP yet"
-            )
-
-    @property
-    def window(self) -> Window:
-        return Window(self._micros, self.clear)
+            yield f"{owner.__name__}.compute_loss gathers metrics: not supported under FSDP yet"
 
     def prepare(self, tiny: Callable[[], object]) -> None:
         self._tiny = tiny
@@ -191,57 +151,43 @@ class FSDP2(Together):
     def begin(self, micro: MicroBatch) -> None:
         if self._step != self.trainer.state.global_step:
             self._step = self.trainer.state.global_step
-            self._micros.clear()
-            self._start_anew()
-        self._micros.append(micro)
+            self.micros.clear()
+            self._reset()
+        self.micros.append(micro)
         self._settle()
 
     def attempt(
-        self,
-        work: Callable[[], T],
-        release: Callable[[], object] | None = None,
-        *,
-        is_end: bool = True,
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         outcome = super().attempt(work, release)
+        has_failed = isinstance(outcome, DidNotFit)
         if isinstance(outcome, DidNotFit):
-            self._pay(outcome)
+            self._finish_collectives(outcome)
         elif not is_end:
             return outcome  # the vote comes after its backward pass
-        failed_anywhere = self.highest(isinstance(outcome, DidNotFit))
+        failed_anywhere = self.on_any(has_failed)
         self._settle()
-        if failed_anywhere:
-            self._drop()  # what was reduced since is worth nothing
-        return (
-            DidNotFitElsewhere()
-            if failed_anywhere and not isinstance(outcome, DidNotFit)
-            else outcome
-        )
+        if not failed_anywhere:
+            return outcome
+        self._drop()  # what was reduced since is invalid
+        return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once.
 
-        The gradients are those of a pass: of full size if the Trainer does not reduce them yet.
-        """
-        num = -self.highest(-num)
-        self._start_anew()
+        def fits(size: int) -> bool:
+            return not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
+
+        num = self.lowest(num)
+        self._reset()
         self._compute(self._tiny)
-        num_fit = most(
-            lambda size: (
-                not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
-            ),
-            *(num, least, (num,)),
-        )
+        num_fit = most(fits, num, least, (num,))
         self.clear()
         return num_fit
 
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """Compute what this rank's examples bring to each reduction.
-
-        There must be no gradient yet, and there is none after.
-        """
+        """Compute what this rank's examples bring to each reduction; no gradient is left."""
         reduced: list[torch.Tensor] = []
         self._ledger.reduced = reduced
         try:
@@ -254,25 +200,18 @@ class FSDP2(Together):
     def clear(self) -> None:
         """Throw away every gradient of this optimizer step, reduced or not.
 
-        The first call tries whether that works on this torch.
-
         What a rank has not reduced yet stays where FSDP keeps it, even through `reset_iter_state`
-        (torch 2.13), and would be added to the next reduction. So it is added to that of a pass
-        over next to nothing, whose result is dropped. From here to the end of the micro-batch each
-        pass reduces its gradients.
-
-        Raises:
-            torch.OutOfMemoryError: on every rank, if one cannot do even that.
-            RuntimeError: on every rank, if this torch keeps something of a pass that failed.
+        (torch 2.13), and would be added to the next reduction. So it is added to that of a tiny
+        pass, whose result is dropped. From here to the end of the micro-batch each pass reduces its
+        gradients. The first call tries whether that works on this torch.
         """
         self._flush()
         if not self._is_tried:
             self._is_tried = True
-            if self.highest(not self._leaves_nothing()):
+            if self.on_any(not self._leaves_nothing()):
                 raise RuntimeError(
-                    f"survive_oom could not help: FSDP 2 of torch {torch.__version__} keeps "
-                    "something of a pass that failed, as a trial just now has shown. Please report "
-                    "it"
+                    "survive_oom could not help: a trial just now showed that FSDP 2 of torch "
+                    f"{torch.__version__} keeps something of a pass that failed. Please report it"
                 )
 
     def _flush(self) -> None:
@@ -289,10 +228,7 @@ class FSDP2(Together):
         )
 
     def _leaves_nothing(self) -> bool:
-        """Tell whether a pass that fails half way, unreduced, leaves later gradients as they were.
-
-        It fails on the last rank.
-        """
+        """Tell whether later gradients are the same after a pass that failed on the last rank."""
         before = RestorePoint(self.trainer)
         first = self._compute(self._norms)
         self._drop()
@@ -323,13 +259,8 @@ class FSDP2(Together):
         if is_here:
             raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
 
-    def _pay(self, failure: DidNotFit) -> None:
-        """Take part in the collectives that peers still wait in.
-
-        Raises:
-            torch.OutOfMemoryError: that did not fit either. Peers learn of it when this process
-                ends.
-        """
+    def _finish_collectives(self, failure: DidNotFit) -> None:
+        """Take part in the collectives that peers still wait in; without room for that, end."""
         why = "not one short example fits"
         for _ in range(_TRIES):
             self._forget_pass()
@@ -342,17 +273,17 @@ class FSDP2(Together):
                 break
         raise failure.as_error(why)
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
         self._forget_pass()
         self._settle()
 
     def _forget_pass(self) -> None:
-        if self.model._get_fsdp_state()._is_root is not None:  # has come to a forward pass before
+        if self.model._get_fsdp_state()._is_root is not None:  # it has run a forward pass
             self.model.reset_iter_state()
 
     def _settle(self) -> None:
-        """Let the next pass begin alike on every rank: nothing sent, and no weight gathered."""
+        """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
         self._ledger.clear()
         for unit in self._units:
             unit.reshard()
@@ -362,7 +293,6 @@ class FSDP2(Together):
             parameter.grad = None
 
     def _groups(self) -> Iterator[tuple[Any, Any]]:
-        """Give each module that FSDP shards, with each of its groups of parameters."""
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 yield unit, group
@@ -370,5 +300,5 @@ class FSDP2(Together):
     def _no_answer(self) -> str:
         return (
             "survive_oom: the ranks could not agree whether everything fitted, so training stops "
-            "here. The rank that ended first says why"
+            "here. The rank that ended first logs why"
         )

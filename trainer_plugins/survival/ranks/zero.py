@@ -1,20 +1,25 @@
-"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide alike before a micro-batch begins.
+"""Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide the same way before a micro-batch begins.
 
 The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and
 backward pass. What a failed pass leaves in them cannot be undone, and the other ranks wait inside
 the same hooks. So nothing is retried:
 
-* what fits is measured before step 1, with sizes that grow and are foreseen to fit, the same on all
+* what fits is measured before step 1, with growing sizes that are predicted to fit, the same on all
   ranks (`most`);
-* a micro-batch is divided on all ranks alike, into as many pieces as the rank that needs most
-  (`highest`);
+* a micro-batch is divided on all ranks into as many pieces as the rank with most needs;
 * every piece goes through the engine as a micro-batch of a window does, and only the last one may
   be the window's last;
-* if something does not fit all the same, every rank stops with the reason (`failed`, `brake.py`).
+* if one still does not fit, every rank stops and logs why (`failed`). The peers of that rank wait
+  inside a collective that no exception reaches, for as long as `ddp_timeout`, half an hour by
+  default. So each rank has a thread that looks once a second, in the store that the ranks share,
+  whether one of them has pulled the brake.
 """
 
 import inspect
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,15 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DidNotFit
-from trainer_plugins.survival.attempt.baseline import card_of
-from trainer_plugins.survival.limit.limit import SLACK, most
-from trainer_plugins.survival.ranks.alone import own_gradient
-from trainer_plugins.survival.ranks.brake import pull_brake, watch_brake
-from trainer_plugins.survival.ranks.protocol import HowToRecover
+from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
+from trainer_plugins.survival.limit.limit import SLACK, most, predicted_peak
+from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.ranks.together import Together
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
@@ -47,6 +50,10 @@ _ENGINE = (
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
 """Attributes that are used of the optimizers of ZeRO-1 and ZeRO-2."""
 
+_BRAKE = "trainer_plugins/brake"  # the key of the store
+_THREAD = "trainer_plugins-brake"
+_GRACE_SECONDS = 5.0  # time that a rank has to end with an exception after one of them stops
+
 _ZERO_PLUS_PLUS = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -55,9 +62,9 @@ _ZERO_PLUS_PLUS = (
 
 
 class Zero(Together):
-    """Handles ranks that hold a part of states, gradients or weights; see `Ranks`."""
+    """Handles ranks that hold a part of states, gradients or weights."""
 
-    recovery: HowToRecover = "planned"
+    recovery = HowToRecover.PLANNED
     options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
     """Options that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
 
@@ -70,30 +77,19 @@ class Zero(Together):
             watch_brake()
 
     @classmethod
-    def is_kind(cls, trainer: HfTrainer, model: nn.Module | None) -> bool:
-        return bool(trainer.is_deepspeed_enabled)
-
-    @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        """Give every reason, found in the configuration, and in the engine once it is there."""
         from accelerate.utils import DeepSpeedEngineWrapper
 
         plugin = trainer.accelerator.state.deepspeed_plugin
         if plugin.zero_stage == 0:
-            yield "DeepSpeed without ZeRO (stage 0) is not tried: take stage 1, 2 or 3, or DDP"
+            yield "DeepSpeed without ZeRO (stage 0) is not supported: use stage 1, 2 or 3, or DDP"
         if "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters:
-            yield (
-                "this accelerate lets DeepSpeed count pieces as micro-batches of the window: "
-                "take 1.15 or newer"
-            )
+            yield "this accelerate counts pieces as micro-batches of the window: use 1.15 or newer"
         yield from _in_config(plugin.deepspeed_config)
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
             yield "pipeline parallelism is not supported: it cuts micro-batches itself"
         if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
-            yield (
-                "trainers of TRL gather metrics inside each micro-batch: under DeepSpeed that is "
-                "not tried"
-            )
+            yield "TRL gathers metrics inside each micro-batch: not supported under DeepSpeed"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
             yield from _in_engine(engine)  # at attach it is not there yet
 
@@ -118,30 +114,20 @@ class Zero(Together):
             accelerator.sync_gradients = is_step
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once.
-
-        A size is tried only if a line through the peaks of the sizes before foresees that it fits.
-        """
+        """Find out how many examples fit at once; a size is predicted to fit before it is tried."""
         peaks: list[tuple[int, int]] = []
         try:
             with self.piece(is_last=False) as model:
-                return most(
-                    partial(self._fits, compute=partial(compute, model), peaks=peaks),
-                    *(-self.highest(-num), least, (least, 2 * least, num)),
-                )
+                fits = partial(self._fits, compute=partial(compute, model), peaks=peaks)
+                return most(fits, self.lowest(num), least, (least, 2 * least, num))
         finally:
             self.forget()
 
     def gradient(
         self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     ) -> list[torch.Tensor] | DidNotFit:
-        """Compute the gradient of a loss as one process does.
-
-        Raises:
-            torch.OutOfMemoryError: it did not fit, and in stage 3 the other ranks wait in the same
-                pass.
-        """
-        outcome = own_gradient(loss, parameters, self.trainer.args.device)
+        """Compute a gradient as one process does; in stage 3 the others wait if it does not fit."""
+        outcome = super().gradient(loss, parameters)
         if isinstance(outcome, DidNotFit) and self._stage == 3:
             why = self._stop("a measurement did not fit, and a pass of ZeRO cannot be repeated")
             raise torch.OutOfMemoryError(f"{outcome.words}\n{why}")
@@ -162,11 +148,10 @@ class Zero(Together):
         self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]
     ) -> bool:
         card = card_of(self.trainer.args.device)
-        reading = card.read() if card else None
-        if card is None or reading is None:
+        if (reading := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
         room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
-        if self.highest(int(foreseen(peaks, size) > room_bytes)):
+        if self.on_any(predicted_peak(peaks, size) > room_bytes):
             return False
         card.reset_peak()
         failure = self.attempt(partial(compute, size))
@@ -185,7 +170,7 @@ class Zero(Together):
         # On another machine than rank 0's it may not be there.
         last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
         if self._engine._running_engine_step:
-            why = "it came in the optimizer step, and weights may have moved"
+            why = "it failed in the optimizer step, and weights may have moved"
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"
         said = f"{why}, so all ranks stop, after step {step}. {kept}"
         if self._has_peers:
@@ -196,38 +181,23 @@ class Zero(Together):
         return self._stop("a rank did not answer how it divides its micro-batch")
 
 
-def foreseen(peaks: list[tuple[int, int]], size: int) -> float:
-    """Foresee the peak of a size, in bytes, by the line through the last two measured peaks.
-
-    It is 0 if there are not two.
-
-    >>> foreseen([(1, 30), (2, 50)], 8), foreseen([(1, 30)], 8)
-    (170.0, 0.0)
-    """
-    if len(peaks) < 2:
-        return 0.0
-    (small, low), (large, high) = sorted(peaks)[-2:]
-    return low + (size - small) * (high - low) / (large - small)
-
-
 def _in_config(config: Mapping[str, Any]) -> Iterator[str]:
-    """Refuse by the configuration of DeepSpeed."""
     zero: Mapping[str, Any] = config.get("zero_optimization", {})
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
-            yield f"{part} to NVMe is not tried"
+            yield f"{part} to NVMe is not supported"
     if zero.get("mics_shard_size", -1) not in (-1, 0) or zero.get(
         "mics_hierarchical_params_gather"
     ):
-        yield "MiCS is not tried"
+        yield "MiCS is not supported"
     if zero.get("zero_hpz_partition_size", 1) > 1 or any(map(zero.get, _ZERO_PLUS_PLUS)):
-        yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not tried"
+        yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_*) is not supported"
     if zero.get("zenflow"):
         yield "ZenFlow updates weights inside the backward pass"
     if (zero.get("offload_optimizer") or {}).get("super_offload"):
-        yield "SuperOffload is not tried"
+        yield "SuperOffload is not supported"
     if config.get("compile", {}).get("deepcompile"):
-        yield "DeepCompile compiles anew for every size of a piece"
+        yield "DeepCompile compiles again for every size of a piece"
     if config.get("sequence_parallel_size", 1) > 1:
         yield "sequence parallelism is not supported: every rank holds a part of each row"
     if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
@@ -235,10 +205,9 @@ def _in_config(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _in_engine(engine: Any) -> Iterator[str]:
-    """Refuse by the engine: another optimizer, or another version of DeepSpeed."""
     name = type(engine.optimizer).__name__
     if name not in _OPTIMIZERS:
-        yield f"DeepSpeed's {name} is not tried"
+        yield f"DeepSpeed's {name} is not supported"
     missing = [attribute for attribute in _ENGINE if not hasattr(engine, attribute)]
     if engine.zero_optimization_stage() < 3:
         missing += [
@@ -246,3 +215,36 @@ def _in_engine(engine: Any) -> Iterator[str]:
         ]
     if missing:
         yield f"this version of DeepSpeed has no {', '.join(missing)}: please report it"
+
+
+def watch_brake() -> None:
+    """Watch for the brake while the process group lives; a second call does nothing."""
+    if not any(thread.name == _THREAD for thread in threading.enumerate()):
+        threading.Thread(target=_watch, daemon=True, name=_THREAD).start()
+
+
+def pull_brake(why: str) -> None:
+    """Tell every rank why this one stops, and end this process if nothing else does."""
+    _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{why}")
+
+
+def _watch() -> None:
+    world, store, rank = dist.group.WORLD, _get_default_store(), dist.get_rank()
+    while dist.is_initialized() and dist.group.WORLD is world:
+        time.sleep(1.0)
+        try:
+            if not store.check([_BRAKE]):
+                continue
+            who, _, why = store.get(_BRAKE).decode().partition("\n")
+        except RuntimeError:  # the store went with the rank that kept it
+            return
+        if int(who) != rank:
+            sys.stderr.write(f"rank {rank} stops, because rank {who} cannot go on: {why}\n")
+        threading.main_thread().join(_GRACE_SECONDS)
+        if threading.main_thread().is_alive():
+            sys.stderr.write(
+                f"rank {rank} ends now: it was still running {_GRACE_SECONDS:.0f} s later\n"
+            )
+            sys.stderr.flush()
+            os._exit(1)
+        return

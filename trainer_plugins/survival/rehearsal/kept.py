@@ -1,4 +1,4 @@
-"""Kept: what a rehearsal changes, in main memory, and how it is put back bit for bit."""
+"""Kept: what a rehearsal changes, in main memory, and how it is restored bit for bit."""
 
 import copy
 import os
@@ -10,56 +10,50 @@ from torch import nn
 
 from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.attempt.sources import Sources
-from trainer_plugins.survival.exact.modules import full_state
+from trainer_plugins.survival.attempt.sources import sources_of
+from trainer_plugins.survival.attempt.state import RestorePoint, full_state
 from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
 from trainer_plugins.units import size
 from trainer_plugins.wrapped import local_tensor
 
-_ROOM = 0.8
-"""How much of the free main memory the copies may take: beyond it the kernel may end the run."""
+_ROOM = 0.8  # part of the free main memory for copies: beyond it the kernel may end the run
+
+SOURCES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+"""What of a Trainer the rows of a run and their outputs are drawn from."""
 
 
 class Kept:
-    """Holds what a rehearsal may change, to put it back; but for the random generators.
+    """Holds what a rehearsal may change, to restore it; except the random generators.
 
     Frozen weights are not copied: nothing that is rehearsed moves them.
-
-    Raises:
-        MemoryError: main memory has no room for it.
     """
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         optimizer = None if trainer.is_deepspeed_enabled else inner_optimizer(trainer.optimizer)
-        self._model, self._weights = (
-            model,
-            [p for p in model.parameters() if p.requires_grad and not trainer.is_deepspeed_enabled],
-        )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._model, self._weights = model, [] if optimizer is None else trained
         _look_for_room(self._weights, optimizer)
         self._values = [_host(weight) for weight in self._weights]
         self._states = None if optimizer is None else States(optimizer)
         self._state = full_state(model, has_parameters=False)
         self._modes = [(module, module.training) for module in model.modules()]
-        self._sources = sources_of(trainer)
+        self._sources = sources_of(trainer, *SOURCES)
         self._metrics = [RestorePoint(trainer, mode) for mode in ("train", "eval")]
         self._owners = [(each, attributes(each)) for each in _owners(trainer)]
         self._callback_states = trainer.state.stateful_callbacks
         self._values_of_callbacks = copy.deepcopy(self._callback_states)
 
     def restore_weights(self) -> None:
-        """Put the values of trained weights back."""
         with torch.no_grad():
             for weight, value in zip(self._weights, self._values, strict=True):
-                _local(weight).copy_(value)
+                local_tensor(weight).copy_(value)
 
     def drop_states(self) -> None:
-        """Let go of the optimizer's states, as before a resume loads them."""
+        """Drop the optimizer's states, as before a resume loads them."""
         if self._states is not None:
             self._states.drop()
 
     def restore(self) -> None:
-        """Put everything back."""
         for parameter in self._model.parameters():
             parameter.grad = None
         self.restore_weights()
@@ -77,16 +71,8 @@ class Kept:
             metrics.restore_metrics()
 
 
-def sources_of(trainer: HfTrainer) -> Sources:
-    """Find what the rows of a run and their outputs are drawn from."""
-    names = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
-    loader = trainer.callback_handler.train_dataloader
-    roots = [getattr(loader, name, None) for name in ("dataset", "collate_fn")]
-    return Sources(*roots, *(getattr(trainer, name, None) for name in names), trainer)
-
-
 class States:
-    """Holds the states and the groups of an optimizer, to put them back in place."""
+    """Holds the states and the groups of an optimizer, to restore them in place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -100,11 +86,10 @@ class States:
         }
 
     def drop(self) -> None:
-        """Let go of all states."""
         self._optimizer.state.clear()
 
     def restore(self) -> None:
-        """Put them back; states that were not there are dropped."""
+        """Restore them; states that were not there are dropped."""
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -131,21 +116,18 @@ class _Value(NamedTuple):
         return cls(copy.deepcopy(value), None)
 
     def put_back(self, now: Any) -> Any:
-        """Return the value: in the tensor that is there, if that is a fit one."""
         if self.device is None:
             return self.value
-        if isinstance(now, torch.Tensor) and (now.dtype, now.device) == (
-            self.value.dtype,
-            self.device,
-        ):
+        there = (now.dtype, now.device) if isinstance(now, torch.Tensor) else None
+        if there == (self.value.dtype, self.device):
             with torch.no_grad():
-                _local(now).copy_(self.value)
+                local_tensor(now).copy_(self.value)
             return now
         return self.value.to(self.device)
 
 
 def put_back(owner: object, before: dict[str, Any]) -> None:
-    """Give an object the attributes that it had, and take away those that it had not."""
+    """Give an object the attributes that it had, and remove the others."""
     there = vars(owner)
     for name in there.keys() - before.keys():
         del there[name]
@@ -164,24 +146,19 @@ def _owners(trainer: HfTrainer) -> Iterator[object]:
     yield trainer.state
     yield trainer.accelerator
     generation = getattr(trainer.model, "generation_config", None)
-    for each in (trainer.lr_scheduler, getattr(trainer.accelerator, "scaler", None), generation):
+    for each in (trainer.lr_scheduler, trainer.accelerator.scaler, generation):
         if hasattr(each, "__dict__"):
             yield each
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return local_tensor(tensor).detach()
-
-
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return _local(tensor).to("cpu", copy=True)
+    return local_tensor(tensor).detach().to("cpu", copy=True)
 
 
 def _look_for_room(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
     states = [] if optimizer is None else optimizer.state.values()
     values = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-    local_bytes = sum(_local(each).nbytes for each in (*weights, *values))
+    local_bytes = sum(local_tensor(each).nbytes for each in (*weights, *values))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free_bytes = HostDevice().read().free_bytes
     if num_ranks * local_bytes > _ROOM * free_bytes:

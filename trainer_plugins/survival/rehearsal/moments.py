@@ -11,34 +11,30 @@ import torch
 from torch import nn
 from transformers import Seq2SeqTrainer
 
+from trainer_plugins.callbacks._run import callback_of
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.planner.trainer import text_of
-from trainer_plugins.reading import MemoryReading
-from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.baseline import Card
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Packed, Rows, find_layout
-from trainer_plugins.survival.limit.limit import SLACK, cells
-from trainer_plugins.survival.limit.optimizer_states import inner_optimizer
+from trainer_plugins.planner.kind import text_of
+from trainer_plugins.survival.attempt.attempt import Card, DidNotFit, attempt
+from trainer_plugins.survival.exact.gathers import Gathers
+from trainer_plugins.survival.exact.layouts import Packed, Rows, find_layout
+from trainer_plugins.survival.exact.shares import IndivisibleError
+from trainer_plugins.survival.limit.limit import SLACK, cells, predicted_peak
+from trainer_plugins.survival.limit.optimizer_states import has_step_hooks, inner_optimizer
 from trainer_plugins.survival.memo import SurvivalMemo
-from trainer_plugins.survival.ranks import Ranks
-from trainer_plugins.survival.ranks.gathers import Gathers
-from trainer_plugins.survival.ranks.zero import foreseen
+from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.rehearsal.kept import Kept
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.kept_outputs import kept_bytes
 
-FOLDER = ".trainer_plugins_rehearsal"
-"""The folder in `output_dir` to which a checkpoint is written, and which is removed again."""
+FOLDER = ".trainer_plugins_rehearsal"  # in `output_dir`, removed again
 
 T = TypeVar("T")
 
-_DEFAULT_LENGTH = 20
-"""What `generate` takes where nobody says how long (transformers, GenerationConfig)."""
+_DEFAULT_LENGTH = 20  # of `generate` (transformers, GenerationConfig)
 
-_NUM_SEEN = 64
-"""How many rows are looked at of a data set of `datasets` that can only be iterated."""
+_NUM_SEEN = 64  # how many rows are read of a data set of `datasets` that can only be iterated
 
 
 class LeftOut(Exception):  # noqa: N818 - it is no error
@@ -50,22 +46,14 @@ class NoBatch(Exception):  # noqa: N818 - the user's rows raise it
 
 
 class Moments:
-    """Computes the worst of each moment of one run, on this rank or with the others.
+    """Computes the worst of each moment of one run, on this rank or with the others."""
 
-    Args:
-        trainer: the Trainer, whose training begins.
-        ranks: how its ranks share a micro-batch.
-        kept: what is put back afterwards, and between two moments.
-        card: the card; None if nothing counts its memory.
-    """
+    def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card) -> None:
+        self._trainer, self._ranks, self._kept, self.card = trainer, ranks, kept, card
+        self._device = trainer.args.device
+        self.what = ""  # what the moment computes, in words
 
-    def __init__(self, trainer: HfTrainer, ranks: Ranks, kept: Kept, card: Card | None) -> None:
-        self._trainer, self._ranks, self._kept, self._card = trainer, ranks, kept, card
-        self._device: torch.device = trainer.args.device
-        self.what = ""
-        """What the moment computes, in words."""
-
-    def of_run(self, saves: bool) -> Iterator[tuple[RunMoment, Callable[[], str | DidNotFit]]]:
+    def of_run(self, saves: bool) -> Iterator[tuple[RunMoment, Callable[[], str]]]:
         """Give the moments that this run has; each returns what did not fit, empty if all did."""
         args = self._trainer.args
         yield "optimizer step", self.optimizer_step
@@ -77,16 +65,13 @@ class Moments:
             if not args.save_only_model:
                 yield "resume", self.resume
 
-    def optimizer_step(self) -> str | DidNotFit:
-        """Take one step of the real optimizer, over gradients of nothing.
-
-        The states stay on the card for the moments after it.
-        """
+    def optimizer_step(self) -> str:
+        """Take one step of the real optimizer, without gradients; its states stay on the card."""
         optimizer = inner_optimizer(self._trainer.optimizer)
         self.what = f"{type(optimizer).__name__} over all gradients"
         if self._trainer.is_deepspeed_enabled:
-            raise LeftOut("a step of ZeRO cannot be taken back")
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise LeftOut("a step of ZeRO cannot be undone")
+        if has_step_hooks(optimizer):
             raise LeftOut("the optimizer has step hooks, which would count it")
         try:
             outcome = attempt(partial(_step, optimizer))
@@ -94,18 +79,20 @@ class Moments:
             for parameter in self._ranks.bare.parameters():
                 parameter.grad = None
             self._kept.restore_weights()
-        return outcome if isinstance(outcome, DidNotFit) else ""
+        return _failure(outcome)
 
     def training(self) -> str:
-        """Compute the longest rows, forward and backward, beside all gradients and states."""
+        """Compute the longest rows, forward and backward, on top of all gradients and states."""
         trainer = self._trainer
-        if any(isinstance(one, SurvivalMemo) for one in trainer.callback_handler.callbacks):
-            raise LeftOut("survive_oom does it at its first micro-batch, and divides what is left")
-        if trainer.is_deepspeed_enabled and self._card is None:
-            raise LeftOut("ZeRO foresees what fits, and nothing counts the memory of its device")
+        if callback_of(trainer, SurvivalMemo) is not None:
+            raise LeftOut("survive_oom does it at its first micro-batch, and divides the rest")
+        if trainer.is_deepspeed_enabled and self.card.read() is None:
+            raise LeftOut(
+                "ZeRO has to predict what fits, and nothing counts the memory of its device"
+            )
         loader = trainer.callback_handler.train_dataloader
         rows = self._longest(loader, trainer._train_batch_size)
-        num = -self._ranks.highest(-len(rows))
+        num = self._ranks.lowest(len(rows))
         self.what += f" ({cells(rows.batch(num))} tokens)"
         self._ranks.prepare(partial(self._tiny, rows))
         num_fit = self._ranks.most(partial(self._compute, rows), num, 1)
@@ -113,58 +100,47 @@ class Moments:
             return ""
         return f"{num_fit} of them fit at once" if num_fit else "not even one row fits"
 
-    def evaluation(self) -> str | DidNotFit:
-        """Evaluate the longest rows, beside all outputs that the loop will have kept by then."""
+    def evaluation(self) -> str:
+        """Evaluate the longest rows, on top of the outputs that the loop will have kept by then."""
         trainer = self._trainer
         sets = trainer.eval_dataset
         names = [*sets] if isinstance(sets, dict) else [None]
         for name in names:
             loader = trainer.get_eval_dataloader(name)
             rows = self._longest(loader, trainer.args.eval_batch_size)
-            outcome = self._evaluate(rows, _num_batches(loader))
-            if outcome:
-                return outcome
+            if failure := self._evaluate(rows, _num_batches(loader)):
+                return failure
         return ""
 
-    def save(self) -> str | DidNotFit:
+    def save(self) -> str:
         """Write a checkpoint, with all that ranks gather for it; `clean_up` removes it."""
         trainer = self._trainer
         self.what = "a checkpoint, which is removed again"
         trainer.args.output_dir = self._folder
         trainer.args.push_to_hub = False
-        outcome = self._tried(partial(trainer._save_checkpoint, trainer.model, None))
-        return outcome if isinstance(outcome, DidNotFit) else ""
+        return _failure(self._tried(partial(trainer._save_checkpoint, trainer.model, None)))
 
-    def resume(self) -> str | DidNotFit:
+    def resume(self) -> str:
         """Load that checkpoint, without the states that a new process would not have yet."""
         trainer = self._trainer
         checkpoint = os.path.join(self._folder, f"checkpoint-{trainer.state.global_step}")
         self.what = "that checkpoint"
         if self._ranks.forward_is_shared:
-            raise LeftOut("what a load has changed cannot be taken back under FSDP2 and ZeRO")
+            raise LeftOut("what a load has changed cannot be undone under FSDP2 and ZeRO")
         if not os.path.isdir(checkpoint):
             raise LeftOut("there is no checkpoint on this machine")
         self._kept.drop_states()
-        outcome = attempt(partial(self._load, checkpoint))
-        return outcome if isinstance(outcome, DidNotFit) else ""
+        return _failure(attempt(partial(self._load, checkpoint)))
 
     @property
     def is_shared(self) -> bool:
-        """Tell whether other ranks wait in a pass that fails on this one."""
         return self._ranks.forward_is_shared
 
-    def reset_peak(self) -> None:
-        """Begin a moment."""
-        if self._card is not None:
-            self._card.reset_peak()
-
     def peak_bytes(self) -> int | None:
-        """Return the most that the moment has allocated; None if nothing counts it."""
-        reading = self._read()
+        reading = self.card.read()
         return None if reading is None else reading.peak_allocated_bytes
 
     def clean_up(self) -> None:
-        """Remove the checkpoint that was written."""
         if self._trainer.args.local_process_index == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -191,9 +167,9 @@ class Moments:
         except Exception as raised:  # noqa: BLE001 - the user's data set and collator
             error = first_words(raised)
         self.what = "the longest rows"
-        if self._ranks.highest(int(bool(error))):
+        if self._ranks.on_any(bool(error)):
             raise NoBatch(error or "another rank cannot make a batch of them")
-        if self._ranks.highest(int(not rows)) or rows is None:
+        if self._ranks.on_any(not rows) or rows is None:
             raise LeftOut(f"{type(dataset).__name__} cannot be asked for single rows")
         many = f"the {len(rows)} longest rows" if len(rows) > 1 else "the longest row"
         self.what = f"{many} {seen}"
@@ -203,7 +179,6 @@ class Moments:
         self._pass(model, rows.batch(num))
 
     def _tiny(self, rows: LongestRows) -> None:
-        """Run a pass over the first tokens of one row."""
         batch = rows.batch(1)
         with suppress(IndivisibleError):
             batch = find_layout((Packed(), Rows()), batch).probe(batch, 1)
@@ -217,16 +192,16 @@ class Moments:
             trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
             trainer.training_step(model, batch, num_items)
 
-    def _evaluate(self, rows: LongestRows, num_batches: int) -> str | DidNotFit:
+    def _evaluate(self, rows: LongestRows, num_batches: int) -> str:
         args = self._trainer.args
         if self.is_shared and (too_much := self._foreseen(rows)):
             return too_much
-        self.reset_peak()
-        before = self._read()
+        self.card.reset_peak()
+        before = self.card.read()
         outputs = self._tried(partial(self._predicted, rows, len(rows)))
-        after = self._read()
+        after = self.card.read()
         if isinstance(outputs, DidNotFit):
-            return outputs
+            return outputs.first_line
         batch_bytes = args.world_size * kept_bytes(outputs)
         del outputs
         if before is None or after is None or not batch_bytes or args.batch_eval_metrics:
@@ -235,30 +210,24 @@ class Moments:
         num_kept = min(args.eval_accumulation_steps or num_batches, num_batches)
         joined_bytes = (num_kept + 1) * batch_bytes if args.eval_do_concat_batches else 0
         computed_bytes = after.peak_allocated_bytes - before.allocated_bytes
-        self.what += f" beside the outputs of {num_kept} batches ({size(num_kept * batch_bytes)})"
+        self.what += f" and the outputs of {num_kept} batches ({size(num_kept * batch_bytes)})"
         held = ((num_kept - 1) * batch_bytes, max(joined_bytes, computed_bytes))
-        outcome = attempt(partial(self._hold, held))
-        return outcome if isinstance(outcome, DidNotFit) else ""
+        return _failure(attempt(partial(self._hold, held)))
 
     def _foreseen(self, rows: LongestRows) -> str:
-        """Say that the batch will not fit, by the line through the peaks of 1 row and of 2.
-
-        The ranks agree on it before they compute the batch, since a failure could not be taken
-        back.
-        """
-        peaks, before = [], self._read()
+        """Predict from 1 and 2 rows that a batch will not fit: its failure could not be undone."""
+        peaks, before = [], self.card.read()
         for num in (1, 2) if before is not None and len(rows) > 2 else ():
-            self.reset_peak()
+            self.card.reset_peak()
             self._predicted(rows, num)
             peaks.append((num, self.peak_bytes() or 0))
-        needed_bytes = int(foreseen(peaks, len(rows)))
+        needed_bytes = int(predicted_peak(peaks, len(rows)))
         room_bytes = before.total_bytes - before.non_torch_bytes if before is not None else 0
-        if not self._ranks.highest(int(needed_bytes > (1 - SLACK) * room_bytes)):
+        if not self._ranks.on_any(needed_bytes > (1 - SLACK) * room_bytes):
             return ""
-        return f"by 1 row and 2 it would take {size(needed_bytes)} here, and a rank has no room"
+        return f"predicted from 1 and 2 rows: {size(needed_bytes)} here, and a rank has no room"
 
     def _predicted(self, rows: LongestRows, num: int) -> tuple[Any, Any]:
-        """Return what an evaluation keeps of a batch: outputs and labels."""
         trainer, gathers = self._trainer, Gathers(self._trainer)
         model = trainer._wrap_model(trainer.model, training=False)
         model.eval()
@@ -275,12 +244,8 @@ class Moments:
         return logits, labels
 
     def _hold(self, sizes: tuple[int, ...]) -> None:
-        """Take so many bytes of the card at once."""
         held = [torch.empty(each, dtype=torch.uint8, device=self._device) for each in sizes]
         del held
-
-    def _read(self) -> MemoryReading | None:
-        return self._card.read() if self._card is not None else None
 
     def _load(self, checkpoint: str) -> None:
         trainer = self._trainer
@@ -299,10 +264,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _full_length(trainer: HfTrainer) -> dict[str, int]:
-    """Return the options with which an evaluation generates as many tokens as it may.
-
-    It is empty if this one generates nothing.
-    """
+    """Return the options that let an evaluation generate as many tokens as it may, if it does."""
     if not isinstance(trainer, Seq2SeqTrainer) or not trainer.args.predict_with_generate:
         return {}
     args = trainer.args
@@ -312,6 +274,10 @@ def _full_length(trainer: HfTrainer) -> dict[str, int]:
         return {"max_new_tokens": num, "min_new_tokens": num, **beams}
     num = args.generation_max_length or config.max_length or _DEFAULT_LENGTH
     return {"max_length": num, "min_length": num, **beams}
+
+
+def _failure(outcome: object) -> str:
+    return outcome.first_line if isinstance(outcome, DidNotFit) else ""
 
 
 def _num_batches(loader: Any) -> int:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.printable import printable
@@ -21,16 +23,21 @@ _PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
 """The moments of a plan that each of them covers."""
 
 _REMEDIES: dict[RunMoment, str] = {
-    "optimizer step": "Take an optimizer with smaller states (--optim adamw_8bit, adafactor),"
+    "optimizer step": "Use an optimizer with smaller states"
+    f" ({advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, {advice.ADAFACTOR.flag(Door.TRAINER)}),"
     " adapters, or shard them (FSDP2, ZeRO)",
-    "evaluation": "Take a smaller --per_device_eval_batch_size; where outputs pile up,"
-    " --eval_accumulation_steps 1, or a preprocess_logits_for_metrics that takes the argmax",
-    "training": "Take --gradient_checkpointing True, fewer rows with more accumulation, shorter"
-    " rows (max_length), or trainer_plugins.survive_oom, which divides what does not fit",
-    "save": "Save without a second copy on the card: merge adapters on the CPU; under FSDP"
-    " SHARDED_STATE_DICT, under ZeRO-3 stage3_gather_16bit_weights_on_model_save false",
-    "resume": "Let what a load brings wait in main memory (torch.load(..., map_location='cpu')),"
-    " and move it part by part",
+    "evaluation": f"Try: {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER)}; if outputs pile up,"
+    f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)} or"
+    f" {advice.ARGMAX_LOGITS.flag(Door.CODE)}",
+    "training": f"Try: {advice.CHECKPOINTING.flag(Door.TRAINER)};"
+    f" {advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER)}; {advice.SHORTER_ROWS.flag(Door.CODE)}; or"
+    f" {advice.SURVIVE.flag(Door.CODE)}, which divides what does not fit",
+    "save": "Save without a second copy on the card:"
+    f" {advice.MERGE_IN_MAIN_MEMORY.flag(Door.CODE)}; under FSDP"
+    f" {advice.SHARDED_SAVE.flag(Door.ACCELERATE)}; under ZeRO-3"
+    f" {advice.SAVE_WITHOUT_GATHER.flag(Door.DEEPSPEED)}",
+    "resume": "Load the checkpoint into main memory"
+    f" ({advice.LOAD_INTO_MAIN_MEMORY.flag(Door.CODE)}), and move it part by part",
 }
 
 
@@ -39,18 +46,11 @@ class Rehearsed:
     """Tells how one moment went on this rank."""
 
     moment: RunMoment
-    what: str
-    """What was computed, as in "8 longest rows"."""
-
+    what: str  # what was computed, as in "8 longest rows"
     seconds: float
-    peak_bytes: int | None
-    """The most that was allocated; None if nothing counts it, or if the moment did not fit."""
-
-    failure: str = ""
-    """What failed, on this rank or on another one; empty if nothing did."""
-
-    has_run_out: bool = False
-    """Whether it failed because it does not fit."""
+    peak_bytes: int | None  # None if nothing counts it, or if the moment did not fit
+    failure: str = ""  # what failed, on this rank or on another one; empty if nothing did
+    has_run_out: bool = False  # whether it failed because it does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,13 @@ class RehearsalReport:
     """Tells how the moments of a run went, and what was left out."""
 
     moments: tuple[Rehearsed, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
-    """What was not rehearsed, each with the reason."""
-
-    total_bytes: int | None = None
-    """The size of the card; None if nothing counts its memory."""
-
+    left_out: tuple[tuple[str, str], ...] = ()  # what was not rehearsed, each with the reason
+    total_bytes: int | None = None  # the size of the card; None if nothing counts its memory
     seconds: float = 0.0
     plan: MemoryPlan | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what will not fit, what failed, what was left out, and the peaks."""
         found = [self._judged(each) for each in self.moments if each.failure]
         if self.left_out:
             found.append(
@@ -78,7 +73,7 @@ class RehearsalReport:
                     severity=Severity.INFO,
                     summary="not rehearsed: " + ", ".join(what for what, _ in self.left_out),
                     evidence="; ".join(f"{what}: {why}" for what, why in self.left_out),
-                    remedy="What these need is not known before they come",
+                    remedy="What these need stays unknown until they run",
                 )
             )
         if done := [f"{each.moment} {self._peak(each)}" for each in self.moments]:
@@ -88,22 +83,19 @@ class RehearsalReport:
                     severity=Severity.INFO,
                     summary=f"rehearsed before step 1, in {self.seconds:.1f} s",
                     evidence=", ".join(done),
-                    remedy="Nothing has to be done: all is as it was before",
+                    remedy="No action needed: everything is restored",
                 )
             )
         return tuple(found)
 
     def __str__(self) -> str:
-        """Return a table with one line a moment."""
         card = f" of {size(self.total_bytes)}" if self.total_bytes else ""
         lines = [f"rehearsed before step 1, in {self.seconds:.1f} s; peaks{card}"]
         for each in self.moments:
-            planned = self._planned(each.moment)
-            beside = "" if planned is None else f"planned {size(planned)}"
-            lines.append(
-                f"  {each.moment:<14}  {self._peak(each):<12}  {beside:<18}  "
-                f"{each.failure or each.what}"
-            )
+            planned_bytes = self._planned_bytes(each.moment)
+            planned = "" if planned_bytes is None else f"planned {size(planned_bytes)}"
+            what = each.failure or each.what
+            lines.append(f"  {each.moment:<14}  {self._peak(each):<12}  {planned:<18}  {what}")
         lines += [f"  {what:<14}  not rehearsed: {why}" for what, why in self.left_out]
         return "\n".join(printable(line.rstrip()) for line in lines)
 
@@ -112,7 +104,7 @@ class RehearsalReport:
             return "does not fit" if each.has_run_out else "fails"
         return "fits" if each.peak_bytes is None else size(each.peak_bytes)
 
-    def _planned(self, moment: RunMoment) -> int | None:
+    def _planned_bytes(self, moment: RunMoment) -> int | None:
         moments = {} if self.plan is None else self.plan.moments
         peaks = [moments[name].allocated_bytes for name in _PLANNED[moment] if name in moments]
         return max(peaks, default=None)
@@ -123,7 +115,7 @@ class RehearsalReport:
             return Finding(
                 code="rehearsal-does-not-fit",
                 severity=Severity.ERROR,
-                summary=f"{each.moment} does not fit{card}: a run that comes to it will end there",
+                summary=f"{each.moment} does not fit{card}: the run will end there",
                 evidence=f"{each.what}: {each.failure}",
                 remedy=_REMEDIES[each.moment],
             )
@@ -132,6 +124,6 @@ class RehearsalReport:
             severity=Severity.WARNING,
             summary=f"{each.moment} raises when it is rehearsed, and may do so in the run",
             evidence=f"{each.what}: {each.failure}",
-            remedy="Read the error; a row that no sampler draws, or a Trainer that needs what"
-            " comes before, may be harmless",
+            remedy="Read the error; it is harmless if it comes from a row that no sampler draws, or"
+            " from a Trainer that needs an earlier step",
         )

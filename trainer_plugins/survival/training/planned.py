@@ -1,34 +1,40 @@
-"""Planned: recovery on ranks that divide alike, before a micro-batch is computed."""
+"""Planned: recovery on ranks that divide together, into equally many pieces.
+
+`Planned` divides before a micro-batch is computed. `Replay` computes a whole window again, that is
+the micro-batches of one optimizer step. If one rank fails, the gradients of the micro-batches
+before are thrown away with those of the failure: nothing distinguishes a sum to which one rank
+brought nothing from a good one. So no parameter is frozen, and all of them see the same dropout
+masks. Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the
+same order, independent of its rows.
+"""
 
 import math
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch
 
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
-from trainer_plugins.survival.limit.limit import even
-from trainer_plugins.survival.micro_batch import MicroBatch, Piece
-from trainer_plugins.survival.training.recovery import Recovery, part_raised
+from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
+from trainer_plugins.survival.limit.limit import even, lower
+from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
+from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import not_attached
+from trainer_plugins.survival.words import not_attached, part_raised
 
 
 class Planned(Recovery):
-    """Finishes one micro-batch in as many pieces as every other rank computes.
-
-    A piece that fails ends the run on all ranks (`ranks.failed`).
-    """
+    """Finishes one micro-batch in as many pieces as all ranks; a piece that fails ends the run."""
 
     _num_pieces = 1
 
     @classmethod
-    def begin_run(
-        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> None:
+    def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
         """Prepare a run, at its first micro-batch: all ranks have one limit, which does not grow.
 
-        If there is a limit, they measure together by which weights pieces add up.
+        If there is a limit, they measure together which weights make pieces add up.
         """
         run.memo.pace = None
         if run.is_refused:
@@ -42,28 +48,25 @@ class Planned(Recovery):
             recovery.measure()
         except IndivisibleError as error:
             why = str(error)
-        if run.ranks.highest(int(bool(why))):
+        if run.ranks.on_any(bool(why)):
             run.memo.limit = math.inf
             why = why or "those of another rank cannot"
-            run.say(not_attached([f"micro-batches cannot be divided: {why}"]))
+            run.attached.say(not_attached([f"micro-batches cannot be divided: {why}"]))
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        """Tell whether there is a limit: another rank's micro-batch may be larger."""
         return not math.isinf(run.memo.limit)
 
     def measure(self) -> None:
-        """Measure by which weights pieces add up, together with all ranks.
-
-        Raises:
-            IndivisibleError: there are none, or nothing to measure with.
-        """
         num = self._micro.whole.num if self._layout else 0
-        if -self._run.ranks.highest(-num) < 2 or self._layout is None:
+        if self._run.ranks.lowest(num) < 2 or self._layout is None:
             raise IndivisibleError(
                 self._why_whole or "it takes two examples on each rank to measure that they add up"
             )
         self._weight(self._layout, self._num_fit())
+
+    def _num_fit(self, limit: float = math.inf) -> int:
+        return max(self._cuts(self._micro.whole, min(limit, self._run.memo.limit)))
 
     def plan(self) -> int:
         """Return how many pieces each rank computes: as many as the rank that needs most."""
@@ -71,13 +74,10 @@ class Planned(Recovery):
         return self._num_pieces
 
     def _first_pieces(self) -> list[Piece]:
-        """Return as many pieces as every other rank has.
-
-        A rank that cannot make so many computes its smallest piece again, and counts it as 0.
-        """
+        """Return as many pieces as every other rank has; its smallest one again counts as 0."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
         # What was not measured together, at the first micro-batch, one rank must not measure: it is
-        # computed whole.
+        # computed undivided.
         known = self._layout is not None and self._run.certificate.knows(self._layout)
         if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
             with suppress(IndivisibleError):
@@ -93,10 +93,144 @@ class Planned(Recovery):
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        """End the run on all ranks: the others compute another part now.
-
-        Raises:
-            RuntimeError: always, with the reason.
-        """
+        """End the run on all ranks: the others compute another part now."""
         said = self._run.ranks.failed(self._phase, False, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
+
+
+class Replay(Planned):
+    """Finishes one micro-batch, and computes again those before it in its window."""
+
+    def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
+        super().__init__(run, micro, **options)
+        self._ranks = run.ranks
+        self._total: torch.Tensor | None = None
+
+    def _at_stake(self) -> list[MicroBatch]:
+        return self._ranks.micros
+
+    def failed(
+        self,
+        piece: Piece,
+        start: Start,
+        failure: DidNotFit,
+        phase: str,
+        *,
+        is_last: bool = True,
+        why_not: str = "",
+    ) -> None:
+        """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
+        self._story.failed(failure, piece, phase)
+        if failure.is_here:
+            self._tried.append(piece.num)
+        if self._run.has_exchanged_parameters():
+            why_not = why_not or "the model has other parameters than when training began"
+        self._agree_to_go_on(why_not or self._why_whole)
+        self._ranks.clear()
+        self._run.look_for_leftover(self._ranks.micros[0].start)
+        self._make_room_for(piece if failure.is_here else None)
+
+    def measure(self) -> None:
+        """Do nothing yet: `finish` measures when it has to, and a rank may have one example now."""
+
+    def finish(self) -> torch.Tensor:
+        before = self._ranks.micros[:-1]
+        window = [*(type(self)(self._run, micro, **self._options) for micro in before), self]
+        is_clear = bool(self._story.failures)
+        if not is_clear and self._ranks.on_any(any(micro._lacks_weight() for micro in window)):
+            self._ranks.clear()  # a measurement needs the place of the gradients
+            is_clear = True
+        todo = window if is_clear else [self]
+        while not self._compute_all(todo, may_measure=is_clear):
+            is_clear, todo = True, window
+        self._tell()
+        assert self._total is not None
+        return self._total
+
+    def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
+        """Compute all of these from the start, and tell whether they fitted."""
+        nums = [replay.plan() for replay in todo]
+        if may_measure:
+            try:
+                self._weigh([replay for replay, num in zip(todo, nums, strict=True) if num > 1])
+            except IndivisibleError as error:  # on every rank
+                if self._story.failures:
+                    self._give_up(str(error))
+                self._run.memo.limit = math.inf  # it was known from before: try without
+                return False
+        for replay, num in zip(todo, nums, strict=True):
+            replay._micro.start.snapshot.restore()
+            replay._total, replay._story.pieces = None, []
+            for number, piece in enumerate(replay._pieces(num)):
+                if number:
+                    replay._micro.start.snapshot.state.restore()
+                loss = self._ranks.attempt(partial(replay._compute, piece, True))
+                if isinstance(loss, DidNotFit):
+                    self.failed(piece, replay._micro.start, loss, replay._phase)
+                    return False
+                replay._look_at_state(piece, replay._micro.start, is_last=True)
+                replay._total = loss if replay._total is None else replay._total + loss
+                replay._note_computed(piece)
+        return True
+
+    def _pieces(self, num: int) -> list[Piece]:
+        """Return `num` pieces. A rank that cannot make as many adds some that count as 0."""
+        whole, smallest = self._micro.whole, self._attached.min_micro_batch
+        cuts = even(whole.num, max(1, min(num, whole.num // smallest)))
+        parts = [whole]
+        if len(cuts) > 1 and self._layout is not None:
+            weight = self._weight(self._layout, max(cuts))
+            parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
+        idle = replace(min(parts, key=lambda piece: piece.num_cells), factor=0.0, share=0.0)
+        return parts + [idle] * (num - len(parts))
+
+    def _make_room_for(self, piece: Piece | None) -> None:
+        """Lower the limit, or switch something on; `piece` is None if another rank failed."""
+        memo, why = self._run.memo, ""
+        limit: float | None = memo.limit
+        if piece is not None:
+            least = self._attached.min_micro_batch
+            limit = lower(piece.num, piece.num_cells, memo.limit, least)
+            why = self._nothing_left(piece) if limit is None else ""
+        if not self._ranks.on_any(limit is None):
+            assert limit is not None
+            try:
+                self._weigh([self], limit)
+            except IndivisibleError as error:  # on every rank
+                why = str(error)
+            else:
+                memo.limit = self._ranks.agreed(limit)
+                return
+        self._climb(
+            why or "another rank has nothing smaller to try, and there is nothing left to switch on"
+        )
+
+    def _lacks_weight(self) -> bool:
+        """Tell whether this rank wants a measurement; one that is due waits for a window."""
+        certificate = self._run.certificate
+        if self._layout is None or self._micro.whole.num < 2:
+            return False
+        inputs = self._micro.whole.inputs
+        if self._micro is self._ranks.micros[0]:
+            return certificate.wants(self._kind, inputs)
+        return certificate.is_new(self._kind, inputs)
+
+    def _weigh(self, replays: list["Replay"], limit: float = math.inf) -> None:
+        """Measure if a rank does not know the weights; there must be no gradient to lose."""
+        if self._run.certificate.why_broken:  # on every rank
+            raise IndivisibleError(self._run.certificate.why_broken)
+        why = self._run.what_moved
+        if self._ranks.on_any(bool(why)):
+            raise IndivisibleError(why or "a loss of your own was computed on another rank")
+        for replay in replays:
+            if not self._ranks.on_any(replay._lacks_weight()):
+                continue
+            if self._ranks.on_any(replay._layout is None) or replay._layout is None:
+                raise IndivisibleError(
+                    replay._why_whole or "a micro-batch of another rank cannot be divided"
+                )
+            replay._measure(replay._layout, replay._num_fit(limit))
+
+    def _agree_to_go_on(self, why_not: str) -> None:
+        if self._ranks.on_any(bool(why_not)):
+            self._give_up(why_not or "another rank cannot continue, and logs why")

@@ -1,76 +1,80 @@
-"""Recovery: finish one micro-batch, piece by piece, and say how it went."""
+"""Recovery: finish one micro-batch, piece by piece, and report how it went."""
 
 import math
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import NoReturn
+from functools import cached_property, partial
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit
-from trainer_plugins.survival.attempt.baseline import leftover
-from trainer_plugins.survival.attempt.marks import frozen
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.exact.delegated import check_delegated
-from trainer_plugins.survival.exact.finality import what_is_never_final
-from trainer_plugins.survival.exact.layouts import IndivisibleError, Inputs
-from trainer_plugins.survival.limit.ladder import is_checkpointing
-from trainer_plugins.survival.limit.limit import lower, sizes
-from trainer_plugins.survival.limit.pace import Pace
+from trainer_plugins.survival.attempt.state import (
+    Moved,
+    RestorePoint,
+    why_not_divided,
+    why_rows_differ,
+)
+from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
+from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
+from trainer_plugins.survival.exact.layouts import Layout
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
+from trainer_plugins.survival.limit.ladder import CHECKPOINTING, is_checkpointing
+from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
-from trainer_plugins.survival.training.measured import Measured
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import what_else
+from trainer_plugins.survival.words import Story, in_doubt, part_raised, what_else
 
 
-class Recovery(Measured):
-    """Finishes one micro-batch on a rank that divides by itself.
+class _Added(NamedTuple):
+    """Notes a part that has added to gradients."""
 
-    Args:
-        run: the training.
-        micro: the micro-batch.
-        options: what the caller of `backward` passes besides the loss.
-    """
+    piece: Piece
+    snapshot: RestorePoint  # the moment before it
+    final: set[nn.Parameter]  # the parameters to which it has not added
+
+
+class Recovery:
+    """Finishes one micro-batch on a rank that divides by itself."""
 
     def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
-        super().__init__(run, micro)
+        self._run, self._attached, self._micro = run, run.attached, micro
         self._options, self._phase = options, ""
-        self._added: list[tuple[Piece, RestorePoint, set[nn.Parameter] | None]] = []
-        """Parts that have added to gradients, from which moment, and to which parameters.
-
-        None stands for all parameters that were not final.
-        """
-        self._tried: list[int] = []
-        """Numbers of examples of the failed attempts."""
+        self._layout: Layout | None = None
+        self._why_whole = ""  # why the micro-batch cannot be divided
+        inputs = micro.whole.inputs
+        try:
+            self._layout = run.layout_of(inputs)
+        except IndivisibleError as error:
+            self._why_whole = str(error)
+        micro.whole.num = self._layout.count(inputs) if self._layout else 1
+        self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
+        self._moved: dict[str, Moved] | None = None  # what the first piece has moved
+        self._added: list[_Added] = []
+        self._tried: list[int] = []  # numbers of examples of the failed attempts
 
     @classmethod
-    def begin_run(
-        cls, run: TrainingRun, inputs: Inputs, num_items: torch.Tensor | int | None
-    ) -> None:
-        """Prepare a run, at its first micro-batch: the limit follows this rank's own pace.
-
-        A limit that a rehearsal found does not grow, unless it was lowered since.
-        """
+    def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
+        """Prepare a run: the limit follows this rank's pace, up to what a rehearsal found."""
         ceiling = run.memo.limit if run.memo.is_rehearsed else math.inf
-        reading = run.card.read() if run.card else None
+        reading = run.card.read()
         num_retries = reading.num_alloc_retries if reading else 0
         run.memo.pace = Pace(too_much=ceiling, ceiling=ceiling, num_retries=num_retries)
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        """Tell whether a micro-batch may have to be divided before it is computed."""
         return micro.whole.num_cells > run.memo.limit
 
     def wrong_so_far(self) -> str:
-        """Say whether `training_step` scaled one of the micro-batches otherwise than pieces are."""
-        handed = (micro.handed for micro in self._at_stake())
-        return next((wrong for one in handed if one is not None and (wrong := one.seen())), "")
+        """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
+        for micro in self._at_stake():
+            if micro.handed is not None and (changed := micro.handed.seen()) is not None:
+                return changed.why
+        return ""
 
     def _at_stake(self) -> list[MicroBatch]:
-        """Return the micro-batches that are computed again after a failure."""
         return [self._micro]
 
     def failed(
@@ -85,26 +89,13 @@ class Recovery(Measured):
     ) -> None:
         """Undo a failed attempt, and lower the limit, so that the next attempt is smaller.
 
-        Gradients that it finished are noted, and stay.
-
-        Args:
-            piece: what was tried.
-            start: the moment before.
-            failure: how it failed.
-            phase: whether that was in its "forward" or its "backward" pass.
-            is_last: whether no piece would have come after it.
-            why_not: the caller's reason to give up; empty if it has none.
-
-        Raises:
-            torch.OutOfMemoryError: there is nothing smaller to try.
+        Gradients that it finished are noted, and stay. It raises the error if there is nothing
+        smaller to try, or `why_not` is a reason to give up.
         """
         changed = start.mark.changed()
         why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
-        self._story.failures.append(failure)
+        self._story.failed(failure, piece, phase)
         self._tried.append(piece.num)
-        self._story.tried = (
-            self._story.tried or f"{self._what(piece)} did not fit in the {phase} pass"
-        )
         if not why_not and self._run.has_exchanged_parameters():
             why_not = (
                 "the model has other parameters than when training began, and their gradients "
@@ -113,26 +104,19 @@ class Recovery(Measured):
         if why_not:
             self._give_up(why_not)
         start.snapshot.restore()
-        self._look_for_leftover(start)
+        self._run.look_for_leftover(start)
         self._make_room(piece)
         if changed:
             self._check_finality()
             if piece is not self._micro.whole:
-                self._added.append((piece, start.snapshot, changed))
+                self._note_added(piece, start, changed)
             piece.final |= changed
 
     def plan(self) -> int:
-        """Return into how many pieces the micro-batch is divided before it is computed."""
-        whole, least = self._micro.whole, self._attached.min_micro_batch
-        cuts = sizes(whole.num, whole.num_cells, self._run.memo.limit, least)
-        return len(cuts) if self._layout else 1
+        return len(self._cuts(self._micro.whole, self._run.memo.limit)) if self._layout else 1
 
     def finish(self) -> torch.Tensor:
-        """Run forward and backward of every piece.
-
-        Returns:
-            The loss of the micro-batch, without a graph.
-        """
+        """Run forward and backward of every piece; return the loss, without a graph."""
         total: torch.Tensor | None = None
         queue = deque(self._first_pieces())
         while queue:
@@ -149,7 +133,7 @@ class Recovery(Measured):
             except Exception as error:
                 if piece is self._micro.whole:
                     raise
-                self._added.append((piece, start.snapshot, start.mark.changed()))
+                self._note_added(piece, start, start.mark.changed())
                 self._take_back(error)
                 queue, total = deque([self._micro.whole]), None
                 continue
@@ -157,12 +141,9 @@ class Recovery(Measured):
                 self.failed(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
-            self._added.append((replace(piece, final=set(piece.final)), start.snapshot, None))
+            self._added.append(_Added(piece, start.snapshot, set(piece.final)))
             total = loss if total is None else total + loss
-            self._story.pieces.append(piece.num)
-            if self._run.memo.pace is not None:
-                self._run.memo.pace.computed(piece.num_cells, piece is not self._micro.whole)
-            self._count_computed(piece)
+            self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
         self._run.ranks.finished()
@@ -170,44 +151,58 @@ class Recovery(Measured):
         assert total is not None
         return total
 
+    def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
+        if changed:
+            final = set(self._run.model.parameters()) - changed
+            self._added.append(_Added(piece, start.snapshot, final))
+
+    def _note_computed(self, piece: Piece) -> None:
+        self._story.pieces.append(piece.num)
+        is_part = piece is not self._micro.whole
+        if self._run.memo.pace is not None:
+            self._run.memo.pace.computed(piece.num_cells, is_part)
+        if is_part:
+            self._run.certificate.computed(piece.num_cells, self._step)
+
+    @property
+    def _step(self) -> int:
+        return self._attached.trainer.state.global_step + 1
+
     def _tell(self) -> None:
         """Report each micro-batch that failed before, and the first one that is divided."""
-        run, story = self._run, self._story
-        run.memo.num_divided += len(story.pieces) > 1
-        if self._attached.family.is_vouched and self._layout is not None and len(story.pieces) > 1:
+        run, story, whole = self._run, self._story, self._micro.whole
+        is_divided = len(story.pieces) > 1
+        run.memo.num_divided += is_divided
+        if self._attached.family.is_vouched and self._layout is not None and is_divided:
             # A later look at the same micro-batch may have found otherwise.
             with suppress(IndivisibleError):
                 story.loss = run.certificate.weight(self._layout, self._kind).name
-        told = self._what(self._micro.whole), self._count(max(story.pieces)), self._limit()
+        limit = "open again"
+        if not math.isinf(run.memo.limit):
+            num_fit = num_that_fit(whole.num, whole.num_cells, run.memo.limit)
+            limit = f"{story.count(num_fit)} of this length at once"
         if story.failures:
             run.memo.num_survived += 1
-            run.say(story.survived(*told))
-        elif len(story.pieces) > 1 and not run.is_division_said:
-            run.say(story.divided(*told))
-        run.is_division_said |= len(story.pieces) > 1
+            self._attached.say(story.survived(whole, limit), is_later=True)
+        elif is_divided and not run.is_division_said:
+            self._attached.say(story.divided(whole, limit), is_later=True)
+        run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
         """Undo every part after one raised an error of its own, as if none had been tried.
 
         That happens with images that are not spread evenly over rows, for one. What parts have
-        added to gradients is computed once more, from the same random numbers, and subtracted.
-
-        Raises:
-            RuntimeError: what was added does not fit once more.
+        added to gradients is computed again, from the same random numbers, and subtracted.
         """
         self._why_whole = part_raised(error)
-        everything = set(self._run.model.parameters())
-        for piece, snapshot, added in self._added:
-            if added is None or added:
-                snapshot.restore()
-                final = piece.final if added is None else everything - added
-                undone = self._run.ranks.attempt(
-                    partial(self._compute, replace(piece, factor=-piece.factor, final=final), False)
-                )
-                if isinstance(undone, DidNotFit):
-                    raise RuntimeError(
-                        f"survive_oom could not help: {self._why_whole}; {undone.words}"
-                    ) from error
+        for added in self._added:
+            added.snapshot.restore()
+            opposite = replace(added.piece, factor=-added.piece.factor, final=added.final)
+            undone = self._run.ranks.attempt(partial(self._compute, opposite, False))
+            if isinstance(undone, DidNotFit):
+                raise RuntimeError(
+                    f"survive_oom could not help: {self._why_whole}; {undone.words}"
+                ) from error
         self._added.clear()
         self._story.pieces.clear()
         self._run.gathers.forget_pieces()
@@ -222,11 +217,10 @@ class Recovery(Measured):
             is_divisible=num_rows > 1 and (self._layout is None or least > 1),
             is_checkpointing=is_checkpointing(self._run.model),
         )
-        self._run.say(self._story.refused(self._what(self._micro.whole), why, remedy))
+        self._attached.say(self._story.refused(self._micro.whole, why, remedy))
         raise self._story.failures[0].as_error(why)
 
     def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
-        """Run forward and backward of a piece, as the Trainer would do it."""
         self._phase = "forward"
         run = self._run
         # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
@@ -237,12 +231,17 @@ class Recovery(Measured):
         ):
             loss = self._loss(piece.inputs, model)
             if piece is not self._micro.whole:
-                check_delegated(self._attached.compute_loss)
+                self._attached.check_loss_of_part()
             self._phase = "backward"
             if loss.requires_grad:  # it does not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
-                self._attached.backward(scaled, **{**self._run.ranks.options, **self._options})
+                self._attached.backward(scaled, **{**run.ranks.options, **self._options})
         return loss.detach() * piece.factor
+
+    def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
+        """Compute the loss in the context that the Trainer leaves before the backward pass."""
+        with self._attached.trainer.compute_loss_context_manager():
+            return self._run.compute_loss(model, inputs, self._micro.num_items)
 
     def _first_pieces(self) -> list[Piece]:
         """Return what to begin with; `_cut` divides it as far as the limit asks for."""
@@ -251,16 +250,18 @@ class Recovery(Measured):
     def _cut(self, piece: Piece) -> list[Piece]:
         try:
             return self._divide(piece, self._run.memo.limit)
-        except IndivisibleError:  # the limit is that of another micro-batch: try this one as it is
+        except IndivisibleError:  # the limit is that of another micro-batch: try this one whole
             return [piece]
 
     def _divide(self, piece: Piece, limit: float) -> list[Piece]:
-        cuts = sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
+        cuts = self._cuts(piece, limit)
         if len(cuts) == 1 or self._layout is None:
             return [piece]
-        return piece.parts(
-            self._layout, cuts, self._weight(self._layout, max(cuts)), self._attached.family.share
-        )
+        weight = self._weight(self._layout, max(cuts))
+        return piece.parts(self._layout, cuts, weight, self._attached.family.share)
+
+    def _cuts(self, piece: Piece, limit: float) -> list[int]:
+        return sizes(piece.num, piece.num_cells, limit, self._attached.min_micro_batch)
 
     def _make_room(self, piece: Piece) -> None:
         """Lower the limit; if the piece cannot be divided, switch something on, or give up."""
@@ -276,50 +277,76 @@ class Recovery(Measured):
             else:
                 memo.limit = limit
                 return
-        if rung := memo.climb(self._attached.ladder, self._run.model):
-            self._story.switched_on.append(rung)
-            return
-        self._give_up(why or self._nothing_left(piece))
+        self._climb(why or self._nothing_left(piece))
+
+    def _climb(self, why_not: str) -> None:
+        rung = self._run.memo.climb(self._attached.ladder, self._run.model)
+        if not rung:
+            self._give_up(why_not)
+        self._story.switched_on.append(rung)
 
     def _nothing_left(self, piece: Piece) -> str:
-        """Say what was tried in vain, with what is switched on: ours, and the user's."""
-        on = [
-            *(["checkpointing"] if is_checkpointing(self._run.model) else []),
-            *self._run.memo.rungs,
-        ]
-        tried = f" ({' and '.join(dict.fromkeys(on))} on)" if on else ""
+        users = [CHECKPOINTING] if is_checkpointing(self._run.model) else []
+        on = dict.fromkeys([*users, *self._run.memo.rungs])
+        tried = f" ({' and '.join(on)} on)" if on else ""
         return (
-            f"there is nothing smaller to try than {self._what(piece)}, and nothing left to switch "
-            f"on{tried}"
+            f"there is nothing smaller to try than {self._story.what(piece)}, and nothing left to "
+            f"switch on{tried}"
         )
 
+    def _weight(self, layout: Layout, num_fit: int) -> Weight:
+        """Return the weight that makes pieces add up; measure it if it is unknown or due again."""
+        certificate = self._run.certificate
+        try:
+            if certificate.wants(self._kind, self._micro.whole.inputs):
+                self._measure(layout, num_fit)
+        except IndivisibleError as error:  # a buffer that moved is the reason
+            raise IndivisibleError(self._run.what_moved or str(error)) from error
+        if self._run.what_moved:
+            raise IndivisibleError(self._run.what_moved)
+        return certificate.weight(layout, self._kind)
+
+    def _measure(self, layout: Layout, num_fit: int) -> None:
+        certificate, inputs = self._run.certificate, self._micro.whole.inputs
+        loss = partial(self._loss, model=self._run.model)
+        with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
+            try:
+                certificate.measure(layout, inputs, num_fit, loss, put_back, self._micro.scale)
+            except IndivisibleError as error:
+                if certificate.why_broken and certificate.divided_since is not None:
+                    doubt = in_doubt(certificate.divided_since, self._step - 1, str(error))
+                    self._attached.say(doubt)
+                raise
+        self._story.measured = certificate.known
+
+    @cached_property
+    def _kind(self) -> Kind:
+        assert self._layout is not None
+        return batch_kind(self._layout, self._micro.whole.inputs)
+
+    def _look_at_state(self, piece: Piece, start: Start, *, is_last: bool) -> None:
+        """Check that each piece has moved the model's state as the others did."""
+        moved = start.snapshot.state.moved()
+        if piece is self._micro.whole or not (moved or self._moved):
+            return
+        certificate = self._run.certificate
+        self._moved = moved if self._moved is None else self._moved
+        why = why_not_divided(moved.values())
+        why = why or why_rows_differ(self._moved, moved, certificate.overwritten)
+        if not why or certificate.why_broken:
+            return
+        certificate.why_broken = why
+        if not is_last:
+            raise IndivisibleError(why)
+        self._attached.say(in_doubt(certificate.divided_since or self._step, self._step, why))
+
     def _check_finality(self) -> None:
-        """Measure, once a run, whether a gradient that has changed is that of the whole pass."""
         run, inputs = self._run, self._micro.whole.inputs
         if run.is_final:
             return
         probe = self._layout.probe(inputs, 1) if self._layout else inputs
-        with self._measuring():
+        with run.measuring():
             why = what_is_never_final(run.model, partial(self._loss, probe, run.model))
         if why:
             self._give_up(why)
         run.is_final = True
-
-    def _look_for_leftover(self, start: Start) -> None:
-        if self._run.card is None or self._run.leftover_is_said:
-            return
-        with self._run.memo.harmless():
-            expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-            finding = leftover(
-                self._run.card, expected_bytes, self._run.model, self._attached.trainer.optimizer
-            )
-            if finding is not None:
-                self._run.leftover_is_said = True
-                self._run.say(finding)
-
-
-def part_raised(error: Exception) -> str:
-    """Say that a part of a micro-batch raised an error of its own, or moved the model's state."""
-    if isinstance(error, IndivisibleError):
-        return str(error)
-    return f"a part of it cannot be computed: {type(error).__name__}: {error}"

@@ -1,111 +1,87 @@
 """Rehearsal: find out before step 1 how many of the longest rows fit at once, and leave no trace.
 
 It computes what the second micro-batch of the second step will compute: optimizer states and
-gradients are there. How many fitted is the limit by which later micro-batches are divided before
+gradients are there. The number that fitted is the limit: later micro-batches are divided before
 they are computed, so that none has to fail first.
 """
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
-import torch
 from torch import nn
 
-from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.survival.attempt.restore_point import RestorePoint
-from trainer_plugins.survival.attempt.sources import Sources
-from trainer_plugins.survival.exact.layouts import (
-    Batch,
-    Completions,
-    IndivisibleError,
-    Inputs,
-    Layout,
-)
+from trainer_plugins.survival.attempt.sources import Sources, sources_of
+from trainer_plugins.survival.attempt.state import RestorePoint
+from trainer_plugins.survival.exact.layouts import Completions, Layout, find_layout
+from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import UNCHANGED
+from trainer_plugins.survival.words import foreseen
 
 logger = logging.getLogger(__name__)
 
 
-def rehearse(run: TrainingRun, num_items: torch.Tensor | int | None, scale: float) -> None:
-    """Set the limit of a run that has none yet.
+def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
+    """Set the limit of a run that has none yet, before its first micro-batch.
 
     Nothing is rehearsed if torch does not count memory, if the limit is known from a checkpoint, or
     if rows of the data set cannot be looked at without consuming them. The limit stays open then:
     micro-batches may fail. A rehearsal costs one forward and backward pass if everything fits, and
     three to seven if not; the log says how many, and how long they took.
-
-    Args:
-        run: the training, before its first micro-batch.
-        num_items: what the losses of this window are divided by.
-        scale: what the Trainer multiplies losses by.
     """
-    if run.ranks.highest(int(run.card is None or run.card.read() is None or run.memo.is_rehearsed)):
+    ranks = run.ranks
+    if ranks.on_any(run.card.read() is None or run.memo.is_rehearsed):
         return
     sources = None
     with run.memo.harmless():
-        sources = _sources(run.attached.trainer)
+        sources = sources_of(run.attached.trainer)
     if sources is not None and sources.why_not:
         logger.info("nothing is rehearsed: %s", sources.why_not)
-    if run.ranks.highest(int(sources is None or bool(sources.why_not))) or sources is None:
+    if ranks.on_any(sources is None or bool(sources.why_not)) or sources is None:
         return
     with _without_trace(run, sources):
         rehearsal = None
         with run.memo.harmless():  # it asks the user's data set and collator
             rehearsal = _Rehearsal(run, num_items, scale)
-        if run.ranks.highest(int(rehearsal is None or rehearsal.num == 0)) or rehearsal is None:
+        if ranks.on_any(rehearsal is None or rehearsal.num == 0) or rehearsal is None:
             return
         found = None
         # A row that no sampler draws may be none to train on.
-        with run.ranks.rehearsing(run.memo.harmless()):
+        with ranks.rehearsing(run.memo.harmless()):
             found = rehearsal.find()
         if found is None:
             return
     num_fit, climbed = found
     run.memo.is_rehearsed = True
     if num_fit < rehearsal.num:
-        run.memo.limit = rehearsal.cells(
-            max(num_fit, min(run.attached.min_micro_batch, rehearsal.num))
-        )
-    if num_fit < rehearsal.num or climbed:
-        assert run.card is not None
-        run.card.release_cached()  # failed attempts have cut it into small pieces
-        run.say(rehearsal.foreseen(num_fit, climbed))
-    else:
+        least = min(run.attached.min_micro_batch, rehearsal.num)
+        run.memo.limit = rehearsal.cells(max(num_fit, least))
+    elif not climbed:
         logger.info("%s: they fit at once", rehearsal.told())
+        return
+    run.card.release_cached()  # failed attempts have cut it into small pieces
+    summary = rehearsal.summary(num_fit, climbed)
+    run.attached.say(foreseen(summary, rehearsal.told(), num_fit))
 
 
 class _Rehearsal:
     """Tries the longest batch of a run."""
 
-    def __init__(
-        self, run: TrainingRun, num_items: torch.Tensor | int | None, scale: float
-    ) -> None:
+    def __init__(self, run: TrainingRun, num_items: NumItems, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
         self._inputs = _longest_batch(run)
         self._layout: Layout | None = None
-        self.num = 0
-        """How many examples it has; 0 if there is none, or it cannot be divided."""
-        for layout in run.attached.family.layouts if self._inputs else ():
-            try:
-                self._layout, self.num = layout, layout.count(self._inputs)
-            except IndivisibleError:
-                self.num = 0
-            if self.num:
-                break
+        self.num = 0  # how many examples it has; 0 if there is none, or it cannot be divided
+        with suppress(IndivisibleError):
+            self._layout = find_layout(run.attached.family.layouts, self._inputs)
+            self.num = self._layout.count(self._inputs)
 
     def find(self) -> tuple[int, list[str]]:
-        """Find out how many of them fit at once, switching rungs on as long as none does.
-
-        Returns:
-            How many fit, and the rungs that were switched on.
-        """
+        """Find out how many fit at once, switching rungs on as long as none does; return both."""
         run, climbed = self._run, []
         num_fit = self._most()
         while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):
@@ -117,46 +93,38 @@ class _Rehearsal:
         return cells(self._some(num))
 
     def told(self) -> str:
-        unit = self._layout.unit if self._layout else "examples"
         return (
-            f"rehearsed the {self.num} longest {unit} ({self.cells(self.num)} tokens, padding "
-            f"included) in {self._num_tried} forward and backward passes, "
+            f"rehearsed the {self.num} longest {self._unit} ({self.cells(self.num)} tokens with "
+            f"padding) in {self._num_tried} forward and backward passes, "
             f"{perf_counter() - self._started:.2f} s"
         )
 
-    def foreseen(self, num_fit: int, climbed: list[str]) -> Finding:
-        unit = self._layout.unit if self._layout else "examples"
+    def summary(self, num_fit: int, climbed: list[str]) -> str:
         if num_fit:
-            summary = f"{num_fit} of the {self.num} longest {unit} of the data fit at once"
+            summary = f"{num_fit} of the {self.num} longest {self._unit} of the data fit at once"
             summary += "".join(f", with {rung} switched on" for rung in climbed)
         else:
             least = self._run.attached.min_micro_batch
             summary = (
-                f"not even {least} of the longest {unit} of the data fit at once: a step that "
-                "meets them will fail"
+                f"not even {least} of the longest {self._unit} of the data fit at once: a step "
+                "with them will fail"
             )
         if num_fit < self.num:
             summary += (
                 f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded "
                 "length) are divided"
             )
-        return Finding(
-            code="out-of-memory-foreseen",
-            severity=Severity.INFO if num_fit else Severity.WARNING,
-            summary=summary,
-            evidence=self.told(),
-            remedy=UNCHANGED if num_fit else "Take gradient checkpointing, or shorter sequences.",
-            amount=float(num_fit),
-        )
+        return summary
+
+    @property
+    def _unit(self) -> str:
+        return self._layout.unit if self._layout else "examples"
 
     def _most(self) -> int:
         return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
 
     def _compute(self, model: nn.Module, num: int) -> None:
-        """Run forward and backward of so many of them, without exchanging metrics.
-
-        Ranks that rehearse by themselves do so unequally often.
-        """
+        """Run forward and backward of `num` of them; ranks do so unequally often."""
         self._num_tried += 1
         attached = self._run.attached
         with self._run.gathers.apart():
@@ -171,10 +139,7 @@ class _Rehearsal:
 
 
 def _longest_batch(run: TrainingRun) -> Inputs:
-    """Collate the longest rows as the data loader would.
-
-    It is empty if rows cannot be had without consuming them.
-    """
+    """Collate the longest rows as the data loader would; empty if that would consume them."""
     trainer = run.attached.trainer
     if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
         # `_prepare_inputs` would generate, and replace what the next micro-batches train on.
@@ -192,19 +157,9 @@ def _longest_batch(run: TrainingRun) -> Inputs:
     return batch
 
 
-def _sources(trainer: HfTrainer) -> Sources:
-    """Find what the rehearsed rows, and the Trainer, draw from and count with."""
-    loader = trainer.callback_handler.train_dataloader
-    rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
-    return Sources(*rows, trainer)
-
-
 @contextmanager
 def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
-    """Restore generators, metrics, the model's state and that of the data afterwards.
-
-    `ranks.most` takes care of gradients, and weights do not move.
-    """
+    """Restore everything afterwards, except gradients: `ranks.most` takes care of these."""
     before = RestorePoint(run.attached.trainer, state=run.full_state())
     try:
         yield
@@ -212,5 +167,4 @@ def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
         before.restore()
         with run.memo.harmless():
             sources.restore()
-        if run.card is not None:
-            run.card.reset_peak()
+        run.card.reset_peak()

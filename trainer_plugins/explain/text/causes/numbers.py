@@ -20,9 +20,10 @@ _IMPORTANT_FRACTION = 0.85
 
 def impossible_size(facts: TextFacts) -> Cause | None:
     """More than a TiB at once is a wrong shape."""
-    if "1EB" not in facts.oom.text and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
+    is_cut = "1EB" in facts.oom.text  # torch's word for any larger size
+    if not is_cut and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
         return None
-    asked = "more than 1 EB" if "1EB" in facts.oom.text else size(facts.asked or 0)
+    asked = "more than 1 EB" if is_cut else size(facts.asked or 0)
     return cause(
         "impossible-size",
         f"It asked for {asked} at once.",
@@ -156,22 +157,20 @@ def capacity(facts: TextFacts) -> Cause:
         evidence.append(f"{held} of this process are outside torch: NCCL, graphs, other libraries.")
     if frame:
         evidence.append(f"It failed in {frame}.")
+    if facts.oom.source == "driver" and total is None:
+        doubt = (
+            "The driver's words do not say which memory it was: the card's, full of others' or of"
+            " this run (`nvidia-smi` while it fails), or pinned main memory, if there was room"
+        )
+    else:
+        doubt = (
+            "The text does not show what fills the card: weights, optimizer states, activations or"
+            " what earlier steps have left. `trainer-plugins plan` predicts what this run should"
+            " need" + ("" if facts.frames else "; a traceback would show where it failed")
+        )
     return cause(
         "capacity",
         *(evidence or [f"The words are: {facts.oom.text.splitlines()[0][:160]}"]),
         grade="likely" if fills else "possible",
-        doubt=_open_question(facts),
-    )
-
-
-def _open_question(facts: TextFacts) -> str:
-    if facts.oom.source == "driver" and facts.total is None:
-        return (
-            "The driver's words do not say which memory it was: the card's, full of others' or of"
-            " this run (`nvidia-smi` while it fails), or pinned main memory, if there was room"
-        )
-    return (
-        "The text does not show what fills the card: weights, optimizer states, activations or what"
-        " earlier steps have left. `trainer-plugins plan` predicts what this run should need"
-        + ("" if facts.frames else "; a traceback would show where it failed")
+        doubt=doubt,
     )

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import (
@@ -29,8 +30,8 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts, vendor: Vendor) -> tu
     """Collect the remedies of the answer, then the first one of each other possible cause."""
     found: dict[str, Remedy] = {}
     for number, cause in enumerate(causes):
-        offered = list(_for(cause.code, _order(cause.code, facts), facts, vendor))
-        for one in offered if number == 0 else offered[:1]:
+        offered = _for(cause.code, _order(cause.code, facts), facts, vendor)
+        for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
     return tuple(found.values())
 
@@ -60,7 +61,9 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
         return OTHER_FRAMEWORKS[facts.framework]
     if facts.has_tried_one_row:
         return ONE_ROW
-    return ONLY_RUN if _only_runs(facts) else FOR_CAUSE[code]
+    uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
+    trains = facts.called(r"(?i)backward|train|optimizer|closure")
+    return ONLY_RUN if uses is not None and trains is None else FOR_CAUSE[code]
 
 
 def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
@@ -68,14 +71,7 @@ def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
     if applies is not None and not applies(facts):
         return None
     if filled := FILLED.get(one):
-        return filled(facts)
+        return filled(one, facts)
     doors = (*_OF_THE_TRAINER, *_OF_ANY_SCRIPT) if uses_trainer(facts) else _OF_ANY_SCRIPT
     door = next((each for each in doors if each in one.spellings), None)
     return remedy(one, door) if door else None
-
-
-def _only_runs(facts: TextFacts) -> bool:
-    """Return whether the frames are of a model that is used and not trained."""
-    frame = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
-    trains = facts.called(r"(?i)backward|train|optimizer|closure")
-    return frame is not None and trains is None

@@ -3,8 +3,7 @@
 from math import ceil, floor
 from typing import NamedTuple
 
-from trainer_plugins import advice
-from trainer_plugins.advice import Door
+from trainer_plugins.advice import Advice, Door, smaller_share
 from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Remedy
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -37,7 +36,7 @@ _PROGRAMS = (
 )
 
 
-def lower(facts: TextFacts) -> Remedy | None:
+def lower(one: Advice, facts: TextFacts) -> Remedy | None:
     """Lower the share below the one in the text, by what is missing or to what is free."""
     refuses_to_start = facts.oom.source == "engine"
     if refuses_to_start and not is_startup(facts):
@@ -49,78 +48,70 @@ def lower(facts: TextFacts) -> Remedy | None:
         effect = f"{size(new * total)} of the {size(free)} that are free"
     elif total and free is not None and asked and asked > free:
         missing = asked - free
-        new = advice.smaller_share(share, missing / total)
+        new = smaller_share(share, missing / total)
         given = int((share - new) * total)
         effect = f"releases {size(given)}; at least {size(missing)} are missing"
         if given < missing:
             effect += ", so the training has to take less too"
     else:
-        new, effect = advice.smaller_share(share), advice.SMALLER_ENGINE_SHARE.effect
+        new, effect = smaller_share(share), one.effect
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
         return None
-    return remedy(
-        advice.SMALLER_ENGINE_SHARE,
-        _spelled(facts, new),
-        effect + default,
-        by_arithmetic=total and free is not None,
-    )
+    is_known = total and free is not None
+    return remedy(one, _spelled(one, facts, new), effect + default, by_arithmetic=is_known)
 
 
-def higher(facts: TextFacts) -> Remedy | None:
+def higher(one: Advice, facts: TextFacts) -> Remedy | None:
     """Raise the share, if there is room above it: weights and graphs have left no cache."""
     if not _has_no_cache(facts):
         return None
-    share, default = _share(facts)
-    total, missing = _total(facts), _missing(facts)
+    (share, default), total, missing = _share(facts), _total(facts), 0
+    if facts.asked and facts.free is not None:
+        missing = max(0, facts.asked - facts.free)
+    elif below := facts.says(_KV_CACHE):
+        missing = int(-float(below[1]) * GIB)
     least = max(share + _STEP, share + missing / total if total else 0)
     if share >= _LARGEST_SHARE or least > 1:
         return None
     new = min(_LARGEST_SHARE, ceil(round(least * 100, 3)) / 100)
     known = f"; {size(missing)} are missing" if missing else ""
-    return remedy(
-        advice.LARGER_ENGINE_SHARE,
-        _spelled(facts, new),
-        f"more than {share:g}: what weights and graphs leave of it is the KV cache{known}{default}",
-        by_arithmetic=missing and total,
+    effect = (
+        f"more than {share:g}: what weights and graphs leave of it is the KV cache{known}{default}"
     )
+    return remedy(one, _spelled(one, facts, new), effect, by_arithmetic=missing and total)
 
 
-def shorter(facts: TextFacts) -> Remedy | None:
+def shorter(one: Advice, facts: TextFacts) -> Remedy | None:
     """Take the length that the engine says would fit."""
     found = facts.says(_LENGTH) if _has_no_cache(facts) else None
     if not found:
         return None
     door = Door.TRL if _program(facts).door is Door.TRL else Door.VLLM
-    length = found[1] or found[2]
-    return remedy(advice.SHORTER_REQUESTS, door, by_arithmetic=True, length=length)
+    return remedy(one, door, by_arithmetic=True, length=found[1] or found[2])
 
 
-def fewer_sequences(facts: TextFacts) -> Remedy | None:
+def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
     """Warm up for fewer sequences: the engine measures its activations with all of them."""
     door = _program(facts).door
-    if door not in (Door.VLLM, Door.SGLANG) or is_startup(facts) or shorter(facts):
+    has_length = _has_no_cache(facts) and facts.says(_LENGTH)
+    if door not in (Door.VLLM, Door.SGLANG) or is_startup(facts) or has_length:
         return None
-    usual = 64 if door is Door.VLLM else 32
-    name = advice.FEWER_SEQUENCES.flag(door).split()[0]
+    name = one.flag(door).split()[0]
     found = facts.rows(name.strip("-").replace("-", "[-_]"))
-    sequences = max(1, found // 2) if found else usual
-    return remedy(advice.FEWER_SEQUENCES, door, sequences=sequences)
+    usual = 64 if door is Door.VLLM else 32
+    return remedy(one, door, sequences=max(1, found // 2) if found else usual)
 
 
-def spread_weights(facts: TextFacts) -> Remedy | None:
+def spread_weights(one: Advice, facts: TextFacts) -> Remedy | None:
     """Put less of the weights on each card."""
-    if not _has_no_cache(facts):
-        return None
     door = Door.SGLANG if _program(facts).door is Door.SGLANG else Door.VLLM
-    return remedy(advice.TENSOR_PARALLEL, door)
+    return remedy(one, door) if _has_no_cache(facts) else None
 
 
-def settings(facts: TextFacts) -> Remedy | None:
+def settings(one: Advice, facts: TextFacts) -> Remedy | None:
     """Keep the allocator settings of the training away from an engine in its process."""
     is_inside = _program(facts).door in (Door.TRL, Door.VERL)
-    if facts.oom.source == "engine" or not is_inside:
-        return None
-    return remedy(advice.EXPORT_SETTINGS_FOR_VLLM, Door.SHELL)
+    return remedy(one, Door.SHELL) if is_inside and facts.oom.source != "engine" else None
 
 
 def is_startup(facts: TextFacts) -> bool:
@@ -134,8 +125,7 @@ def _has_no_cache(facts: TextFacts) -> bool:
 
 def _share(facts: TextFacts) -> tuple[float, str]:
     """Return the share in force, and a clause if it is only the program's default."""
-    found = facts.says(_WANTED) or facts.says(_SETTING)
-    if found:
+    if found := facts.says(_WANTED) or facts.says(_SETTING):
         return float(found["share"]), ""
     usual = _program(facts).usual_share
     return usual, f"; {usual:g} is the default"
@@ -145,23 +135,15 @@ def _program(facts: TextFacts) -> _Program:
     return next(each for each in _PROGRAMS if facts.says(each.words))
 
 
-def _spelled(facts: TextFacts, share: float) -> str:
+def _spelled(one: Advice, facts: TextFacts, share: float) -> str:
     """Write the setting as the text does, if it is a flag, an argument or an override there."""
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"
-    return advice.SMALLER_ENGINE_SHARE.flag(_program(facts).door, share=f"{share:g}")
+    return one.flag(_program(facts).door, share=f"{share:g}")
 
 
 def _total(facts: TextFacts) -> int | None:
     found = facts.says(_TOTAL)
     cards = facts.cards[facts.oom.device or 0 :]
     return facts.total or (int(float(found[1]) * GIB) if found else cards[0][1] if cards else None)
-
-
-def _missing(facts: TextFacts) -> int:
-    """Return how much more the KV cache needs, as far as the engine says it; else 0."""
-    if facts.asked and facts.free is not None:
-        return max(0, facts.asked - facts.free)
-    below = facts.says(_KV_CACHE)
-    return int(-float(below[1]) * GIB) if below else 0

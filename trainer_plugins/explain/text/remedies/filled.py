@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import ceil
 
 from trainer_plugins import advice
@@ -28,9 +27,9 @@ def shows_trainer(facts: TextFacts) -> bool:
     return bool(facts.called(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
 
 
-def _smaller_micro_batch(facts: TextFacts) -> Remedy | None:
+def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
-    one, rows, steps = advice.SMALLER_MICRO_BATCH, facts.rows(_ROWS), facts.rows(_STEPS) or 1
+    rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
     if rows == 1 or facts.has_tried_one_row:
         return None
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
@@ -43,30 +42,27 @@ def _smaller_micro_batch(facts: TextFacts) -> Remedy | None:
     return remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
 
 
-def _survive(facts: TextFacts) -> Remedy:
+def _survive(one: Advice, facts: TextFacts) -> Remedy:
     if facts.called(r"hydra[/\\]"):
-        return remedy(advice.SURVIVE, f"{facts.launched} {advice.SURVIVE.flag(Door.HYDRA)}")
-    return _relaunched(advice.SURVIVE, facts)
+        return remedy(one, f"{facts.launched} {one.flag(Door.HYDRA)}")
+    return _relaunched(one, facts)
 
 
 def _relaunched(one: Advice, facts: TextFacts) -> Remedy:
-    """Write the command that launches the run again."""
     return remedy(one, Door.SHELL, command=facts.launched)
 
 
-def _plan(facts: TextFacts) -> Remedy:
+def _plan(one: Advice, facts: TextFacts) -> Remedy:
     do, missing = plan_command(facts)
     unknown = f" (the text does not show {' and '.join(missing)})" if missing else ""
-    return remedy(advice.PLAN_THE_RUN, do, advice.PLAN_THE_RUN.effect + unknown)
+    return remedy(one, do, one.effect + unknown)
 
 
-def _smaller_eval_batch(facts: TextFacts) -> Remedy | None:
+def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if not uses_trainer(facts):
-        return _with_shortage(advice.SMALLER_EVAL_BATCH, facts)
-    rows = facts.rows("per_device_eval_batch_size")
-    if rows == 1:
-        return None
-    return remedy(advice.SMALLER_EVAL_BATCH, Door.TRAINER, rows=ceil(rows / 2) if rows else 1)
+        return _with_shortage(one, facts)
+    rows = facts.rows("per_device_eval_batch_size") or 2
+    return remedy(one, Door.TRAINER, rows=ceil(rows / 2)) if rows > 1 else None
 
 
 def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
@@ -85,8 +81,8 @@ def _with_asked(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
 
 
-def _shorter_rows(facts: TextFacts) -> Remedy:
-    one, effect, asked = advice.SHORTER_ROWS, advice.SHORTER_ROWS.effect, facts.asked
+def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
+    effect, asked = one.effect, facts.asked
     is_table = facts.called(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
         effect = f"{size(asked / 4)} instead of {size(asked)} at half the length; {effect}"
@@ -94,48 +90,46 @@ def _shorter_rows(facts: TextFacts) -> Remedy:
     return remedy(one, door, effect, by_arithmetic=asked and is_table)
 
 
-def _expandable_segments(facts: TextFacts) -> Remedy:
+def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
     pieces, needed = size(facts.unused or 0), size(facts.asked or 0)
     effect = f"up to {pieces} in pieces become usable, {needed} are needed"
-    return remedy(advice.EXPANDABLE_SEGMENTS, Door.ENVIRONMENT, effect, by_arithmetic=True)
+    return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
 
-def _list_processes(facts: TextFacts) -> Remedy:
-    one = advice.LIST_PROCESSES
+def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
     return remedy(one, Door.SHELL, f"{one.effect} ({pids})")
 
 
-def _other_card(facts: TextFacts) -> Remedy | None:
+def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
     if len(facts.cards) == 1:
         return None
     rooms = [each.total_bytes - each.used_bytes for each in facts.cards]
     best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
     there = f"{size(rooms[best])} were free there" if rooms else "if there is one"
     gone = f"; {size(facts.others)} are in the way on this one" if facts.others else ""
-    effect = f"{advice.OTHER_CARD.effect}, {there}{gone}"
     values = {"card": best, "command": facts.launched}
-    return remedy(advice.OTHER_CARD, Door.SHELL, effect, by_arithmetic=rooms or gone, **values)
+    effect = f"{one.effect}, {there}{gone}"
+    return remedy(one, Door.SHELL, effect, by_arithmetic=rooms or gone, **values)
 
 
-def _one_process_a_card(facts: TextFacts) -> Remedy:
-    num_cards = len({one.card for one in facts.processes}) or len(facts.cards) or "CARDS"
+def _one_process_a_card(one: Advice, facts: TextFacts) -> Remedy:
+    num_cards = len({each.card for each in facts.processes}) or len(facts.cards) or "CARDS"
     script = re.search(r"\S+\.py\b.*", facts.launched)
     command = script[0] if script else "train.py"
-    return remedy(advice.ONE_PROCESS_A_CARD, Door.SHELL, cards=num_cards, command=command)
+    return remedy(one, Door.SHELL, cards=num_cards, command=command)
 
 
-def _load_into_main_memory(facts: TextFacts) -> Remedy:
-    one = advice.LOAD_INTO_MAIN_MEMORY
+def _load_into_main_memory(one: Advice, facts: TextFacts) -> Remedy:
     first = min((each.card for each in facts.processes), default=0)
     stray = sum(each.num_bytes for each in facts.processes if each.card == first)
     shown = f"; nvidia-smi shows {size(stray)} on card {first}" if stray else ""
     return remedy(one, Door.CODE, one.effect + shown, by_arithmetic=stray)
 
 
-def _restart_kernel(facts: TextFacts) -> Remedy:
+def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
     effect = f"frees {size(facts.live)}, if it is left from before" if facts.live else ""
-    return remedy(advice.RESTART_KERNEL, Door.CODE, effect, by_arithmetic=effect)
+    return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
 def _place(facts: TextFacts) -> str:
@@ -143,34 +137,34 @@ def _place(facts: TextFacts) -> str:
     return f"{frame.path.rsplit('/', 1)[-1]}:{frame.line}" if frame else ""
 
 
-def _print_shapes(facts: TextFacts) -> Remedy:
-    return remedy(advice.PRINT_SHAPES, Door.CODE, place=_place(facts) or "the failing line")
+def _print_shapes(one: Advice, facts: TextFacts) -> Remedy:
+    return remedy(one, Door.CODE, place=_place(facts) or "the failing line")
 
 
-def _look_at(facts: TextFacts) -> Remedy | None:
+def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
     if not (place := _place(facts)):
         return None
     asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
-    return remedy(advice.LOOK_AT, Door.CODE, asked, by_arithmetic=asked, place=place)
+    return remedy(one, Door.CODE, asked, by_arithmetic=asked, place=place)
 
 
-def _fewer_workers(facts: TextFacts) -> Remedy:
+def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
     is_growth = facts.progress and not facts.says(r"(?i)dataloader|shared memory|bus error")
     grows = "it had run for some time: each worker's copy of the data set grows as it is read"
     door = Door.TRAINER if uses_trainer(facts) else Door.CODE
-    return remedy(advice.FEWER_WORKERS, door, grows if is_growth else "", workers=0)
+    return remedy(one, door, grows if is_growth else "", workers=0)
 
 
-FILLED: Mapping[Advice, Callable[[TextFacts], Remedy | None]] = {
+FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
-    advice.OBSERVE: partial(_relaunched, advice.OBSERVE),
-    advice.ONE_CARD: partial(_relaunched, advice.ONE_CARD),
+    advice.OBSERVE: _relaunched,
+    advice.ONE_CARD: _relaunched,
     advice.PLAN_THE_RUN: _plan,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
-    advice.FEWER_INPUTS: partial(_with_shortage, advice.FEWER_INPUTS),
-    advice.LIGER: partial(_with_asked, advice.LIGER),
-    advice.ARGMAX_LOGITS: partial(_with_asked, advice.ARGMAX_LOGITS),
+    advice.FEWER_INPUTS: _with_shortage,
+    advice.LIGER: _with_asked,
+    advice.ARGMAX_LOGITS: _with_asked,
     advice.SHORTER_ROWS: _shorter_rows,
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
     advice.LIST_PROCESSES: _list_processes,

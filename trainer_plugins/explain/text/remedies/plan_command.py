@@ -9,6 +9,7 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
+# The TrainingArguments that decide about memory; others need data or accounts.
 DECIDING = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "eval_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim",
@@ -18,7 +19,6 @@ DECIDING = (
     "batch_eval_metrics", "predict_with_generate", "generation_max_length",
     "generation_num_beams", "save_strategy", "save_only_model", "neftune_noise_alpha",
 )  # fmt: skip
-"""The TrainingArguments that decide about memory; others need data or accounts."""
 
 # What transformers' examples, TRL, LLaMA-Factory, axolotl, DeepSpeed and QLoRA call a thing.
 _MODEL = "model_name_or_path|pretrained_model_name_or_path|base_model|model_name|model_id|model"
@@ -36,17 +36,40 @@ _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_tr
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
-def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
-    """Write the command, and list what is to be filled in, because the text does not show it.
+class _Settings:
+    """Looks settings up: in the command line that a text shows, then anywhere in the text."""
 
-    It has the model, the card, rows and length, an adapter, quantised weights, and those flags of
-    the command line that decide about memory.
-    """
+    def __init__(self, facts: TextFacts) -> None:
+        self.text = f"{facts.command}\n{facts.text}"
+        self.given = _arguments(shown(self.text))
+
+    def value(self, names: str, values: str) -> str:
+        """Return what one of several names is set to; empty if to nothing of this form."""
+        for name in names.split("|"):
+            if re.fullmatch(values, self.given.get(name, "")):
+                return self.given[name]
+        is_set = rf"(?:--(?:{names})[ =]|(?<![\w.])(?:{names})[\"']? {{0,2}}[=:] {{0,2}})[\"']?"
+        found = re.search(rf"{is_set}(?:torch\.)?({values})(?![\w.])", self.text)
+        return found[1] if found else ""
+
+    def is_on(self, names: str) -> bool:
+        return bool(self.value(names, "[Tt]rue|1"))
+
+    @property
+    def model(self) -> str:
+        given = [self.given[name] for name in _MODEL.split("|") if name in self.given]
+        path = r"[\w.~-]*/[\w./-]*\w"
+        loaded = re.search(rf"from_pretrained\(\s*[\"']({path})[\"']", self.text)
+        return given[0] if given else loaded[1] if loaded else self.value(_MODEL, path)
+
+
+def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
+    """Write the command, and list what is to be filled in, because the text does not show it."""
     words = ["trainer-plugins", "plan", *_words(facts, _Settings(facts))]
     return printable(shlex.join(words)), [word for word in words if word in _LEFT_OPEN]
 
 
-def _words(facts: TextFacts, read: "_Settings") -> Iterator[str]:
+def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     yield from ("--model", read.model or "MODEL")
     if facts.total:
         yield from ("--gpu", f"{facts.total / GIB:.2f}GiB")
@@ -70,14 +93,11 @@ def _words(facts: TextFacts, read: "_Settings") -> Iterator[str]:
             yield from (f"--{name}", value)
 
 
-def _adapter(facts: TextFacts, read: "_Settings") -> Iterator[str]:
+def _adapter(facts: TextFacts, read: _Settings) -> Iterator[str]:
     """Yield what says that the base is quantised, and an adapter trained."""
     bits = read.value(_BITS, "[48]")
-    if (
-        bits == "4"
-        or read.is_on("load_in_4bit|use_4bit")
-        or facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
-    ):
+    is_called = facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
+    if bits == "4" or is_called or read.is_on("load_in_4bit|use_4bit"):
         yield "--load-in-4bit"
         if kind := read.value("bnb_4bit_quant_type|quant_type", "nf4|fp4"):
             yield from ("--bnb-4bit-quant-type", kind)
@@ -87,42 +107,12 @@ def _adapter(facts: TextFacts, read: "_Settings") -> Iterator[str]:
             yield "--bnb-4bit-use-double-quant"
     elif bits == "8" or read.is_on("load_in_8bit"):
         yield "--load-in-8bit"
-    rank = read.value("lora_r|lora_rank", r"\d{1,4}") or read.rank
+    rank = read.value("lora_r|lora_rank", r"\d{1,4}")
+    in_python = re.search(r"LoraConfig\([^)]{0,300}?\br=(\d{1,4})", read.text)
+    if not rank and in_python:
+        rank = in_python[1]
     if rank or read.is_on("use_peft|use_lora") or facts.called(r"\bpeft[/\\]"):
         yield from ("--lora-r", rank or "RANK")
-
-
-class _Settings:
-    """Looks settings up: in the command line that a text shows, then anywhere in the text."""
-
-    def __init__(self, facts: TextFacts) -> None:
-        self._text = f"{facts.command}\n{facts.text}"
-        self.given = _arguments(shown(self._text))
-
-    def value(self, names: str, values: str) -> str:
-        """Return what one of several names is set to; empty if to nothing of this form."""
-        for name in names.split("|"):
-            if re.fullmatch(values, self.given.get(name, "")):
-                return self.given[name]
-        is_set = rf"(?:--(?:{names})[ =]|(?<![\w.])(?:{names})[\"']? {{0,2}}[=:] {{0,2}})[\"']?"
-        found = re.search(rf"{is_set}(?:torch\.)?({values})(?![\w.])", self._text)
-        return found[1] if found else ""
-
-    def is_on(self, names: str) -> bool:
-        return bool(self.value(names, "[Tt]rue|1"))
-
-    @property
-    def model(self) -> str:
-        given = [self.given[name] for name in _MODEL.split("|") if name in self.given]
-        path = r"[\w.~-]*/[\w./-]*\w"
-        loaded = re.search(rf"from_pretrained\(\s*[\"']({path})[\"']", self._text)
-        return given[0] if given else loaded[1] if loaded else self.value(_MODEL, path)
-
-    @property
-    def rank(self) -> str:
-        """Return the rank of an adapter as Python sets it."""
-        found = re.search(r"LoraConfig\([^)]{0,300}?\br=(\d{1,4})", self._text)
-        return found[1] if found else ""
 
 
 def _arguments(words: Sequence[str]) -> Mapping[str, str]:

@@ -1,0 +1,132 @@
+"""What kind of run it is, is asked once; the planner enters only the rooms of that kind."""
+
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import Seq2SeqTrainingArguments
+
+from tests import processes
+from tests.models import tiny_llama
+from tests.planner.test_plans import request, tiny
+from trainer_plugins.planner.kind import (
+    Wrapper,
+    cards_of_a_row,
+    is_checkpointing,
+    kind_of,
+    needs_flash_attn,
+)
+from trainer_plugins.planner.request import TrainerSource
+
+ROOT = Path(__file__).parents[2]
+MOST_FILES = 32
+ELSEWHERE = (
+    "sharded/",
+    "streaming/",
+    "pictures",
+    "sounds",
+    "rollout",
+    "speech",
+    "eight_bit",
+    "optimizers",
+    "flash_attn",
+    "quantised",
+    "liger",
+    "triton",
+    "streamed",
+    "loop",
+    "from_trainer",
+    "evaluation",
+)
+"""What a plan of a Llama on one card has no need of."""
+
+
+def kind(asked=None, **args):
+    asked = request(tiny()) if asked is None else asked
+    return kind_of(asked, Seq2SeqTrainingArguments("runs", use_cpu=True, **args))
+
+
+def test_a_plan_of_a_llama_enters_no_room_of_another_kind():
+    done = processes.run([sys.executable, "-m", "benchmarks.walks", "plan"], cwd=ROOT)
+    files = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert "planner/rehearse/watch.py" in files, done.stderr
+    assert len(files) <= MOST_FILES
+    assert [file for file in files if any(name in file for name in ELSEWHERE)] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrapper"),
+    [
+        ({}, Wrapper.ONE_CARD),
+        ({"num_gpus": 2}, Wrapper.DDP),
+        ({"environment": {"ACCELERATE_USE_FSDP": "true"}}, Wrapper.FSDP1),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}, "num_gpus": 2}, Wrapper.DEEPSPEED),
+        (
+            {
+                "environment": {
+                    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                    "PARALLELISM_CONFIG_TP_SIZE": "2",
+                },
+                "num_gpus": 2,
+            },
+            Wrapper.TENSOR_PARALLEL,
+        ),
+    ],
+)
+def test_the_launch_decides_what_divides_the_work(monkeypatch, changed, wrapper):
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    found = kind(replace(request(tiny()), **changed))
+    assert found.wrapper is wrapper
+    assert found.is_alone == (wrapper is Wrapper.ONE_CARD)
+    assert cards_of_a_row(found.sizes) == (2 if wrapper is Wrapper.TENSOR_PARALLEL else 1)
+
+
+FACTS = (
+    "evaluates",
+    "saves",
+    "resumes",
+    "is_quantised",
+    "is_streamed",
+    "has_liger",
+    "trains_on_completions",
+    "is_of_bitsandbytes",
+    "is_of_a_package",
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "source", "true"),
+    [
+        ({"save_strategy": "no", "save_only_model": True}, {}, set()),
+        ({}, {}, {"saves", "resumes"}),
+        ({"do_eval": True, "save_only_model": True}, {}, {"evaluates", "saves"}),
+        (
+            {"save_strategy": "no", "save_only_model": True, "optim": "paged_adamw_8bit"},
+            {"quantisation": {"load_in_4bit": True}},
+            {"is_quantised", "is_of_bitsandbytes"},
+        ),
+        ({"optim": "schedule_free_sgd"}, {}, {"saves", "resumes", "is_of_a_package"}),
+        ({"use_liger_kernel": True}, {}, {"saves", "resumes", "has_liger"}),
+    ],
+)
+def test_the_arguments_and_the_source_decide_about_the_rest(args, source, true):
+    found = kind(request(tiny(), **source), **args)
+    assert {name for name in FACTS if getattr(found, name)} == true
+
+
+def test_flash_attn_is_pretended_where_it_may_be_called():
+    assert not needs_flash_attn(request(tiny()).source)
+    assert needs_flash_attn(request(tiny(attn_implementation="flash_attention_2")).source)
+    assert needs_flash_attn(TrainerSource(trainer=b"", batch=b""))
+
+
+def test_checkpointing_is_read_without_a_warning():
+    model, other = tiny_llama(), tiny_llama()
+    for part in other.modules():
+        if hasattr(part, "gradient_checkpointing"):
+            part.gradient_checkpointing = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [is_checkpointing(each) for each in (model, other)] == [False, True]

@@ -1,0 +1,235 @@
+"""Ask once what kind of run is planned, and say it in words.
+
+The planner enters only the rooms of that kind. What the request alone says is needed before the
+card is pretended (`needs_flash_attn`). The rest, a `Kind`, also depends on TrainingArguments, which
+ask the card what it can do.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.planner.pretend import eight_bit, optimizers
+from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
+from trainer_plugins.wrapped import base_model
+
+_EXPORTED = "PARALLELISM_CONFIG_"
+
+
+class Wrapper(Enum):
+    """Says what divides the work among cards."""
+
+    ONE_CARD = "one card"
+    DDP = "DDP"
+    FSDP1 = "FSDP1"
+    FSDP2 = "FSDP2"
+    DEEPSPEED = "DeepSpeed"
+    TENSOR_PARALLEL = "tensor parallelism"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Describes what kind of run is planned."""
+
+    wrapper: Wrapper
+    deepspeed: object
+    """The DeepSpeed config as it was given, of the arguments or of a launcher; None without one."""
+
+    sizes: Mapping[str, int]
+    """The sizes in accelerate's ParallelismConfig, as in `cp_size`; empty without one."""
+
+    optimizer: str  # the optimizer, as in `--optim adamw_torch`
+    device: str
+    is_quantised: bool  # whether bitsandbytes may have quantised the base
+    is_streamed: bool
+    has_liger: bool
+    trains_on_completions: bool
+    """Whether the run generates what it trains on, as TRL's GRPO and RLOO do."""
+
+    evaluates: bool
+    saves: bool
+    resumes: bool
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether one card does everything."""
+        return self.wrapper is Wrapper.ONE_CARD and not self.sizes
+
+    @property
+    def is_of_bitsandbytes(self) -> bool:
+        """Return whether the optimizer is one of bitsandbytes."""
+        return self.optimizer in eight_bit.OPTIMIZERS
+
+    @property
+    def is_of_a_package(self) -> bool:
+        """Return whether the optimizer is that of another package, whose own code runs."""
+        return self.optimizer in optimizers.PACKAGES
+
+
+def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
+    """Return what kind of run a request with these arguments describes."""
+    source = request.source
+    # the Trainer's arguments win over a launcher's
+    deepspeed = args.deepspeed or request.deepspeed
+    sizes = sizes_of(request, args)
+    was_replaced = isinstance(source, TrainerSource) and bool(source.replaced)
+    return Kind(
+        wrapper=_wrapper(request, args, deepspeed, sizes),
+        deepspeed=deepspeed,
+        sizes=sizes,
+        optimizer=text_of(args.optim),
+        device=request.device,
+        is_quantised=is_quantised(source),
+        is_streamed=request.resident_layers is not None,
+        has_liger=args.use_liger_kernel or was_replaced,
+        trains_on_completions=hasattr(args, "steps_per_generation"),
+        evaluates=text_of(args.eval_strategy).lower() != "no" or args.do_eval,
+        saves=text_of(args.save_strategy).lower() != "no",
+        resumes=not args.save_only_model,
+    )
+
+
+def needs_flash_attn(source: ConfigSource | TrainerSource) -> bool:
+    """Return whether a run may call the package flash-attn; a user's code always may."""
+    return isinstance(source, TrainerSource) or "flash_attention_2" in str(source.config)
+
+
+def is_quantised(source: ConfigSource | TrainerSource) -> bool:
+    """Return whether bitsandbytes may have quantised the base of a run."""
+    if isinstance(source, TrainerSource):  # the pickle names the classes of its layers
+        names = (b"bitsandbytes", b"Linear4bit", b"Linear8bitLt")
+        return any(name in source.trainer for name in names)
+    return bool(source.quantisation or source.config.get("quantization_config"))
+
+
+def _wrapper(
+    request: PlanRequest, args: HfArguments, deepspeed: object, sizes: Mapping[str, int]
+) -> Wrapper:
+    if deepspeed is not None:
+        return Wrapper.DEEPSPEED
+    version = _fsdp_version(request, args)
+    if version is not None:
+        return Wrapper.FSDP1 if version == 1 else Wrapper.FSDP2
+    if sizes.get("tp_size", 1) > 1:
+        return Wrapper.TENSOR_PARALLEL
+    return Wrapper.DDP if request.num_gpus > 1 else Wrapper.ONE_CARD
+
+
+def _fsdp_version(request: PlanRequest, args: HfArguments) -> int | None:
+    """Return the version of FSDP that the launch and the arguments ask for; None is no FSDP.
+
+    The arguments win, and transformers 5 says in them what it makes of them. Otherwise accelerate
+    reads the environment, to which transformers 4 writes.
+    """
+    if not args.fsdp and request.environment.get("ACCELERATE_USE_FSDP") != "true":
+        return None
+    given = getattr(args, "fsdp_plugin_args", None) or {}
+    return int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", "1"))
+
+
+def cards_of_a_row(sizes: Mapping[str, int]) -> int:
+    """Return how many cards work on the same rows."""
+    return sizes.get("cp_size", 1) * sizes.get("sp_size", 1) * sizes.get("tp_size", 1)
+
+
+def sizes_of(request: PlanRequest, args: Any) -> Mapping[str, int]:
+    """Return the sizes in accelerate's ParallelismConfig: of the arguments, else of a launcher."""
+    if (config := getattr(args, "parallelism_config", None)) is not None:
+        return {name: size for name, size in vars(config).items() if name.endswith("size")}
+    exported = request.environment
+    if exported.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+        return {}
+    return {
+        name.removeprefix(_EXPORTED).lower(): int(size)
+        for name, size in exported.items()
+        if name.startswith(_EXPORTED) and name.endswith("SIZE")
+    }
+
+
+def text_of(setting: object) -> str:
+    """Return the text of a setting that is a string or an enum of strings."""
+    return str(getattr(setting, "value", setting))
+
+
+def planned_of(
+    request: PlanRequest, trainer: HfTrainer, args: HfArguments, kind: Kind
+) -> dict[str, str]:
+    """Return the model, the batch, the optimizer and the launch of a run, by name."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    base = base_model(model)
+    name = getattr(getattr(base, "config", None), "_name_or_path", "")
+    rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    shares = cards_of_a_row(kind.sizes)
+    batch = rows * steps * request.num_gpus // shares
+    shared = f" ({shares} share a row)" if shares > 1 else ""
+    planned = {
+        "model": f"{type(base).__name__}{f' ({name})' if name else ''}",
+        "rows": f"{rows} at once x {steps} x {request.num_gpus} GPU{shared}, {batch} a step",
+    }
+    source = request.source
+    if isinstance(source, ConfigSource):
+        if source.trainer is not None:
+            planned["trainer"] = f"TRL's {type(trainer).__name__}"
+        if getattr(base, "main_input_name", "input_ids") == "input_ids":
+            planned["length"] = f"{source.sequence_length} tokens"
+            if source.target_length is not None:
+                planned["length"] += f", labels {source.target_length}"
+    if kind.is_quantised:
+        from trainer_plugins.planner.pretend import quantised
+
+        if bits := quantised.bits_of(base):
+            planned["quantised"] = f"{bits} bits, by bitsandbytes"
+    # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
+    checkpoints = args.gradient_checkpointing or is_checkpointing(base)
+    planned |= {
+        "dtype": _dtype(base, args),
+        "optimizer": kind.optimizer,
+        "adapter": _adapter(model),
+        "checkpointing": "on" if checkpoints else "off",
+        "strategy": _strategy(request, kind),
+    }
+    if request.launch_file is not None:
+        planned["launch file"] = Path(request.launch_file).name
+    if request.allocator:
+        planned["allocator"] = request.allocator
+    if request.command is not None:
+        planned["command"] = request.command
+    return planned
+
+
+def is_checkpointing(model: torch.nn.Module) -> bool:
+    """Return whether checkpointing is on; transformers' own property has two names by version."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+def _dtype(model: object, args: HfArguments) -> str:
+    dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    used = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
+    return f"{dtype}, autocast to {used}" if used else dtype
+
+
+def _adapter(model: object) -> str:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return "none"
+    config = next(iter(configs.values()))
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    rank = getattr(config, "r", None)
+    return f"{kind}{f', r={rank}' if rank is not None else ''}"
+
+
+def _strategy(request: PlanRequest, kind: Kind) -> str:
+    if kind.wrapper is Wrapper.DEEPSPEED:
+        zero = (request.deepspeed or {}).get("zero_optimization")
+        stage = zero.get("stage") if isinstance(zero, dict) else None
+        return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
+    source = request.source
+    if isinstance(source, TrainerSource) and (cards := {*source.device_map.values()} - {0}):
+        return f"one process, {len(cards | {0})} cards (device_map)"
+    return str(kind.wrapper.value)

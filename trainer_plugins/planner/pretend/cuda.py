@@ -1,0 +1,170 @@
+"""Answer what programs ask torch.cuda, and simulate its streams. Imports torch and transformers.
+
+Streams decide from whose pool memory is taken. A freed block goes back to the pool of its stream,
+and can be reused there at once. After `record_stream` it waits for another stream, which runs as
+late as the program lets it (`tracing.position.Lag`). FSDP2 and DDP do not call it: they order
+streams by events, and hold what another stream reads.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.tracing.position import Lag
+from trainer_plugins.planner.tracing.trace import Tracker
+
+
+def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> None:
+    """Answer what programs ask torch.cuda before and between steps."""
+    import transformers
+
+    capability = card.capability
+
+    class Properties:
+        name = "a card that is not there"  # no library knows a special case of it
+        major, minor = capability
+        total_memory = card.capacity_bytes
+        multi_processor_count = card.num_multiprocessors
+        gcnArchName = ""  # noqa: N815 - torch's name
+        uuid = "00000000-0000-0000-0000-000000000000"
+
+    def allocated(device: Any = None) -> int:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return tracker.allocated_bytes[index or 0]
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return card.capacity_bytes - allocated(device), card.capacity_bytes
+
+    answers: dict[str, object] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: num_cards,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": contextlib.nullcontext,  # as in `with torch.cuda.device(0):`
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: Properties,
+        "get_device_name": lambda device=None: Properties.name,
+        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": tracker.emptied,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.empty(0, dtype=torch.uint8),
+        "get_rng_state_all": list,
+        "set_rng_state": lambda state, device="cuda": None,
+        "set_rng_state_all": lambda states: None,
+        "mem_get_info": mem_get_info,
+        "memory_allocated": allocated,
+        "max_memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_reserved": allocated,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: {},
+        **_streams(tracker),
+    }
+    for name, value in answers.items():
+        patches.set(torch.cuda, name, value)
+    patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    # transformers asks the build of torch too, which may have no CUDA
+    has_tf32 = capability >= (8, 0)
+    patches.set(transformers.training_args, "is_torch_tf32_available", lambda: has_tf32)
+    # FakeTensorMode would initialise CUDA to learn the number of the current device.
+    patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
+    _activations_have_one_kernel(patches)
+
+
+def _activations_have_one_kernel(patches: Patches) -> None:
+    """Let the backward of SiLU and Mish allocate its result alone, as their CUDA kernels do.
+
+    A build without CUDA has no such kernels, and takes them apart into six operations
+    (native_functions.yaml: CompositeImplicitAutograd beside CPU and CUDA).
+    """
+    for name in ("silu_backward", "mish_backward"):
+        library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")
+
+
+def _events_of(lag: Lag) -> type:
+    """Return the class of events of a card."""
+
+    class Event:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.mark = 0
+
+        def record(self, *_: object) -> "Event":
+            self.mark = lag.mark()
+            return self
+
+        def wait(self, *_: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            lag.finish(self.mark)
+
+    return Event
+
+
+def _streams(tracker: Tracker) -> dict[str, object]:
+    """Return what stands in for the names of torch.cuda that are about streams."""
+    numbers, lag, event_class = itertools.count(1), tracker.lag, _events_of(tracker.lag)
+
+    class Stream:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.number = next(numbers)
+
+        def wait_stream(self, _: object) -> None:
+            pass
+
+        wait_event = wait_stream
+
+        def record_event(self, event: Any = None) -> Any:
+            return (event_class() if event is None else event).record()
+
+        def synchronize(self) -> None:
+            lag.finish(lag.mark())
+
+        def query(self) -> bool:
+            return True
+
+        def is_capturing(self) -> bool:
+            return False
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.number == self.number
+
+        def __hash__(self) -> int:
+            return hash(self.number)
+
+    def current(*_: object) -> Stream:
+        stream = Stream.__new__(Stream)
+        stream.number = tracker.stream
+        return stream
+
+    @contextlib.contextmanager
+    def use(stream: Stream | None) -> Iterator[None]:
+        before = tracker.stream
+        tracker.stream = stream.number if stream is not None else before
+        try:
+            yield
+        finally:
+            tracker.stream = before
+
+    return {
+        "Stream": Stream,
+        "Event": event_class,
+        "current_stream": current,
+        "stream": use,
+        "synchronize": lambda device=None: lag.finish(lag.mark()),
+    }

@@ -1,0 +1,129 @@
+"""Make one of TRL's Trainers from a config and flags, with rows of a given length.
+
+Its own constructor runs, with a tokenizer of four words and rows of one of them. Imports torch.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer_plugins.patched import Patches
+from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.pretend import triton
+from trainer_plugins.planner.rehearse import rollout
+from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
+from trainer_plugins.planner.rehearse.gather import longest_batch
+from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
+from trainer_plugins.planner.rehearse.model_of_config import adapter_of, model_of
+from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
+from trainer_plugins.planner.rehearse.ship import copied
+from trainer_plugins.planner.request import ConfigSource
+
+
+def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
+    """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
+    check_rows(build.args)
+    loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
+    if build.kind.evaluates:
+        raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    if own_args.device.type == "cuda":
+        triton.trl_kernels_do_nothing()
+    model, assumptions = model_of(source, build.home)
+    models = iter([model])  # the one that is trained is built once
+    trainer, said = _make(
+        loop, source, own_args, lambda: next(models, None) or model_of(source, build.home)[0]
+    )
+    if build.has_padding is None:
+        said.append(PADDED)
+    batch = longest_batch(trainer).batch
+    return Rehearsed(
+        trainer=trainer,
+        make_batch=lambda: copied(batch),
+        make_evaluation_batch=None,
+        num_evaluation_batches=0,
+        has_padding=build.has_padding is not False,
+        assumptions=[*assumptions, *said],
+    )
+
+
+def _make(
+    loop: Loop, source: ConfigSource, args: Any, model_of: Callable[[], torch.nn.Module]
+) -> tuple[Any, list[str]]:
+    """Make the Trainer of a loop, and say what was assumed; `model_of` also builds a reference."""
+    from datasets import Dataset
+
+    refused = ("packing", "padding_free") if loop.name == "SFT" else ("precompute_ref_log_probs",)
+    for name in refused:
+        if getattr(args, name, False):
+            raise NotPredicted(f"{name} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    length, said = _length(loop, source, args)
+    rows, rewards = args.per_device_train_batch_size, {}
+    if rollout.generates(loop.trainer):
+        length -= args.max_completion_length
+        rows = -(-rollout.rows_of_a_batch(args) // args.num_generations)
+        rewards = {"reward_funcs": [_no_reward]}
+        if length < 1:
+            raise PlanError(
+                f"a row has {source.sequence_length:,} tokens (--seq-length), and its completion "
+                f"takes {args.max_completion_length:,} of them (--max_completion_length): nothing "
+                "is left for the prompt"
+            )
+        said.append(f"prompts have {length:,} tokens: the row without its completion")
+    elif loop.halves_rows:
+        said.append("half of each row is the prompt, which gets no loss")
+    data = Dataset.from_list([loop.row(length, index) for index in range(max(2, rows))])
+    adapter = adapter_of(source.peft) if source.peft is not None else None
+    try:
+        with Patches() as patches:
+            _without_files(patches, loop, model_of)
+            made = loop.trainer(
+                model=model_of(),
+                args=args,
+                train_dataset=data,
+                processing_class=_tokenizer(),
+                peft_config=adapter,
+                **rewards,
+            )
+    except (ValueError, NotImplementedError) as error:
+        raise PlanError(f"TRL refuses this run: {first_line(error)}") from error
+    return made, said
+
+
+def _length(loop: Loop, source: ConfigSource, args: Any) -> tuple[int, list[str]]:
+    """Return the tokens of a row: what the run cuts longer ones at, if that is less."""
+    most = getattr(args, "max_length", None) or loop.longest
+    if most is None or most >= source.sequence_length:
+        return source.sequence_length, []
+    return most, [f"rows are cut at {most:,} tokens (--max_length of {type(args).__name__})"]
+
+
+def _without_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn.Module]) -> None:
+    """Build a reference from the config too, and no vLLM."""
+    answers: dict[str, Callable[..., object]] = {
+        "create_model_from_path": lambda *_, **__: model_of(),
+        "VLLMGeneration": lambda **_: None,
+    }
+    for home in {kind.__module__ for kind in loop.trainer.__mro__}:
+        for name, answer in answers.items():
+            if home.startswith("trl.") and hasattr(sys.modules[home], name):
+                patches.set(sys.modules[home], name, answer)
+
+
+def _no_reward(**_: object) -> list[float]:
+    """Stand in for the user's rewards, which are not computed."""
+    raise AssertionError("a plan computes no rewards")
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.WordLevel(dict(WORDS), unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )

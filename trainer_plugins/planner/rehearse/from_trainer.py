@@ -1,0 +1,94 @@
+"""Restore the user's Trainer in this process, with its model on the card. Imports torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer_plugins.planner.pretend import quantised, triton
+from trainer_plugins.planner.rehearse import rollout, ship
+from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, other_models
+from trainer_plugins.planner.rehearse.spread import spread
+from trainer_plugins.planner.request import TrainerSource
+
+
+def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
+    """Restore a Trainer and its batches."""
+    if build.kind.is_quantised:  # its layers are unpickled by name
+        quantised.stand_in_for_bitsandbytes()
+    sent = ship.loads(source.trainer)
+    trainer = _revived(sent, source.device_map, build)
+    if trainer.args.device.type == "cuda":
+        triton.trl_kernels_do_nothing()
+    batch = ship.loads(source.batch)
+    evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
+    return Rehearsed(
+        trainer=trainer,
+        make_batch=lambda: ship.copied(batch),
+        make_evaluation_batch=(lambda: ship.copied(evaluation)) if evaluation is not None else None,
+        num_evaluation_batches=source.num_evaluation_batches,
+        has_padding=bool(build.has_padding),
+        assumptions=[],
+        asked=ship.asked_of(batch),
+    )
+
+
+def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
+    """Restore the user's Trainer; make again what belongs to a process or a device."""
+    import transformers
+    from transformers.trainer_callback import (
+        CallbackHandler,
+        DefaultFlowCallback,
+        TrainerControl,
+        TrainerState,
+    )
+    from transformers.trainer_utils import TrainerMemoryTracker
+
+    args: Any = rehearsed_arguments(build.args, build.folder)
+    for module in (sent["model"], *sent["others"].values()):
+        _register_recorded_outputs(module)
+    trainer = sent["class"].__new__(sent["class"])
+    vars(trainer).update(sent["others"])
+    trainer.args, trainer.model, trainer.deepspeed = args, sent["model"], None
+    trainer.compute_metrics = (lambda *_, **__: {}) if sent["has_metrics"] else None
+    trainer.train_dataset, trainer.eval_dataset = [0], None
+    trainer.data_collator = transformers.default_data_collator
+    trainer.model_init = trainer.hp_search_backend = None
+    trainer._memory_tracker = TrainerMemoryTracker(skip_memory_metrics=True)
+    trainer.create_accelerator_and_postprocess()
+    args._setup_devices  # noqa: B018 - reading it sets up the devices
+    trainer.optimizer, trainer.lr_scheduler = sent["optimizer"], None
+    trainer._created_lr_scheduler = False
+    if build.kind.trains_on_completions:
+        rollout.revive(trainer)
+    if build.streaming is not None:
+        build.streaming.begin(trainer)
+    if device_map:
+        spread(trainer.model, device_map, args.device.type)
+        args._n_gpu = 1  # as the Trainer's constructor says
+    elif build.kind.is_quantised and quantised.bits_of(trainer.model):
+        quantised.place(trainer.model, args.device)
+    elif trainer.place_model_on_device:
+        trainer._move_model_to_device(trainer.model, args.device)
+    for module in other_models(trainer):
+        if vars(module).pop("_is_accelerate_prepared", False):  # it was, in the user's process
+            trainer.accelerator.prepare_model(module, evaluation_mode=True)
+        module.to(args.device)
+    trainer.model_wrapped = trainer.model
+    trainer.callback_handler = CallbackHandler(
+        [DefaultFlowCallback], trainer.model, None, None, None
+    )
+    trainer.control, trainer.state = TrainerControl(), TrainerState()
+    trainer._train_batch_size = args.train_batch_size
+    return trainer
+
+
+def _register_recorded_outputs(model: object) -> None:
+    """Register the outputs of a model that can be recorded, as its constructor would."""
+    from transformers import modeling_utils
+
+    recorded = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
+    for part in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(part, modeling_utils.PreTrainedModel):
+            dict.__setitem__(recorded, str(part.__class__), part._can_record_outputs)

@@ -1,0 +1,83 @@
+"""Users' code: tell whether a function or an object comes from the user or from a known library.
+
+What these libraries put on a model (accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps
+its loss, and their objects keep no state of a run and no generator that draws rows.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+
+_LIBRARIES = frozenset(
+    (
+        "accelerate",
+        "bitsandbytes",
+        "deepspeed",
+        "kernels",
+        "liger_kernel",
+        "peft",
+        "pyarrow",
+        "tokenizers",
+        "torch",
+        "torchao",
+        "trainer_plugins",
+        "transformer_engine",
+        "transformers",
+        "trl",
+        "wandb",
+    )
+)
+_KNOWN = _LIBRARIES | sys.stdlib_module_names
+
+
+def is_library(module: str) -> bool:
+    """Tell whether a module, by its full name, belongs to a known library."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def is_known(module: str) -> bool:
+    """Tell whether a module belongs to a known library or to Python."""
+    return module.partition(".")[0] in _KNOWN
+
+
+def is_users_function(function: object) -> bool:
+    """Tell whether a function, a bound method or a partial comes from no known library."""
+    return not is_library(home_of(function))
+
+
+def is_users_object(value: object) -> bool:
+    """Tell whether an object's class, or one that it inherits from, is the user's."""
+    return not all(is_known(kind.__module__) for kind in type(value).__mro__)
+
+
+def is_of_project(code: object) -> bool:
+    """Tell whether a class or a function belongs to no installed package and not to Python."""
+    name = getattr(code, "__module__", None) or "builtins"
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    root = name.partition(".")[0]
+    return not is_installed and root not in {*sys.stdlib_module_names, "trainer_plugins"}
+
+
+def home_of(function: object) -> str:
+    """Return the module in which a function was written, also behind `functools.wraps`."""
+    function = getattr(function, "__func__", function)
+    function = function.func if isinstance(function, functools.partial) else function
+    names = getattr(function, "__globals__", None)
+    return str(names["__name__"]) if names is not None else type(function).__module__
+
+
+def name_of(function: object) -> str:
+    """Return the full name of the user's function among those that a function wraps."""
+    named = next((one for one in wrapped(function) if is_users_function(one)), function)
+    return f"{home_of(named)}.{getattr(named, '__qualname__', type(named).__name__)}"
+
+
+def wrapped(function: object) -> Iterator[object]:
+    """Give a function, and those that it wraps, as far as `__wrapped__` tells."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        function = getattr(function, "__func__", function)
+        yield function.func if isinstance(function, functools.partial) else function
+        function = getattr(function, "__wrapped__", None)

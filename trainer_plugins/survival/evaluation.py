@@ -1,0 +1,361 @@
+"""Evaluation: a batch that does not fit is computed, or generated, in parts.
+
+There are no gradients, so there is nothing to undo.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer
+
+from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, owners_of_state
+from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
+from trainer_plugins.survival.exact.gathers import Gathers
+from trainer_plugins.survival.exact.layouts import Layout, find_layout
+from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems, Weight
+from trainer_plugins.survival.limit.limit import cells, lower, sizes
+from trainer_plugins.survival.memo import memo_of
+from trainer_plugins.survival.ranks.alone import Ranks
+from trainer_plugins.survival.training_run import Attached
+from trainer_plugins.survival.words import part_raised
+
+R = TypeVar("R")
+
+_SMALLER_BATCH = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
+
+
+class Part(NamedTuple):
+    """Holds some examples of a batch."""
+
+    inputs: Batch
+    num: int
+    is_last: bool
+
+
+class Parts:
+    """Divides batches of one kind of work by its limit, in cells (`limit.py`)."""
+
+    def __init__(self) -> None:
+        self.limit = math.inf
+
+    def compute(
+        self,
+        inputs: Inputs,
+        whole: Callable[[], R],
+        in_parts: Callable[[list[DidNotFit]], R],
+        before: RestorePoint,
+    ) -> R:
+        """Compute a batch whole, or in parts if it is larger than the limit or does not fit.
+
+        `in_parts` gets the failures so far, and adds its own; `before` is restored after a failure.
+        """
+        if cells(inputs) > self.limit:
+            try:
+                return in_parts([])
+            except IndivisibleError:
+                before.restore()  # the limit is that of other batches: try this one whole
+        result = attempt(whole)
+        if not isinstance(result, DidNotFit):
+            return result
+        before.restore()
+        try:
+            return in_parts([result])
+        except IndivisibleError as error:
+            raise result.as_error(str(error)) from None
+
+    def failed(self, num: int, num_cells: int) -> None:
+        limit = lower(num, num_cells, self.limit, 1)
+        if limit is None:
+            raise IndivisibleError("there is nothing smaller to try than one example")
+        self.limit = limit
+
+    def each(
+        self,
+        layout: Layout,
+        inputs: Inputs,
+        failures: list[DidNotFit],
+        before: RestorePoint,
+        work: Callable[[Part], R],
+    ) -> Iterator[tuple[Part, R]]:
+        """Compute part after part; after a failure `before` is restored, and parts shrink."""
+        spans = deque(self._spans(0, layout.count(inputs), cells(inputs)))
+        while spans:
+            start, stop = spans.popleft()
+            part = Part(layout.take(inputs, start, stop), stop - start, is_last=not spans)
+            try:
+                result = attempt(partial(work, part))
+            except Exception as error:  # such as images that are not spread evenly over rows
+                raise IndivisibleError(part_raised(error)) from error
+            if isinstance(result, DidNotFit):
+                before.restore()
+                failures.append(result)
+                num_cells = cells(part.inputs)
+                self.failed(part.num, num_cells)
+                spans.extendleft(reversed(self._spans(start, part.num, num_cells)))
+            else:
+                yield part, result
+
+    def _spans(self, start: int, num: int, num_cells: int) -> list[tuple[int, int]]:
+        spans = []
+        for size in sizes(num, num_cells, self.limit, 1):
+            spans.append((start, start + size))
+            start += size
+        return spans
+
+
+def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
+    """Log that a batch was finished in parts, and write it into the timeline."""
+    seconds = sum(failure.seconds for failure in failures)
+    finding = Finding(
+        code="out-of-memory-survived",
+        severity=Severity.WARNING,
+        summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
+        evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
+        remedy="No action needed: loss and outputs are those of the undivided batch. "
+        f"To avoid the failed attempts, {_SMALLER_BATCH}.",
+        amount=float(len(failures)),
+    )
+    memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
+
+
+Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` returns them."""
+
+
+class Generated:
+    """Divides what one Trainer generates in its evaluations.
+
+    Greedy and beam search give the same tokens; what is sampled is drawn in another order.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self._trainer: Any = attached.trainer
+        self._parts = Parts()
+
+    def is_ours(self) -> bool:
+        step = getattr(self._attached.prediction_step, "__func__", None)
+        return (
+            not self._attached.kind.forward_is_shared
+            and step is Seq2SeqTrainer.prediction_step
+            and self._trainer.args.predict_with_generate
+        )
+
+    def step(self, model: nn.Module, inputs: Inputs, *args: object, **kw: object) -> Predicted:
+        before = RestorePoint(self._trainer, "eval")
+
+        def predict(some: Inputs) -> Predicted:
+            step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
+            return step
+
+        def in_parts(failures: list[DidNotFit]) -> Predicted:
+            layout = find_layout(self._attached.family.layouts, inputs)
+            num = layout.count(inputs)
+            if failures:
+                self._parts.failed(num, cells(inputs))
+
+            def work(part: Part) -> Predicted:
+                return predict(part.inputs)
+
+            results = [r for _, r in self._parts.each(layout, inputs, failures, before, work)]
+            if failures:
+                what = f"{num} {layout.unit} to generate from"
+                say_survived(self._trainer, what, failures, len(results))
+            loss = None
+            if "labels" in inputs:
+                # The Trainer's own step calls `compute_loss`, and the batch is divided there.
+                loss = self._trainer.prediction_step(model, inputs, True)[0]
+            _, tokens, labels = zip(*results, strict=True)
+            return loss, self._joined(tokens), self._joined(labels)
+
+        return self._parts.compute(inputs, partial(predict, inputs), in_parts, before)
+
+    def _joined(self, parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+        """Join the rows of all parts, padded to the longest; None if there are none."""
+        values = [part for part in parts if part is not None]
+        if not values:
+            return None
+        width = max(value.shape[-1] for value in values)
+        pad = self._trainer._pad_tensors_to_max_len
+        return torch.cat(
+            [value if value.shape[-1] == width else pad(value, width) for value in values]
+        )
+
+
+Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput`, or a dictionary
+
+Result = torch.Tensor | tuple[torch.Tensor, Outputs]
+"""What `compute_loss` returns: the loss, or the loss and the outputs."""
+
+Compute = Callable[[Inputs], Result]
+
+
+class Evaluation:
+    """Finishes the evaluation batches of one Trainer that did not fit.
+
+    It has a limit of its own, since nothing is kept for a backward pass.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self._parts = Parts()
+        self._generated = Generated(attached)
+        self._certificates: dict[bool, Certificate] = {}
+        """One for losses that are divided by a number of the caller's, as the Trainer's, or not."""
+        self._is_over_items = False
+        self._are_outputs_wanted = True
+        self._gathers = Gathers(attached.trainer)
+        self._owners: dict[str, object] | None = None
+
+    def begin_run(self) -> None:
+        """Forget what was measured: it was of the model of another run."""
+        self._certificates.clear()
+        self._owners = None
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        *args: object,
+        **kw: object,
+    ) -> object:
+        """Replace `trainer.prediction_step`, to know whether outputs are wanted."""
+        self._are_outputs_wanted = not prediction_loss_only
+        try:
+            if not prediction_loss_only and self._generated.is_ours():
+                return self._generated.step(model, inputs, *args, **kw)
+            return self._attached.prediction_step(model, inputs, prediction_loss_only, *args, **kw)
+        finally:
+            self._are_outputs_wanted = True
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: NumItems
+    ) -> Result:
+        def original(some: Inputs) -> Result:
+            result: Result = self._attached.compute_loss(
+                model, some, return_outputs=return_outputs, num_items_in_batch=num_items
+            )
+            return result
+
+        if self._attached.kind.forward_is_shared:
+            return original(inputs)
+
+        def compute(some: Inputs) -> Result:
+            with self._gathers.held():
+                return original(dict(some))  # trainers take labels out of theirs
+
+        self._gathers.begin()
+        self._is_over_items = num_items is not None
+        whole, in_parts = partial(compute, inputs), partial(self._in_parts, compute, inputs)
+        return self._parts.compute(inputs, whole, in_parts, self._before())
+
+    def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
+        family = self._attached.family
+        layout = find_layout(family.layouts, inputs)
+        num, before = layout.count(inputs), self._before()
+        if failures:
+            self._parts.failed(num, cells(inputs))
+        elif num == 1:
+            raise IndivisibleError("it is one example")
+        weight = self._weight(layout, inputs, compute, before)
+        whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
+
+        def work(part: Part) -> Result:
+            share = family.share.share(family.share.of(part.inputs, part.num), whole_share)
+            with self._gathers.piece(share, part.is_last):
+                result = compute(part.inputs)
+            self._attached.check_loss_of_part()
+            if isinstance(result, tuple):
+                loss, outputs = result
+                return loss, self._kept(outputs)
+            return result
+
+        results = []
+        for part, result in self._parts.each(layout, inputs, failures, before, work):
+            results.append((result, weight.share(weight.of(part.inputs, part.num), whole)))
+            if not part.is_last:
+                before.begin_next()  # the metrics of the last part are those of the whole
+        if failures:
+            what = f"{num} {layout.unit} ({cells(inputs)} cells)"
+            say_survived(self._attached.trainer, what, failures, len(results))
+        return _joined(layout, results)
+
+    def _before(self) -> RestorePoint:
+        if self._owners is None:
+            self._owners = owners_of_state(self._attached.trainer.model)
+        return RestorePoint(self._attached.trainer, "eval", State(self._owners))
+
+    def _kept(self, outputs: object) -> Outputs:
+        """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss."""
+        if not isinstance(outputs, dict):
+            raise IndivisibleError(
+                f"its model returns a {type(outputs).__name__}, in which nothing has a name"
+            )
+        if not self._are_outputs_wanted:
+            return type(outputs)()
+        config = self._attached.trainer.model.config
+        dropped = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])}
+        return type(outputs)(**{n: v for n, v in outputs.items() if n not in dropped})
+
+    def _weight(
+        self, layout: Layout, inputs: Inputs, compute: Compute, before: RestorePoint
+    ) -> Weight:
+        certificate = self._certificates.get(self._is_over_items)
+        if certificate is None:
+            trainer, family = self._attached.trainer, self._attached.family
+            state = partial(full_state, trainer.model, has_parameters=True)
+            alone = Ranks(trainer, trainer.model)
+            certificate = Certificate(alone, family, state, is_trained=False)
+            self._certificates[self._is_over_items] = certificate
+        if certificate.wants(kind := batch_kind(layout, inputs), inputs):
+
+            def loss(some: Inputs) -> torch.Tensor:
+                result = compute(some)
+                self._attached.check_loss_of_part()
+                value: torch.Tensor = result[0] if isinstance(result, tuple) else result
+                return value
+
+            num_fit = max(sizes(layout.count(inputs), cells(inputs), self._parts.limit, 1))
+            gathers, is_first = self._gathers, not certificate.knows(layout)
+            try:
+                with gathers.measuring() if is_first else gathers.apart():
+                    certificate.measure(layout, inputs, num_fit, loss, before.restore)
+            finally:
+                before.restore()
+        return certificate.weight(layout, kind)
+
+
+def _joined(layout: Layout, results: list[tuple[Result, float]]) -> Result:
+    losses = [result[0] if isinstance(result, tuple) else result for result, _ in results]
+    # What weighs nothing is left out: a mean over no token is not a number.
+    loss: Any = sum(
+        loss * factor for loss, (_, factor) in zip(losses, results, strict=True) if factor
+    )
+    outputs = [result[1] for result, _ in results if isinstance(result, tuple)]
+    if not outputs:
+        return torch.as_tensor(loss)
+    joined = {name: _joined_values(layout, [one[name] for one in outputs]) for name in outputs[0]}
+    return loss, type(outputs[0])(loss=loss, **joined)
+
+
+def _joined_values(layout: Layout, values: list[Any]) -> object:
+    first = values[0]
+    if isinstance(first, list | tuple):
+        return type(first)(
+            _joined_values(layout, list(parts)) for parts in zip(*values, strict=True)
+        )
+    if torch.is_tensor(first) and first.dim():
+        return layout.join(values)
+    if first is None:
+        return None
+    raise IndivisibleError("its model returns something that is not a tensor of one row an example")

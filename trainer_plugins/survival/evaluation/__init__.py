@@ -1,1 +1,0 @@
-"""These files divide batches of evaluation and of generation."""

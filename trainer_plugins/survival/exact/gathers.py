@@ -1,0 +1,154 @@
+"""Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
+
+The other ranks take part in each exchange once a micro-batch, with the value of an undivided one.
+So if a micro-batch is computed in pieces, what each piece would send is noted, and the last piece
+sends all of it together. What a failed attempt has exchanged already is not exchanged again. The
+code of the last piece then sees the numbers of the whole, and so do its metrics. This holds even in
+one process, which exchanges with itself.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from trainer_plugins.hf_trainer import HfAccelerator, HfTrainer
+from trainer_plugins.oom import classify
+
+_EXCHANGES = ("gather", "gather_for_metrics", "reduce")
+
+Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
+Exchange = Callable[..., torch.Tensor]
+
+
+class Gathers:
+    """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
+
+    def __init__(self, trainer: HfTrainer) -> None:
+        self._trainer = trainer
+        self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
+        self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
+        self._brought: list[torch.Tensor] | None = None  # by this piece; None: it exchanges
+        self._share = 1.0
+        self._merges: list[Merge] = []
+        self._index = 0
+        self._is_exchanging = False
+
+    @property
+    def _accelerator(self) -> HfAccelerator:
+        """Return the current accelerator: a search makes a new one for each trial."""
+        return self._trainer.accelerator
+
+    def begin(self) -> None:
+        self._answers, self._pieces = [], []
+
+    def forget_pieces(self) -> None:
+        self._pieces = []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
+        before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
+        self._index = 0
+        for name in _EXCHANGES:
+            setattr(
+                self._accelerator, name, partial(self._exchange, getattr(self._accelerator, name))
+            )
+        try:
+            yield
+        finally:
+            for name, replaced in before.items():
+                delattr(self._accelerator, name)
+                if replaced is not None:
+                    setattr(self._accelerator, name, replaced)
+
+    @contextmanager
+    def piece(self, share: float, is_last: bool) -> Iterator[None]:
+        """Surround a piece, with its share of the micro-batch; the last one exchanges for all."""
+        self._share, self._brought = share, None if is_last else []
+        try:
+            yield
+            if self._brought is not None:
+                self._pieces.append((share, self._brought))
+        finally:
+            self._brought = None
+
+    @contextmanager
+    def apart(self) -> Iterator[list[torch.Tensor]]:
+        """Surround passes that reach no other rank; gives what they would have sent."""
+        brought: list[torch.Tensor] = []
+        self._brought = brought
+        try:
+            yield brought
+        finally:
+            self._brought = None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Surround a measurement, whose last passes, a probe and its parts, show how values add."""
+        with self.apart() as brought:
+            yield
+        num = self._index  # in each pass
+        if 0 < 3 * num <= len(brought):
+            last = brought[-3 * num :]
+            self._merges = [_merge(*last[index::num]) for index in range(num)]
+
+    def _exchange(
+        self, exchange: Exchange, value: torch.Tensor, *args: object, **options: object
+    ) -> torch.Tensor:
+        if self._is_exchanging:  # `gather_for_metrics` calls `gather`
+            return exchange(value, *args, **options)
+        index = self._index
+        self._index += 1
+        if self._brought is not None:
+            self._brought.append(value.detach())
+            return value  # metrics of a piece are thrown away
+        if index < len(self._answers):
+            return self._answers[index]
+        if self._pieces:
+            shares = [*(share for share, _ in self._pieces), self._share]
+            value = self._merges[index](
+                [*(brought[index] for _, brought in self._pieces), value.detach()], shares
+            )
+        is_shared = self._accelerator.use_distributed
+        self._is_exchanging = True
+        try:
+            answer = exchange(value, *args, **options)
+        except RuntimeError as error:
+            if not (is_shared and classify(error)):
+                raise
+            said = (
+                "it failed while ranks exchanged a metric, and it is not known whether the others "
+                f"have received it ({error})"
+            )
+        else:
+            if is_shared:  # one process gets back what it gave, and the graph with it
+                self._answers.append(answer)
+            return answer
+        finally:
+            self._is_exchanging = False
+        raise RuntimeError(f"survive_oom could not help: {said}")
+
+
+def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:
+    """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
+    if whole.dim() and len(whole) == len(first) + len(second):
+        return _concatenated
+    # Zeros would be both. Counts are sums; zeros of other numbers are more likely means (no answer
+    # was right).
+    is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
+    return _sum if is_sum or not whole.is_floating_point() else _mean
+
+
+def _concatenated(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
+    return torch.cat(values)
+
+
+def _sum(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
+    return torch.stack(values).sum(0)
+
+
+def _mean(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
+    weighted = [value * share for value, share in zip(values, shares, strict=True)]
+    return torch.stack(weighted).sum(0) / sum(shares)
