@@ -70,17 +70,22 @@ class Values(TorchDispatchMode):
             _choose(packet, made, args)
             return made
         if func._schema.is_mutable:
+            made = func(*args, **kwargs)
             if packet not in _MOVES_STORAGE:
                 _on_host(func, args, kwargs)
-            return func(*args, **kwargs)
+            return made
         made = func(*args, **kwargs)
         found = list(_tensors(made))
-        if found and all(each.is_cuda and self._is_small(each) for each in found):
-            homes = {each.untyped_storage().data_ptr() for each in given}
-            if not any(each.untyped_storage().data_ptr() in homes for each in found):
-                for own, computed in zip(found, _tensors(_on_host(func, args, kwargs))):
-                    if own.shape == computed.shape and own.numel():
-                        alias(own).copy_(computed)
+        homes = {each.untyped_storage().data_ptr() for each in given}
+        is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
+        if found and is_new and all(map(self._is_small, found)):
+            computed = list(_tensors(_on_host(func, args, kwargs)))
+            if [each.shape for each in computed] != [own.shape for own in found]:
+                self._clear(made, given)
+                return made
+            for own, its in zip(found, computed, strict=True):
+                if own.numel():
+                    (alias(own) if own.is_cuda else own).copy_(its)
         return made
 
     def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
