@@ -1,7 +1,6 @@
 """List cards by name: their memory, what a process loses before its first tensor, their kernels.
 
-A context that was measured on this machine is kept in a small file per card and torch version;
-delete the file to forget the measurement. Imports no torch.
+A context that was measured on this machine is kept in a small file per card and torch version.
 """
 
 import json
@@ -19,8 +18,8 @@ from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
 
+# an attention kernel, or what torch falls back to
 Kernel = Literal["flash", "memory-efficient", "all scores"]
-"""An attention kernel, or what torch falls back to: all scores in memory, as in eager attention."""
 
 _FLASH_MAX_HEAD = 256
 _AMPERE = (8, 0)
@@ -31,19 +30,10 @@ class Card:
     """Describes one kind of card. Sizes in bytes."""
 
     name: str
-    capacity_bytes: int
-    """The total memory that torch reports, which is less than the card is sold with."""
-
+    capacity_bytes: int  # that torch reports, less than the card is sold with
     capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 132
-    """Kernels of Triton divide their work by it; each may keep a sum of its own."""
-
-    context_bytes: int = GUESSED_CONTEXT_BYTES
-    """What CUDA, its libraries and their code take in one process.
-
-    It depends on the driver and on what the process imports.
-    """
-
+    num_multiprocessors: int = 132  # kernels of Triton may keep a sum for each
+    context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
     context_source: str | None = None  # who measured the context; None if it is a guess
 
 
@@ -119,9 +109,6 @@ def card_of(text: str) -> Card:
 
     >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
     ((9, 0), 24576)
-
-    Raises:
-        PlanError: the text is neither a known name nor a size.
     """
     name = re.sub(r"[\s_]", "", text).lower()
     if name in _BY_NAME:
@@ -174,21 +161,10 @@ def attention_kernel(
     has_mask: bool,
     has_groups: bool = False,
 ) -> Kernel:
-    """Return the kernel that `scaled_dot_product_attention` takes on a card.
+    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp).
 
-    In half precision without a mask, that is flash, which can share keys among groups of heads.
-    With a mask or in float32 it is the memory-efficient kernel, which cannot. On compute capability
-    9 and 10 some builds prefer cuDNN's kernel, which keeps the same as flash.
-
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-
-    Args:
-        dtype: what is computed in, as torch names it: `bfloat16`.
-        head_size: the numbers of a head in a query.
-        value_size: the numbers of a head in a value.
-        capability: the compute capability of the card.
-        has_mask: whether there is a mask other than a causal one.
-        has_groups: whether groups of heads share keys.
+    Flash can share keys among groups of heads, the memory-efficient kernel cannot. On compute
+    capability 9 and 10 some builds prefer cuDNN's kernel, which keeps the same as flash.
     """
     is_half = dtype in ("float16", "bfloat16")
     fits_flash = is_half and value_size == head_size <= _FLASH_MAX_HEAD

@@ -20,15 +20,7 @@ def may_be_a_name(text: str) -> bool:
 
 
 def config_file(name: str, from_hub: bool) -> Path:
-    """Return the path of a model's config.json in the hub's cache on this machine.
-
-    Args:
-        name: as in `org/name`.
-        from_hub: fetch that one file, if it is not there or not the newest.
-
-    Raises:
-        PlanError: it is not there, or cannot be fetched.
-    """
+    """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
     # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache

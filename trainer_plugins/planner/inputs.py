@@ -1,7 +1,4 @@
-"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card.
-
-The command line and `plan_run` both build their requests here.
-"""
+"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card."""
 
 import json
 import os
@@ -47,8 +44,7 @@ _OF_A_TRAINER = {
         "how it is launched is read from the process that made it; "
         "num_gpus changes the number of cards"
     ),
-}
-"""What belongs to a config, and why a Trainer does not take it."""
+}  # what belongs to a config, and why a Trainer does not take it
 
 _COUNTS = (
     "per_device_train_batch_size",
@@ -61,20 +57,14 @@ _OF_BITSANDBYTES = {
     "bnb_4bit_quant_type": ("nf4", "fp4"),
     "bnb_4bit_compute_dtype": _FLOATS,
     "bnb_4bit_quant_storage": ("uint8", "int8", *_FLOATS),
-}
-"""The words that fields of a BitsAndBytesConfig may have."""
+}  # the words that fields of a BitsAndBytesConfig may have
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigInputs:
-    """Holds what is given with the config of a model, and not with a Trainer.
+    """Holds what is given with the config of a model and not with a Trainer; see `plan_run`."""
 
-    The fields are options of `trainer-plugins plan`, and most are arguments of `plan_run`.
-    """
-
-    training_args: object = None
-    """TrainingArguments, a dict of their fields, or a sequence of flags."""
-
+    training_args: object = None  # TrainingArguments, a dict of their fields, or flags
     seq_length: int | None = None
     target_length: int | None = None
     dtype: str | None = None
@@ -88,15 +78,10 @@ class ConfigInputs:
     images_per_row: int | None = None
     image_size: str | None = None  # height and width of a picture, as in "448x672"
     sound_seconds: float | None = None
-    resident_layers: int | None = None
-    """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
-
+    resident_layers: int | None = None  # of a streamed base, on the card; None: all of it
     streams_embeddings: bool = False
-    trainer: str | None = None
-    """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
-
-    from_hub: bool = False
-    """Whether the config of a model that is given by name is fetched from the hub."""
+    trainer: str | None = None  # one of TRL's Trainers, as in "grpo"; None is transformers' own
+    from_hub: bool = False  # whether the config of a model that is given by name is fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +98,7 @@ class RunInputs:
 
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
-    """Make the request for a run: of a Trainer before training, or of the config of a model.
-
-    Raises:
-        PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
-        NotPredicted: the planner cannot predict this Trainer.
-    """
+    """Make the request for a run: of a Trainer before training, or of the config of a model."""
     for given in (details, run):
         check_kinds(type(given), fields_of(given))
     if run.num_gpus is not None and run.num_gpus < 1:
@@ -241,11 +221,7 @@ def allocator_text() -> str:
 
 
 def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:
-    """Read a config.json from its path, from its folder, or by the model's name on the hub.
-
-    Raises:
-        PlanError: there is no such file, or it is not a mapping in JSON.
-    """
+    """Read a config.json from its path, from its folder, or by the model's name on the hub."""
     path, name = Path(given), os.fspath(given)
     if not path.exists() and may_be_a_name(name):
         path = config_file(name, from_hub)

@@ -32,32 +32,22 @@ Category = Literal[
 ]
 """What memory is used for, in the breakdown at the peak."""
 
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
-"""All moments, in the order in which a run has them."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order in which a run has them
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""All categories of memory."""
 
 _Name = TypeVar("_Name", bound=str)
 
 
 def known_moment(name: _Name) -> _Name:
-    """Return the name of a moment unchanged.
-
-    Raises:
-        ValueError: there is no such moment, and the plan would leave its peak out.
-    """
+    """Return the name of a moment unchanged; ValueError if a plan would leave its peak out."""
     if name not in MOMENTS:
         raise ValueError(f"a run has no moment {name!r}; it has {', '.join(MOMENTS)}")
     return name
 
 
 def known_category(name: _Name) -> _Name:
-    """Return the name of a category of memory unchanged.
-
-    Raises:
-        ValueError: there is no such category.
-    """
+    """Return the name of a category of memory unchanged; ValueError if there is none."""
     if name not in CATEGORIES:
         raise ValueError(f"memory has no category {name!r}; it has {', '.join(CATEGORIES)}")
     return name
@@ -153,9 +143,8 @@ class Proposal:
     host_ram_bytes_per_node: int
 
 
+# PCIe 4.0 x16, pinned: an A100 by nvbandwidth (forums.developer.nvidia.com/t/352186)
 BUS_BYTES_PER_SECOND = 25_000_000_000
-"""What a card reads of pinned main memory over PCIe 4.0 x16: 24.8 GB/s on an A100, by nvbandwidth
-(forums.developer.nvidia.com/t/352186)."""
 
 
 def at_least(copy_seconds: float) -> str:
@@ -363,5 +352,4 @@ _LISTS: dict[str, Callable[..., object]] = {
     "groups_at_peak": TensorsAtPeak,
     "proposals": Proposal,
     "cards": MomentPeak,
-}
-"""The fields of a plan that are lists of values of one class."""
+}  # fields of a plan that are lists of values of one class

@@ -1,9 +1,8 @@
 """Run as the subprocess of a prediction: REQUESTS RESULTS STEP SECONDS FOLDER.
 
-REQUESTS is a file with a pickled list of `PlanRequest` or `SearchRequest`. RESULTS becomes a JSON
-list, with a plan, the result of a search, or a refusal in one line for each request. STEP becomes
-the name of the current step. After SECONDS the process ends, and writes on standard error where it
-was. FOLDER is the working directory of the caller.
+REQUESTS is a pickled list. RESULTS becomes a JSON list with a plan, the result of a search or a
+refusal for each. STEP becomes the name of the current step. After SECONDS the process ends, and
+writes on standard error where it was. FOLDER is the working directory of the caller.
 """
 
 import faulthandler
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from trainer_plugins.hf_trainer import HfArguments
     from trainer_plugins.planner.compare.foresight import Foresight
 
-Answer: TypeAlias = dict[str, object]
-"""One entry of RESULTS: `plan`, `search`, `not_predicted` or `error`, and what belongs to it."""
+Answer: TypeAlias = dict[str, object]  # `plan`, `search`, `not_predicted` or `error`
 
 
 def main(requests_path: str, results_path: str) -> None:
@@ -78,12 +76,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
 
 
 def predict(request: PlanRequest) -> MemoryPlan:
-    """Predict one run in this process, which changes torch permanently.
-
-    Raises:
-        PlanError: the input is wrong.
-        NotPredicted: the planner cannot predict this run.
-    """
+    """Predict one run in this process, which changes torch permanently."""
     from trainer_plugins.planner.judge import rules_of
 
     # wrong settings are refused before the work, not after it

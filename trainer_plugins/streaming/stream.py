@@ -16,8 +16,8 @@ from trainer_plugins.streaming.weight import Weight, tensors_in
 
 logger = logging.getLogger(__name__)
 
+# parameters of a model that DDP does not broadcast
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a model that lists parameters which DDP does not broadcast."""
 
 _NAME = "_streamed_by"
 

@@ -29,12 +29,9 @@ class Beside:
 
     a: str
     b: str  # the paths of both sides
-    changes: tuple[tuple[str, str, str], ...]
-    """What was planned otherwise: its name and both texts; empty if a side is a run."""
-
+    changes: tuple[tuple[str, str, str], ...]  # what was planned otherwise: name, both texts
     moments: tuple[Pair, ...]
-    categories: tuple[Pair, ...]
-    """What was allocated at the peak of each plan; empty if a side is a run."""
+    categories: tuple[Pair, ...]  # at the peak of each plan; empty if a side is a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,7 @@ class _Side:
 
 
 def beside(a: Path, b: Path) -> Beside:
-    """Compare two sides, each a plan that was printed as JSON or the output_dir of a run.
-
-    Of several runs in one folder the last one counts, and of several ranks the one with the most.
-    Next to a run, a plan has the moments that MemoryWatchdog distinguishes.
-    """
+    """Compare two sides, each a plan that was printed as JSON or the output_dir of a run."""
     one, other = _side(a), _side(b)
     if one.plan is None or other.plan is None:
         return _beside(one, other, _seen(one, other), _seen(other, one))

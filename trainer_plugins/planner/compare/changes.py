@@ -31,9 +31,7 @@ class Saved:
 
     change: str  # the switch by its name, or several joined by "+"
     how: str  # what to pass or set to get the change
-    allocated_saved_bytes: int | None = None
-    """What the switch saves; negative if it takes more. None if nothing is predicted."""
-
+    allocated_saved_bytes: int | None = None  # negative if it takes more; None: not predicted
     reserved_saved_bytes: int | None = None
     nvidia_smi_peak_bytes: int | None = None  # the peak with the switch
     fits: bool | None = None  # whether the run fits with the switch; None if no card was named
@@ -63,8 +61,7 @@ SWITCHES: dict[str, Switch] = {
     "stream": replace(STREAMED_BASE, flags=f"{STREAMED_BASE.flags} (the callback StreamBase)"),
     "expandable-segments": _EXPANDABLE,
     "length/2": replace(HALF_LENGTH, flags="half of --seq-length"),
-}
-"""All switches by name, in the order in which a reader would try them."""
+}  # in the order in which a reader would try them
 
 ALL = "all"
 _OTHER_NAMES = {
@@ -77,13 +74,7 @@ _OTHER_NAMES = {
 
 
 def changes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Read the changes that are asked for: names of switches, or several joined by "+".
-
-    `all` stands for each switch alone.
-
-    Raises:
-        PlanError: there is no switch of this name; the message names the nearest.
-    """
+    """Read the changes that are asked for: names of switches, or several joined by "+"."""
     asked = [each.strip() for name in names for each in name.split(",") if each.strip()]
     found = [*SWITCHES] if ALL in asked else []
     found += [name for name in asked if name != ALL and name not in found]
@@ -101,11 +92,7 @@ def explain(
     changes: Sequence[str],
     predict_all: Callable[[Sequence[PlanRequest]], list[MemoryPlan | PlanError]],
 ) -> tuple[MemoryPlan, tuple[Saved, ...]]:
-    """Predict a run as it is and with each of the changes that `changes_of` returned.
-
-    Raises:
-        PlanError: the run as it is cannot be predicted.
-    """
+    """Predict a run as it is and with each of the changes that `changes_of` returned."""
     turned = {change: _turned(run, change) for change in changes}
     requests = {
         change: request for change, request in turned.items() if isinstance(request, PlanRequest)

@@ -1,7 +1,4 @@
-"""Predict a run from a few of its layers: exactly if that is proven, or sooner and nearly.
-
-Imports torch.
-"""
+"""Predict a run from a few of its layers: exactly if that is proven, or sooner and nearly."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,9 +11,7 @@ from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
 from trainer_plugins.planner.request import PlanRequest
 
 _STEPS_OF_A_PROBE = 2
-_MICRO_STEPS_OF_A_PROBE = 2
-"""The second step is the first with optimizer states, the second micro-step the first with
-gradients: later ones are like them, except for where their blocks lie."""
+_MICRO_STEPS_OF_A_PROBE = 2  # the second micro-step is the first with gradients
 
 
 class Foresight:
@@ -40,10 +35,7 @@ class Foresight:
         return self._judge(request, watched), False
 
     def probe(self, request: PlanRequest) -> MemoryPlan:
-        """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps.
-
-        docs/plan.md says how near. If the layers do not repeat, all of them are run.
-        """
+        """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps."""
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
         few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
         short = with_flags(request, gradient_accumulation_steps=few)
@@ -172,10 +164,9 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
 
 
 def grown(plan: MemoryPlan, factor: float) -> int:
-    """Estimate the allocated bytes at the peak of the same run with `factor` times the tokens.
+    """Estimate the peak of allocated bytes of the same run with `factor` times the tokens.
 
-    Only what a batch makes grows: another moment may then be the highest, so it may be more. What
-    an optimizer step makes has the size of the weights.
+    Only what a batch makes grows. Another moment may then be the highest.
     """
     if plan.moment not in ("forward", "backward", "evaluation"):
         return plan.allocated_peak_bytes

@@ -10,11 +10,9 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.request import LAYER_COUNTS, ConfigSource
 
-_Look: TypeAlias = list[object]
-"""What makes two layers alike: modules, sizes and plain attributes."""
+_Look: TypeAlias = list[object]  # modules, sizes and plain attributes of a layer
 
-_FIRST = 3
-"""The first layer that may repeat: the first has none before it, and the second follows it."""
+_FIRST = 3  # the first layer that may repeat: the second follows the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,7 @@ class Repetition:
 
 
 def repetition_of(source: ConfigSource) -> Repetition | None:
-    """Build the whole model without bytes, and compare its layers.
-
-    Layers are alike if they have the same modules, sizes, and plain attributes, except for those
-    that number them. Returns None if they do not repeat, or if they are few.
-    """
+    """Build the whole model without bytes, and compare its layers; None if few, or not alike."""
     counts = {*_counts(source).values()}
     if len(counts) != 1:
         return None

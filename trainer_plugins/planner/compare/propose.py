@@ -32,9 +32,7 @@ from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
-_MOST_OF_THE_PLANS_TIME = 1.2
-"""No probe begins after this part of the CPU time of the plan itself. A probe takes less than the
-plan, so that both are done in three times at most."""
+_MOST_OF_THE_PLANS_TIME = 1.2  # no probe begins after this part of the plan's CPU time
 
 Probe = Callable[[PlanRequest], MemoryPlan]
 
@@ -49,15 +47,7 @@ class _Try:
 
 
 class Proposer:
-    """Looks for what fits, within a time.
-
-    Args:
-        run: the run that does not fit, with a card and with flags.
-        args: its TrainingArguments.
-        plan: its plan.
-        probe: predicts a run nearly.
-        seconds: the CPU seconds that the plan took.
-    """
+    """Looks for what fits, within a time; the plan itself took `seconds` of CPU time."""
 
     def __init__(
         self, run: PlanRequest, args: HfArguments, plan: MemoryPlan, probe: Probe, seconds: float

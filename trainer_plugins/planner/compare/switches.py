@@ -25,8 +25,8 @@ class Switch:
     price: str  # what it costs; `{time}` stands for the time that copies take
     flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
     turn: Callable[[PlanRequest], PlanRequest]
+    # at most, as a fraction; empty if unknown
     frees: Mapping[Category, float] = field(default_factory=dict)
-    """How much of each category it can free at most, as a fraction; empty if that is unknown."""
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -62,11 +62,7 @@ def _of_training(
 
 
 def with_adapter(run: PlanRequest) -> PlanRequest:
-    """Train LoRA adapters instead of the weights.
-
-    Raises:
-        PlanError: the run already trains an adapter.
-    """
+    """Train LoRA adapters instead of the weights."""
     source = source_of(run)
     if source.peft is not None:
         raise PlanError("this run already trains an adapter")
@@ -85,11 +81,7 @@ def not_prepared(run: PlanRequest) -> PlanRequest:
 
 
 def with_base_streamed(run: PlanRequest) -> PlanRequest:
-    """Keep the frozen base in main memory, except for a few layers.
-
-    Raises:
-        PlanError: the run already does so, or trains all its weights.
-    """
+    """Keep the frozen base in main memory, except for a few layers."""
     if run.resident_layers is not None:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
@@ -127,8 +119,7 @@ _OF_WEIGHTS: Mapping[Category, float] = {
     **_OF_A_BATCH,
     "gradients": 1.0,
     "optimizer states": 1.0,
-}
-"""What an adapter can free, which has few weights to train."""
+}  # what an adapter, which has few weights to train, can free
 
 CHECKPOINTING = _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 1.0})
 FUSED_OPTIMIZER = _of_training(

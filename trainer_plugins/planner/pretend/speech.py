@@ -1,7 +1,4 @@
-"""Count CTC losses, which need the lengths of labels, where tensors have no values. Imports torch.
-
-The sizes are those of torch's own kernels (aten/src/ATen/native/LossCTC.cpp and cuda/LossCTC.cu).
-"""
+"""Count CTC losses where tensors have no values: sizes are of aten's LossCTC.cpp and .cu."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -16,9 +16,8 @@ _EVALUATION_STEPS_RUN = 2
 def evaluate(trainer: HfTrainer, num_batches: int) -> list[str]:
     """Evaluate once, and say what a `compute_metrics` would keep if the Trainer has none.
 
-    See transformers/trainer.py, evaluation_loop: without `compute_metrics` only losses are kept.
-    With one the outputs of `eval_accumulation_steps` batches, or of all, stay on the card, and each
-    batch joins them in a new tensor.
+    With one, the outputs of `eval_accumulation_steps` batches, or of all, stay on the card, and
+    each batch joins them in a new tensor (transformers/trainer.py, evaluation_loop).
     """
     batch_bytes: list[int] = []
     if trainer.compute_metrics is None:

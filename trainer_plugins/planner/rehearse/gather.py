@@ -1,7 +1,4 @@
-"""Read a request from the user's Trainer: its longest batch, its arguments, its model.
-
-The Trainer stays as it was. Imports torch.
-"""
+"""Read a request from the user's Trainer, which stays as it was: batch, arguments, model."""
 
 import contextlib
 import itertools
@@ -28,8 +25,7 @@ from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
-_MOST_STREAMED = 20_000
-"""How many rows are read at most of a data set that has no length."""
+_MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
 
 _MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
@@ -38,8 +34,7 @@ _EXPORTED = (
     "ACCELERATE_USE_FSDP",
     "PARALLELISM_CONFIG_",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
-"""How variables begin that a launcher exports and the rehearsal needs."""
+)  # how variables begin that a launcher exports and the rehearsal needs
 
 
 @runtime_checkable
@@ -56,15 +51,7 @@ class _Row(Protocol):
 def request_of(
     trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer before training.
-
-    Args:
-        trainer: the Trainer.
-        card: the card to plan for; None is the card that the Trainer runs on, if there is one.
-        allocator: the allocator settings.
-        num_gpus: how many cards train together; None is the number of the Trainer's ranks.
-        has_padding: whether batches have padding; None looks at the batch.
-    """
+    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch."""
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -117,10 +104,9 @@ def _replaced(device: str) -> tuple[Replaced, ...]:
 
 
 def _streamed(trainer: Any) -> tuple[int | None, bool]:
-    """Return how many layers of its base a Trainer keeps on the card, and if it streams embeddings.
+    """Return how many layers of a streamed base are on the card, and if embeddings are streamed.
 
-    None if it streams nothing. On a CPU, where a plan for a card is made, `StreamBase` has not
-    begun.
+    On a CPU, where a plan for a card is made, `StreamBase` has not begun.
     """
     stream = stream_of(trainer.model)
     if stream is not None:

@@ -1,7 +1,6 @@
 """Send a Trainer and its batches to another process without the bytes of their tensors.
 
-Shapes, dtypes and which tensors share a storage are sent; of a batch also the numbers that a model
-uses to cut its tensors. Imports torch.
+Shapes, dtypes and shared storages are sent; of a batch also numbers that cut tensors.
 """
 
 import io
@@ -43,20 +42,18 @@ _LEFT_HERE = frozenset(
         "get_train_dataloader",
         "get_eval_dataloader",
     }
-)
-"""Attributes that the other process makes again or never needs. All others of the user's Trainer
-are sent, so that a subclass finds what its constructor has set."""
+)  # Made again there, or never needed; a subclass finds all else that its constructor has set.
 
+# what `forward` was, in a module that accelerate dispatches or prepares
 _FORWARDS = frozenset({"_old_forward", "_original_forward"})
-"""Where accelerate keeps what `forward` was, in a module that it dispatches or prepares."""
 
+# accelerate's hooks.py, big_modeling.py, accelerator.py
 _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
-"""All that it writes to such a module (accelerate's hooks.py, big_modeling.py, accelerator.py)."""
 
 _PICTURE_SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes")
 _CUT_BY = (*_PICTURE_SIZES, "mm_token_type_ids", "input_ids", "attention_mask")
+# what a value raises that cannot be pickled
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
-"""What a value raises that cannot be pickled."""
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
@@ -87,15 +84,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
-    """Pickle a value, with shapes instead of tensors.
-
-    Args:
-        value: what is sent.
-        stream: what streams weights in it: those that are not on the card have no bytes here.
-
-    Raises:
-        pickle.PicklingError: something in it cannot be pickled, whatever error that raised.
-    """
+    """Pickle a value with shapes instead of tensors; `stream` has weights without bytes here."""
     by_value = ByValue(_can_be_sent)
     try:
         return _dumps(value, by_value, stream)
@@ -170,15 +159,12 @@ class _Pickler(pickle.Pickler):
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 
 
+# shape, stride, offset, dtype; identity and bytes of the storage
 _ShapeOf = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, torch.dtype, tuple[int, int]]
-"""Shape, stride, offset and dtype of a tensor; the identity and the bytes of its storage."""
 
 
 def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
-    """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled.
-
-    Its hooks, which move inputs between cards, are attached again where the model is spread again.
-    """
+    """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled."""
     made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = {name: value for name, value in made[2].items() if name not in _OF_ACCELERATE}
     found = (made[2].get(name) for name in ("_old_forward", "_original_forward"))

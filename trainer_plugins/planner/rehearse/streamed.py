@@ -78,8 +78,8 @@ class Streaming:
     def figures(self, trainer: HfTrainer) -> Streamed | None:
         """Return how the base was streamed; None if it was not.
 
-        The first micro-step also brings what then stays, and one that generates copies more. So the
-        least of all is that of each micro-step, including those that were not rehearsed.
+        The first micro-step also brings what then stays, and one that generates copies more, so the
+        least of all counts.
         """
         stream = stream_of(trainer.model)
         if stream is None:

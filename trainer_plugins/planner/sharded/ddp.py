@@ -1,9 +1,7 @@
-"""Run DDP by torch's own reducer, on tensors without bytes. Imports torch.
+"""Run DDP by torch's own reducer, on tensors without bytes.
 
-torch's C++ makes the buckets (torch/csrc/distributed/c10d/reducer.cpp), and they are counted like
-any other memory. In the first step there is one bucket for the whole model, or buckets of the size
-limits if unused parameters are searched for. From the second step on, they follow the order in
-which gradients were ready.
+torch's C++ makes the buckets (torch/csrc/distributed/c10d/reducer.cpp), which are counted like any
+other memory.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
-"""Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes. Imports torch.
+"""Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes.
 
-accelerate and the Trainer call it, as in a real run. Its flat parameters are real objects: they
-grow and shrink by `resize_`, which the tracker sees. Saving and resuming go by accelerate's own
-functions, without files.
+Flat parameters are real objects that grow and shrink by `resize_`, which the tracker sees.
 """
 
 import tempfile
@@ -78,8 +76,8 @@ class Fsdp1(Fsdp):
 def _storages_have_addresses(patches: Patches) -> None:
     """Compare storages by the object behind them, as there are no addresses of bytes.
 
-    FSDP1 asks whether a parameter is still a view of its flat tensor, and at the end of a backward
-    whether a flat parameter is divided already (`_catch_all_reshard`).
+    FSDP1 asks whether a parameter is a view of its flat tensor, and after a backward whether a flat
+    parameter is divided already (`_catch_all_reshard`).
     """
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
@@ -124,11 +122,7 @@ def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:
 
 
 class _GradientsOfViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tags gradients of single parameters, and the flat one into which autograd joins them.
-
-    A flat parameter is split into views in the forward. The backward of the split takes all their
-    gradients, and makes one tensor of them.
-    """
+    """Tags gradients of single parameters, and the flat one into which autograd joins them."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -240,9 +234,8 @@ class _Shape:
 def _other_ranks_have_states(patches: Patches) -> None:
     """Answer for the ranks whose parts hold parameters of which the first rank has nothing.
 
-    Of one flat parameter, a rank has the states of those parameters that lie in its part. The ranks
-    tell each other which ones these are: `_map_param_key_to_optim_keys` and `_allgather_state_info`
-    of torch/distributed/fsdp/_optim_utils.py.
+    The ranks tell each other which ones these are: `_map_param_key_to_optim_keys` and
+    `_allgather_state_info` of torch/distributed/fsdp/_optim_utils.py.
     """
     from torch.distributed.fsdp import _optim_utils as module
 

@@ -1,8 +1,4 @@
-"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes. Imports torch and accelerate.
-
-accelerate and the Trainer call it, as in a real run. Saving and resuming go by torch's own state
-dicts, without files.
-"""
+"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes."""
 
 import os
 from collections.abc import Callable
@@ -90,10 +86,9 @@ class Fsdp2(Fsdp):
 class ContextParallel(Fsdp2):
     """Divides the tokens of each row among cards too: accelerate's `cp_size`.
 
-    accelerate and torch's own ring attention do it (torch.distributed.tensor.experimental). Of each
-    row a card has two parts, one from either end, so that all compute as much. The first card needs
-    the most: it looks for half of its queries in the keys of others, and puts what it finds into a
-    copy.
+    Of each row a card has two parts, one from either end. The first card needs the most: it looks
+    for half of its queries in the keys of others, and puts what it finds into a copy
+    (torch.distributed.tensor.experimental).
     """
 
     not_reliable = (
@@ -120,10 +115,7 @@ class ContextParallel(Fsdp2):
 
 
 def _check_length(length: int, num_cards: int) -> None:
-    """Refuse rows that torch divides without a balance, or not at all.
-
-    Without a balance, the last card needs the most: it looks for all its queries in all keys.
-    """
+    """Refuse rows that torch divides without a balance, or not at all."""
     parts = _PARTS_OF_A_CARD * num_cards
     if length % parts:
         raise NotPredicted(
@@ -167,11 +159,7 @@ def on_real_tensors(original: Callable[..., object], *args: object, **kwargs: ob
 
 
 def _parameters_have_addresses(patches: Patches) -> None:
-    """Give fake parameters an address while accelerate needs one.
-
-    By its address, accelerate finds the parameter of the optimizer that a sharded one replaces.
-    Elsewhere an address must not be found: code that finds one copies bytes, and there are none.
-    """
+    """Give fake parameters an address only where accelerate finds a sharded one by it."""
     from accelerate import accelerator as module
 
     def prepared(prepare: Callable[..., object], *args: object) -> object:

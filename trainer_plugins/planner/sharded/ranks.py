@@ -1,7 +1,7 @@
-"""Be one rank of many in one process: the first rank, which holds the most. Imports torch.
+"""Be one rank of many in one process: the first rank, which holds the most.
 
 The process group is torch's own fake one: each collective returns at once, with results of the
-right shapes. Everything else (DDP, FSDP2, accelerate, the Trainer) is the real code.
+right shapes.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
-"""Divide the tensors of a model among cards: `tp_size`. Imports torch.
+"""Divide the tensors of a model among cards (`tp_size`) by transformers/distributed.
 
-transformers' own tensor parallelism does it (transformers/distributed), as `from_pretrained` does
-with `DistributedConfig(tp_size=N, tp_plan="auto")`: after the model is made, and before its weights
-are read. All cards compute the same rows, each with its part of the weights.
+All cards compute the same rows, each with its part of the weights.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
+"""Let DeepSpeed's own engine run on tensors without bytes.
 
-Only what a machine without a card, or a rank without peers, cannot do is replaced. Each patch has a
-function that names the place in DeepSpeed 0.19.8 that needs it. The engine's own code decides which
-parameters are gathered, when they are released, and how large each buffer is.
+Only what a machine without a card, or a rank without peers, cannot do is replaced; each patch names
+the place in DeepSpeed 0.19.8 that needs it.
 """
 
 import contextlib
@@ -23,8 +22,7 @@ _PARTS: dict[str, Category] = {
     "single_partition_of_fp32_groups": "optimizer states",
     "grad_partitions_flat_buffer": "gradients",
     "averaged_gradients": "gradients",
-}
-"""The flat buffers of the engine's optimizer, which are tensors or lists and dicts of them."""
+}  # the flat buffers of the engine's optimizer, or lists and dicts of them
 
 
 def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
@@ -41,11 +39,7 @@ def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
 
 
 def _state_ends(patches: Patches) -> None:
-    """Restore what DeepSpeed keeps for the process: the next prediction is another run.
-
-    DeepSpeed keeps groups, counters and a replaced `linear`. transformers keeps the config, which
-    tells it that DeepSpeed is used at all.
-    """
+    """Restore what DeepSpeed and transformers keep for the process: another run comes next."""
     import deepspeed.comm.comm as comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
     from deepspeed.utils import groups
@@ -92,10 +86,7 @@ def _gradients_are_finite(patches: Patches) -> None:
 
 
 def _streams(patches: Patches) -> None:
-    """Let the engine find a default stream; it gathers on its own stream.
-
-    A freed block is free at once here, even if another stream still reads it.
-    """
+    """Let the engine find a default stream; a freed block is free at once here."""
     first: object = torch.cuda.current_stream()
     patches.set(torch.cuda, "default_stream", lambda device=None: first)
     patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -146,10 +137,9 @@ def _buffers_are_known(patches: Patches, tracker: Tracker) -> None:
 def _one_view_of_each_length(name: str) -> Iterator[None]:
     """Make one view for all parts of one length that a method of Tensor cuts.
 
-    In Python, the engine cuts every gathered buffer (`narrow`, partition_parameters.py) and every
-    reduced gradient (`tensor[start:stop]`, coalesced_collectives.py) into the parts of all ranks.
-    With 1024 ranks that would take nearly all of the time. Without bytes, parts of the same length
-    are alike. A view takes no memory, and lives as long as the engine holds it.
+    The engine cuts every gathered buffer (`narrow`, partition_parameters.py) and reduced gradient
+    (`tensor[start:stop]`, coalesced_collectives.py) into the parts of all ranks, which takes nearly
+    all of the time with 1024 of them. Without bytes, parts of the same length are alike.
     """
     alive: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor]
     alive = weakref.WeakValueDictionary()
@@ -200,11 +190,7 @@ def _engines_are_watched(patches: Patches, tracker: Tracker, engines: list[Any])
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:
-    """Tag the flat buffers of the engine's optimizer, and the parts of weights.
-
-    Weights that are not trained have no flat buffer. stage3.py and stage_1_and_2.py, `__init__`;
-    partition_parameters.py.
-    """
+    """Tag the flat buffers of the engine's optimizer, and the parts of weights: stage*.py."""
     optimizer = engine.optimizer
     for weight in engine.module.parameters():
         category: Category = "weights" if weight.requires_grad else "frozen weights"

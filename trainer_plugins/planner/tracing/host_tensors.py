@@ -90,11 +90,7 @@ class HostMemory:
 
 
 def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> bool:
-    """Return whether the result of an operation is pinned.
-
-    That is so on request, and if it is copied to the host while the program goes on
-    (aten/src/ATen/native/TensorConversions.cpp, _to_copy).
-    """
+    """Return whether a result is pinned: on request, or copied to the host meanwhile (_to_copy)."""
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
         return True
     if func is not aten._to_copy.default or not kwargs.get("non_blocking"):

@@ -13,8 +13,7 @@ import torch
 from trainer_plugins.planner import progress
 
 _EVERY_SECONDS = 1.0
-_MANY_OPERATIONS = 1000
-"""In one call of a module; layers without a loop have tens of operations."""
+_MANY_OPERATIONS = 1000  # in one call of a module; layers without a loop have tens
 
 
 class Graph:
@@ -58,9 +57,8 @@ class Graph:
 class Lag:
     """Keeps what has to wait for the card, which runs as late as the program lets it.
 
-    A program waits for its card only where it synchronises. Until then nothing is known to be
-    finished, so a plan counts the most memory that other streams can still be reading. The streams
-    of a card are assumed to keep up with each other.
+    Until a program synchronises, nothing is known to be finished, so a plan counts the most memory
+    that other streams can still be reading.
     """
 
     def __init__(self) -> None:
