@@ -24,7 +24,7 @@ from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.changes import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.compare.extrapolate import longer
-from trainer_plugins.planner.compare.layers import Repetition, repetition_of
+from trainer_plugins.planner.compare.foresight import Repetition, repetition_of
 from trainer_plugins.planner.compare.lines import SearchRequest
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.predict import predict_all

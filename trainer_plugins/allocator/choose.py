@@ -19,10 +19,9 @@ class Choice:
 
 
 def choose(variables: Variables, machine: Machine) -> Choice:
-    """Choose the allocator settings of a launch; what the user set is kept.
+    """Choose the allocator settings of a launch; what the user set is kept, under both names.
 
-    It is exported under both names: torch 2.9 reads only the old one (pytorch#183387), and vLLM
-    looks at one only (vllm#54351). Without settings of the user, one name is enough.
+    torch 2.9 reads only the old one (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
     own = variables.of_platform(machine)
     if not own:

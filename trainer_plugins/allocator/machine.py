@@ -37,10 +37,7 @@ def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | No
 
 
 def expandable_blocker(machine: Machine) -> str | None:
-    """Say why this machine should run without expandable segments; None if they may be used.
-
-    The rules come from torch's headers and these threads, not from such machines.
-    """
+    """Say why this machine should run without expandable segments; None if it may use them."""
     rules = (
         # CUDAAllocatorConfig.h: without the driver API torch warns once and ignores the option.
         (

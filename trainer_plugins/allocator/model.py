@@ -21,7 +21,6 @@ from trainer_plugins.units import MIB
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
 
 MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
-
 _SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool

@@ -12,7 +12,6 @@ from trainer_plugins.record.oom_record import Planned
 from trainer_plugins.record.typed import from_json
 
 FILE = "plan.json"  # the plan of a run, in its output_dir
-
 _plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
 
 

@@ -31,12 +31,9 @@ _Ranks: TypeAlias = Mapping[int, Sequence[Entry]]  # by rank
 class Difference:
     """Holds the predicted and the measured value of one counter in one moment. Sizes in bytes."""
 
-    moment: str
-    """The moment, as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`."""
-
+    moment: str  # as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`
+    # `allocated`, `reserved`, or `card`: all memory of the card in use, by any process
     counter: str
-    """`allocated`, `reserved`, or `card`: all memory of the card in use, by any process."""
-
     predicted_bytes: int
     measured_bytes: int
 
@@ -53,12 +50,9 @@ class Calibration:
     """Holds the comparison of a plan with a run."""
 
     differences: tuple[Difference, ...]  # all differences, the worst first
+    # the most memory of the card in use outside the allocator: context, NCCL, other processes
     context_bytes: int
-    """The most memory of the card in use outside the allocator: context, NCCL, other processes."""
-
-    kept_in: Path | None
-    """The file in which that context is kept for later plans; None if it is not kept."""
-
+    kept_in: Path | None  # the file that keeps that context for later plans; None if none does
     remarks: tuple[str, ...]  # notes on how to read these numbers
 
 

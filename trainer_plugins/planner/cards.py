@@ -1,7 +1,4 @@
-"""List cards by name: their memory, what a process loses before its first tensor, their kernels.
-
-A context that was measured on this machine is kept in a small file per card and torch version.
-"""
+"""List cards by name: their memory, what a process loses before its first tensor, their kernels."""
 
 import json
 import os
@@ -25,7 +22,7 @@ _FLASH_MAX_HEAD = 256
 _AMPERE = (8, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Card:
     """Describes one kind of card. Sizes in bytes."""
 
@@ -62,44 +59,33 @@ def about_size(card: Card) -> str:
     )
 
 
-def _card(
-    name: str,
-    capacity_gib: float,
-    capability: tuple[int, int],
-    num_multiprocessors: int,
-    context_bytes: int = GUESSED_CONTEXT_BYTES,
-    context_source: str | None = None,
-) -> Card:
-    return Card(
-        name=name,
-        capacity_bytes=int(capacity_gib * GIB),
-        capability=capability,
-        num_multiprocessors=num_multiprocessors,
-        context_bytes=context_bytes,
-        context_source=context_source,
-    )
-
-
 # Each capacity is from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB").
 # Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
 # A6000, which has as many memory chips. Multiprocessors are those of NVIDIA's data sheets.
 CARDS = (
-    _card("t4", 14.56, (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
-    _card("v100-16gb", 15.77, (7, 0), 80),
-    _card("v100-32gb", 31.73, (7, 0), 80),
-    _card("rtx3090", 23.68, (8, 6), 82),
-    _card("rtx4090", 23.51, (8, 9), 128),
-    _card("rtx5090", 31.36, (12, 0), 170),
-    _card("rtxa6000", 47.40, (8, 6), 84, 750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
-    _card("rtx6000ada", 47.40, (8, 9), 142),
-    _card("a10g", 21.98, (8, 6), 80),
-    _card("l4", 21.95, (8, 9), 58),
-    _card("l40s", 44.34, (8, 9), 142),
-    _card("a100-40gb", 39.38, (8, 0), 108),
-    _card("a100-80gb", 79.14, (8, 0), 108),
-    _card("h100-80gb", 79.10, (9, 0), 132),
-    _card("h200-141gb", 139.72, (9, 0), 132),
-    _card("b200-180gb", 178.35, (10, 0), 148),
+    Card("t4", int(14.56 * GIB), (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
+    Card("v100-16gb", int(15.77 * GIB), (7, 0), 80),
+    Card("v100-32gb", int(31.73 * GIB), (7, 0), 80),
+    Card("rtx3090", int(23.68 * GIB), (8, 6), 82),
+    Card("rtx4090", int(23.51 * GIB), (8, 9), 128),
+    Card("rtx5090", int(31.36 * GIB), (12, 0), 170),
+    Card(
+        "rtxa6000",
+        int(47.40 * GIB),
+        (8, 6),
+        84,
+        750 * 10**6,
+        "what vramcalc 0.1.2 counts on an RTX A6000",
+    ),
+    Card("rtx6000ada", int(47.40 * GIB), (8, 9), 142),
+    Card("a10g", int(21.98 * GIB), (8, 6), 80),
+    Card("l4", int(21.95 * GIB), (8, 9), 58),
+    Card("l40s", int(44.34 * GIB), (8, 9), 142),
+    Card("a100-40gb", int(39.38 * GIB), (8, 0), 108),
+    Card("a100-80gb", int(79.14 * GIB), (8, 0), 108),
+    Card("h100-80gb", int(79.10 * GIB), (9, 0), 132),
+    Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
+    Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),
 )
 _BY_NAME = {card.name: card for card in CARDS}
 

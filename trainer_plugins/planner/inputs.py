@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,6 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of, with_measured_context
-from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
@@ -27,6 +27,8 @@ from trainer_plugins.planner.request import (
     fields_of,
 )
 
+_NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_CONFIG = "config.json"
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _ITS_MODEL = "its model is planned as it is"
 _OF_A_TRAINER = {
@@ -225,7 +227,7 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     path, name = Path(given), os.fspath(given)
     if not path.exists() and may_be_a_name(name):
         path = config_file(name, from_hub)
-    file = path / "config.json" if path.is_dir() else path
+    file = path / _CONFIG if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
     except OSError as error:
@@ -238,6 +240,41 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     if not isinstance(content, dict):
         raise PlanError(f"{file} is not the config of a model: it holds no mapping")
     return content
+
+
+def may_be_a_name(text: str) -> bool:
+    """Return whether a model on the hub may have this name.
+
+    >>> may_be_a_name("org/name"), may_be_a_name("gpt2"), may_be_a_name("./org/name")
+    (True, True, False)
+    """
+    return _NAME_ON_HUB.fullmatch(text) is not None and not text.endswith(".json")
+
+
+def config_file(name: str, from_hub: bool) -> Path:
+    """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
+    # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    try:
+        if from_hub:
+            return Path(hf_hub_download(name, _CONFIG))
+        found = try_to_load_from_cache(name, _CONFIG)
+    except (OSError, ValueError) as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _one_line(error)
+        raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
+    if isinstance(found, str):
+        return Path(found)
+    raise PlanError(
+        f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
+        " that name. Give a file or folder on disk, or add --from-hub: it fetches the model's"
+        f" {_CONFIG} and nothing else"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _config(given: object, from_hub: bool) -> dict[str, object]:

@@ -1,8 +1,4 @@
-"""Ask once what kind of run is planned, and say it in words.
-
-What the request alone says is needed before the card is pretended (`needs_flash_attn`). The rest, a
-`Kind`, depends on TrainingArguments, which ask the card what it can do.
-"""
+"""Ask once what kind of run is planned, and say it in words."""
 
 import os
 from collections.abc import Mapping

@@ -132,10 +132,7 @@ def search_run(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show: Callable[[SearchLine], None] = lambda line: None,
 ) -> SearchResult:
-    """Find the largest micro-batches of a run in one subprocess; `show` gets each line at once.
-
-    The search may take the time limit for each way to run.
-    """
+    """Find the largest micro-batches, in the time limit of a plan for each way to run."""
     timeout_seconds *= request.num_ways
     (result,) = _results([request], timeout_seconds, lambda line: show(SearchLine(**line)))
     if "search" not in result:
@@ -289,8 +286,8 @@ def _environment(request: PlanRequest | SearchRequest) -> dict[str, str]:
 def _path(request: PlanRequest | SearchRequest) -> str:
     """Return this process's folders of modules.
 
-    A command line needs no module of the user; without the current folder, a `timeit.py` in it
-    cannot shadow Python's.
+    Without the current folder, which a command line does not need, a `timeit.py` in it cannot
+    shadow Python's.
     """
     run = request.run if isinstance(request, SearchRequest) else request
     folders = [os.path.abspath(folder) for folder in sys.path]

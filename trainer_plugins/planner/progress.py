@@ -10,7 +10,6 @@ from typing import Any
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
 _LINES = "lines"  # next to the file of the step: each line of `tell`
-
 _file: Path | None = None
 _part = _step = ""
 

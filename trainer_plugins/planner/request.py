@@ -31,9 +31,7 @@ MOST_ROWS = 1 << 24  # of a batch; also the most pictures, labels and batches
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
 
 RESIDENT_LAYERS = 2  # of a streamed base: one computes, the next comes
-
 MOST_CARDS = 16  # of one process: `kMostCards` of pretend/fake_cuda.cpp
-
 GPUS_PER_NODE = 8  # if no number is given
 
 # The first step makes the optimizer's states, and the second has them. Only in the third do blocks

@@ -87,12 +87,6 @@ class Stream:
     A layer is fetched before its forward, and again when the gradient of its output is known: that
     is before its backward, and before its activations are computed again. While it computes, the
     next one is fetched. The layer that was used longest ago leaves the card.
-
-    Args:
-        model: its other weights are moved to the card, and stay there.
-        device: the card.
-        resident_layers: how many layers are on the card at most, 1 or more.
-        with_embeddings: stream embeddings and head too, each as one more layer.
     """
 
     def __init__(
@@ -200,11 +194,7 @@ class Stream:
         self._make_room(0)
 
     def remove(self) -> None:
-        """Bring everything to the card, and end the streaming. A second call does nothing.
-
-        Raises:
-            torch.OutOfMemoryError: it does not fit there. Then nothing has changed.
-        """
+        """Bring everything to the card, and end the streaming. A second call does nothing."""
         if stream_of(self._model) is not self:
             return
         try:

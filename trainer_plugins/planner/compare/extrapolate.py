@@ -1,10 +1,8 @@
 """Predict the trace of a run with many layers from runs with few.
 
-The trace of n + p layers is that of n layers with stretches inserted, and each of them repeats the
-stretch before it. Three traces are made, of n, n + p and n + 2p layers. The first two must predict
-the third, event by event and byte by byte; otherwise nothing is extrapolated. The result is
-replayed like any trace. Reserved memory is not linear in anything, but so it is the same as in a
-prediction in full.
+The traces of n and n + p layers must predict that of n + 2p, event by event and byte by byte. In
+longer ones, stretches are inserted that repeat what is before them. The result is replayed like any
+trace, since reserved memory is not linear in anything.
 """
 
 from collections import defaultdict

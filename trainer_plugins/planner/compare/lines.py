@@ -20,9 +20,7 @@ ON_MANY = (
     ("zero3_offload_all", True),
 )
 STREAMED = "stream_base"  # the base of an adapter is streamed; no launch file
-
 WITH_CHECKPOINTING = " with checkpointing"  # ends the name of a way to run
-
 AS_GIVEN = "as given"  # a run that brings its own strategy
 
 

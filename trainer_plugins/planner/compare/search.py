@@ -1,8 +1,6 @@
 """Find the largest micro-batch that fits for each way to run; the effective batch stays the same.
 
-A micro-batch is a divisor of the rows of one card between two optimizer steps. Candidates are
-probed from few layers (`foresight`), and only those that decide. The best line is predicted
-exactly.
+Candidates that decide are probed from few layers (`foresight`), the best line is planned exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +51,7 @@ class _Way:
         return "offload" in self.strategy or self.strategy == STREAMED
 
     def is_refused_with(self, other: "_Way", error: PlanError) -> bool:
-        """Return whether this way needs no try, since another one was refused with an error.
-
-        With checkpointing a run may fail that does not fail without, and the other way round.
-        """
+        """Return whether another way's error counts: checkpointing alone may make a run fail."""
         is_alike = other.gradient_checkpointing == self.gradient_checkpointing
         return other.strategy == self.strategy and (is_alike or isinstance(error, NotPredicted))
 
@@ -73,7 +68,6 @@ class _Way:
 
 
 Probe = Callable[[PlanRequest], MemoryPlan]  # predicts a run nearly
-
 Predict = Callable[[PlanRequest], tuple[MemoryPlan, bool]]  # exactly; and whether all layers ran
 
 
@@ -223,10 +217,7 @@ class _Search:
         return None
 
     def _largest(self, way: _Way, sizes: Sequence[int]) -> SearchLine:
-        """Find the largest size that is safe; if none is, return the smallest.
-
-        It bisects, from the largest that seems to fit in proportion to the smallest.
-        """
+        """Find the largest safe size by bisection from a guess; if none is safe, the smallest."""
         smallest = self._probe(way.request(self._run, sizes[0], self._rows))
         best = self._line(way, sizes[0], smallest, False)
         if not best.is_safe:

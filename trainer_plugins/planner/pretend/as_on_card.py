@@ -79,10 +79,7 @@ def forget_accelerate() -> None:
 
 
 def _values_are_of_this_world(patches: Patches) -> None:
-    """Let `torch.tensor(1.0, device=...)` make a fake tensor in the thread of a backward too.
-
-    FakeTensorMode configures that only for its own thread.
-    """
+    """Let `torch.tensor(1.0, device=...)` make a fake tensor in a backward's thread too."""
 
     def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         torch._C._set_only_lift_cpu_tensors(True)
@@ -212,14 +209,7 @@ def _shapes_of_dtensor_are_not(patches: Patches, tracker: Tracker) -> None:
     """Do not count the fake tensors of full size with which DTensor infers shapes."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def paused(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        tracker.paused = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            tracker.paused = False
-
-    patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
+    patches.surround(ShardingPropagator, "_propagate_tensor_meta_non_cached", tracker.resting)
 
 
 def _kv_cache_is_known(patches: Patches, tracker: Tracker) -> None:

@@ -80,10 +80,7 @@ def simgpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention as the simulated card does (testing/simgpu/attention.h).
-
-    The CPU's flash kernel has no dropout, and takes no mask that needs a gradient.
-    """
+    """Compute attention as testing/simgpu/attention.h: no flash with dropout, or mask gradient."""
     if torch.is_autocast_enabled("simgpu"):
         query, key, value, attn_mask = _in_autocast("simgpu", query, key, value, attn_mask)
     needs_scores = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)

@@ -81,10 +81,7 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
 
 
 def _activations_have_one_kernel(patches: Patches) -> None:
-    """Let the backward of SiLU and Mish make its result alone, as CUDA's kernels do.
-
-    Other builds take it apart into six operations (native_functions.yaml).
-    """
+    """Let the backward of SiLU and Mish make its result alone (native_functions.yaml)."""
     for name in ("silu_backward", "mish_backward"):
         library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
         library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")

@@ -1,7 +1,4 @@
-"""Allocate what the optimizers of bitsandbytes allocate, without the package and its kernels.
-
-The sizes are from bitsandbytes 0.50.2, optim/optimizer.py and optim/ademamix.py.
-"""
+"""Allocate what bitsandbytes 0.50.2's optimizers do: optim/optimizer.py, optim/ademamix.py."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +9,6 @@ import torch
 from trainer_plugins.hf_trainer import HfTrainer
 
 _BLOCK = 256  # elements that share a scale in 8 bits; also the values of 8 bits
-
 _FEWEST_IN_8_BITS = 4096  # min_8bit_size: a smaller parameter has its states in float32
 _FEWEST_PAGED = 100_000  # get_state_buffer: a smaller parameter is not paged
 
@@ -61,10 +57,7 @@ def states_of(name: str) -> DeclaredStates:
 
 
 def stand_in(trainer: HfTrainer, name: str) -> DeclaredStates | None:
-    """Replace an optimizer of bitsandbytes in the arguments by one with the same states.
-
-    Returns what it keeps; None if the Trainer was given another optimizer.
-    """
+    """Replace an optimizer of bitsandbytes by one with the same states; None if it was given."""
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return None
     declared = states_of(name)

@@ -1,7 +1,4 @@
-"""Stand in for the package flash-attn: FlashAttention 2 as models call it, without its kernels.
-
-Version 2.8.3: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp.
-"""
+"""Stand in for flash-attn 2.8.3: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp."""
 
 import sys
 from importlib.machinery import ModuleSpec

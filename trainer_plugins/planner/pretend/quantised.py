@@ -1,7 +1,7 @@
-"""Stand in for the quantised layers of bitsandbytes, without the package and its kernels.
+"""Stand in for the quantised layers of bitsandbytes 0.50.1, without the package and its kernels.
 
-The tensors are those of bitsandbytes 0.50.1: nn/modules.py, functional.py, autograd/_functions.py
-and backends/cuda/ops.py. The code of transformers and PEFT decides which layers are quantised.
+The tensors are those of nn/modules.py, functional.py, autograd/_functions.py and
+backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 """
 
 import importlib
@@ -17,7 +17,6 @@ from trainer_plugins.wrapped import base_model
 
 _VERSION = "0.50.1"
 _BLOCK = 64  # weights that share a scale in 4 bits
-
 _NESTED_BLOCK = 256  # scales that share a scale, with double quantisation
 
 
@@ -281,15 +280,7 @@ def stand_in_for_bitsandbytes() -> None:
 def quantise(
     model: Any, config: Any, device: torch.device, dtype: torch.dtype, is_packed: bool
 ) -> Any:
-    """Load a model on the card, with the layers that transformers would quantise.
-
-    Args:
-        model: as transformers makes it from a config, on the meta device.
-        config: a BitsAndBytesConfig.
-        device: the card; or the host, if the model is streamed from there.
-        dtype: of the weights, as loaded.
-        is_packed: whether the checkpoint already holds the packed weights.
-    """
+    """Load a model on a device, with the layers that transformers would quantise."""
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 

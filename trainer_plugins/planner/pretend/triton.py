@@ -94,10 +94,7 @@ def _jit(function: Callable[..., object] | None = None, **_: object) -> Any:
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Allocates what TRL's kernels for log-probabilities and entropy write to.
-
-    trl/kernels/logprob_entropy.py: four numbers a token, of which two are kept, and one gradient.
-    """
+    """Allocates what TRL's trl/kernels/logprob_entropy.py does for log-probabilities."""
 
     @staticmethod
     def forward(

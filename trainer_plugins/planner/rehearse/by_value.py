@@ -53,11 +53,7 @@ _MARKS = {
 
 
 class ByValue:
-    """Reduces the values of one pickle that cannot be imported.
-
-    `names_sent` are names of the script that the pickle already has, or is about to have;
-    `names_refused` tells of each name that was tried if it cannot be sent.
-    """
+    """Reduces the values of one pickle that cannot be imported."""
 
     def __init__(
         self,

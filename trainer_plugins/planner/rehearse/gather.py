@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator, Sized
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,6 @@ from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
 _MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
-
 _MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
 _EXPORTED = (
@@ -35,17 +34,6 @@ _EXPORTED = (
     "PARALLELISM_CONFIG_",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 )  # how variables begin that a launcher exports and the rehearsal needs
-
-
-@runtime_checkable
-class _Row(Protocol):
-    """Describes a row or a batch: a dict, or an object with its `get` and `[name]`."""
-
-    def get(self, name: str, /) -> Any:
-        """Return a column, or None."""
-
-    def __getitem__(self, name: str, /) -> Any:
-        """Return a column."""
 
 
 def request_of(
@@ -172,11 +160,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 @contextlib.contextmanager
 def undisturbed(trainer: Any) -> Iterator[None]:
-    """Restore the random states and the Trainer's columns afterwards.
-
-    Datasets and collators may draw random numbers; the run must draw the same ones later. And the
-    Trainer keeps which columns its model takes, once it is asked.
-    """
+    """Restore the random states and the Trainer's columns, for the run itself."""
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
@@ -226,10 +210,7 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
 def _longest_of(
     dataset: Any, num: int, name: str, num_streamed: int
 ) -> tuple[list[Any], object, str]:
-    """Return the `num` longest rows of a dataset, its shortest one, and what is unread.
-
-    Rows repeat where there are fewer.
-    """
+    """Return the `num` longest rows of a dataset (they may repeat), its shortest, what is left."""
     unread = ""
     if not has_rows(dataset):
         kind, stream = type(dataset).__name__, iter(dataset)
@@ -270,14 +251,14 @@ def _length(dataset: object) -> int:
 
 def _is_padded(batch: object) -> bool:
     """Return whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
-    found = [batch.get(name) for name in _MASKS] if isinstance(batch, _Row) else []
+    found = [ship.column(batch, name) for name in _MASKS]
     masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
     return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1
 
 
 def _packed_sequences(batch: object) -> int:
     """Count the sequences of a batch whose rows hold several; 0 if each row is one."""
-    positions = batch.get("position_ids") if isinstance(batch, _Row) else None
+    positions = ship.column(batch, "position_ids")
     # three dimensions are the time, height and width of a picture
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return 0

@@ -10,9 +10,7 @@ from trainer_plugins.patched import Patches
 from trainer_plugins.planner.tracing.trace import Tracker
 
 _FIRST_COMPUTED = 3  # tokens: that of the prompt, and two from the KV cache
-
 _LAST_COMPUTED = 2  # tokens at the end, where the KV cache is largest
-
 _MOST_GROWTHS = 64  # steps of the KV cache instead of tokens
 
 

@@ -124,10 +124,7 @@ def _said_of_config(given: Mapping[str, object], error: BaseException) -> str:
 
 
 def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
-    """Return the class that `architectures` names if it can be trained, else the usual one.
-
-    `kind` is the `model_type` of the file: transformers reads some as another.
-    """
+    """Return the class that `architectures` names if it can be trained, else the usual one."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -256,10 +253,7 @@ def _quantised(
 
 
 def _untie(model: Any) -> None:
-    """Give the head its own weights if the class has overruled the config, as T5's does.
-
-    `from_pretrained` does so too if a checkpoint holds both (modeling_utils.py, tie_weights).
-    """
+    """Give the head its own weights if the class has overruled the config, as T5's does."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
         return

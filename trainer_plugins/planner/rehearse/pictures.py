@@ -65,12 +65,7 @@ def _of_one_size(config: Any, source: ConfigSource) -> tuple[int, int]:
 
 
 def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> Any:
-    """Describe models that get all pictures of a batch in one list.
-
-    Args:
-        num_tokens: returns the tokens of a picture, from the config and the patches along a side.
-        has_types: whether a processor marks which tokens are pictures.
-    """
+    """Describe models that get all pictures in one list, and perhaps marks of their tokens."""
 
     def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
         side, patches = _of_one_size(config, source)

@@ -24,17 +24,9 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
-_OF_TRL = (
-    "CPOTrainer",
-    "DPOTrainer",
-    "GMPOTrainer",
-    "GRPOTrainer",
-    "KTOTrainer",
-    "ORPOTrainer",
-    "RLOOTrainer",
-    "RewardTrainer",
-    "SFTTrainer",
-    "TPOTrainer",
+_OF_TRL = tuple(
+    f"{name}Trainer"
+    for name in ("CPO", "DPO", "GMPO", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT", "TPO")
 )  # most others generate in ways of their own
 
 # without a head of its own, only their loss does not keep what masks pick

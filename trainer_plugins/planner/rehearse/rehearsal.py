@@ -250,10 +250,7 @@ def _skip_like_micro_steps(trainer: HfTrainer, kind: Kind) -> None:
 
 
 def _batches_of_last_step(trainer: HfTrainer) -> list[object]:
-    """Return a list that keeps the batches of the last step, as they stay on the card.
-
-    It ends after the Trainer evaluates and saves: transformers/trainer.py, `batch_samples`.
-    """
+    """Return a list that keeps the batches of the last step, which stay on the card."""
     training_step = trainer.training_step
     num_before = (trainer.args.max_steps - 1) * trainer.args.gradient_accumulation_steps
     held: list[object] = []

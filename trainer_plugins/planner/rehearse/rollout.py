@@ -77,10 +77,7 @@ def generate_again(trainer: Any) -> None:
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
-    """Return a reward of each function for each row: TRL's grpo_trainer.py, _calculate_rewards.
-
-    A reward model really reads, by the policy's number of tokens instead of its own tokenizer's.
-    """
+    """Return a reward of each function for each row; reward models read the policy's tokens."""
     device, names = trainer.accelerator.device, trainer.reward_func_names
     rewards = torch.zeros(len(prompts), len(names), device=device)
     prompt_ids, _, _ = trainer._tokenize_prompts(prompts)

@@ -1,7 +1,4 @@
-"""Send a Trainer and its batches to another process without the bytes of their tensors.
-
-Shapes, dtypes and shared storages are sent; of a batch also numbers that cut tensors.
-"""
+"""Send a Trainer and its batches to another process: shapes, dtypes, shared storages, no bytes."""
 
 import io
 import pickle
@@ -57,11 +54,7 @@ _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, Ru
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Pickle what a rehearsal needs of a Trainer, and name the attributes that cannot be pickled.
-
-    Raises:
-        pickle.PicklingError: its class, its model or its arguments cannot be pickled.
-    """
+    """Pickle what a rehearsal needs of a Trainer; name the attributes that cannot be pickled."""
     essential = {
         "class": type(trainer),
         "args": trainer.args,
@@ -213,7 +206,7 @@ class Numbers:
 
 def with_numbers(batch: object) -> object:
     """Return a batch with `Numbers` instead of the tensors that hold sizes of pictures."""
-    if not any(isinstance(_of(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
+    if not any(isinstance(column(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
         return batch
     found: Any = batch
     return {
@@ -236,13 +229,14 @@ def copied(batch: Any) -> Any:
 
 def asked_of(batch: object) -> Asked:
     """Return what a model asks of the numbers in a batch."""
-    if any(isinstance(_of(batch, name), Numbers) for name in _PICTURE_SIZES):
+    if any(isinstance(column(batch, name), Numbers) for name in _PICTURE_SIZES):
         return Asked(are_kept=True)
-    pictures = _of(batch, "pixel_values")
+    pictures = column(batch, "pixel_values")
     if isinstance(pictures, torch.Tensor) and pictures.ndim == 5:
         return Asked(count=pictures.shape[1])  # Idefics counts those of a row that are no padding
     return NOTHING
 
 
-def _of(batch: object, name: str) -> object:
+def column(batch: object, name: str) -> object:
+    """Return a column of a batch; None if it has none of this name, or no columns."""
     return batch.get(name) if hasattr(batch, "get") else None

@@ -7,7 +7,6 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource
 
 _SAMPLES_A_SECOND = 16_000  # as in the feature extractors of transformers
-
 _LABELS_A_SECOND = 15  # letters of fast speech; a guess
 
 

@@ -57,8 +57,7 @@ def wrong_value(
 ) -> str | None:
     """Say which value has led to an error, and what is expected; None if none is found.
 
-    A key that `sound` lacks is not judged; values of `checked` keys are of the right kind, unless
-    the error names them.
+    Values of `checked` keys are of the right kind, unless the error names them.
     """
     said, pairs = str(error), [*_pairs(given, sound)]
     for field in _OF_A_FIELD.findall(said)[:1]:

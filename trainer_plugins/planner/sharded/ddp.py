@@ -1,8 +1,4 @@
-"""Run DDP by torch's own reducer, on tensors without bytes.
-
-torch's C++ makes the buckets (torch/csrc/distributed/c10d/reducer.cpp), which are counted like any
-other memory.
-"""
+"""Run DDP by torch's own reducer (torch/csrc/distributed/c10d/reducer.cpp), without bytes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

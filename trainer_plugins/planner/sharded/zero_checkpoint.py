@@ -19,7 +19,6 @@ _Content: TypeAlias = Any  # what a file holds: dictionaries and lists of tensor
 
 _RANK, _STATES = re.compile(r"zero_pp_rank_\d+_"), "_optim_states.pt"
 _OF_STAGES_1_AND_2 = "mp_rank_"  # the first rank alone writes it, and all ranks read it
-
 _WHOLE_MODEL_STAGE = 3
 
 

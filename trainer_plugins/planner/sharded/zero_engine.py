@@ -115,21 +115,18 @@ def _buffers_are_known(patches: Patches, tracker: Tracker) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    def gathered(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"), _one_view_of_each_length("narrow"):
-            return original(*args, **kwargs)
-
-    def reduced(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"), _one_view_of_each_length("__getitem__"):
-            return original(*args, **kwargs)
+    @contextlib.contextmanager
+    def cutting(method: str) -> Iterator[None]:
+        with tracker.as_category("sharding buffers"), _one_view_of_each_length(method):
+            yield
 
     def buckets_set_up(set_up: Callable[..., None], optimizer: Any) -> None:
         set_up(optimizer)
         buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
         optimizer.storages_of_buckets = [tracker.storage_of(buffer) for buffer in buffers]
 
-    patches.wrap(PartitionedParameterCoordinator, "fetch_sub_module", gathered)
-    patches.wrap(stage3, "reduce_scatter_coalesced", reduced)
+    patches.surround(PartitionedParameterCoordinator, "fetch_sub_module", lambda: cutting("narrow"))
+    patches.surround(stage3, "reduce_scatter_coalesced", lambda: cutting("__getitem__"))
     patches.wrap(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up)
 
 
@@ -180,13 +177,10 @@ def _engines_are_watched(patches: Patches, tracker: Tracker, engines: list[Any])
             raise NotPredicted("this DeepSpeed: its engine skips steps if tensors have no values")
         return done
 
-    def consolidated(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.host.in_ranks(1):  # only rank 0 keeps what is gathered
-            return original(*args, **kwargs)
-
     patches.wrap(DeepSpeedEngine, "__init__", made)
     patches.wrap(DeepSpeedEngine, "step", stepped)
-    patches.wrap(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated)
+    gathering = "_zero3_consolidated_16bit_state_dict"  # only rank 0 keeps what it gathers
+    patches.surround(DeepSpeedEngine, gathering, lambda: tracker.host.in_ranks(1))
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:

@@ -15,10 +15,7 @@ aten = torch.ops.aten
 
 
 class HostMemory:
-    """Counts the storages on the host, and those of them that are pinned. Sizes in bytes.
-
-    A pinned storage takes a block, which the process keeps for the next one of its size.
-    """
+    """Counts the storages on the host; a pinned block is kept for the next of its size."""
 
     def __init__(self) -> None:
         self.ranks = 1  # how many processes of a node do the same on the host as this one

@@ -14,7 +14,6 @@ from trainer_plugins.units import KIB
 aten = torch.ops.aten
 
 Operator: TypeAlias = Callable[..., Any]  # an overload of an operation
-
 OperatorArgs: TypeAlias = Sequence[Any]
 OperatorKwargs: TypeAlias = Mapping[str, Any]
 
@@ -62,10 +61,7 @@ def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
 
 
 def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
-    """Run an operation, even one that CUDA can do and torch's shape rules refuse.
-
-    A mask has no values here, and is taken to select everything: the worst case.
-    """
+    """Run an operation, even one that torch's shape rules refuse; a mask selects everything."""
     if picks_by_mask(func, args):
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), 1), dtype=torch.long)

@@ -17,11 +17,7 @@ _MANY_OPERATIONS = 1000  # in one call of a module; layers without a loop have t
 
 
 class Graph:
-    """Finds the module that made a node of the backward graph.
-
-    Autograd numbers the nodes of each thread in the order in which they are made, so it is enough
-    to note at which number each module begins.
-    """
+    """Finds the module that made a backward node, by autograd's numbers of each thread."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[list[int], list[str]]] = {}

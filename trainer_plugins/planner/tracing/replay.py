@@ -30,9 +30,8 @@ class Replay:
     num_flushes: int
     failed: Storage | None = None  # the card refused it; None if all fit
     failed_request_bytes: int | None = None
+    # of the block that each storage got, by the index of the storage
     block_bytes: Mapping[int, int] = field(repr=False)
-    """The size of the block that each storage got, by the index of the storage."""
-
     timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)  # see `MemoryPlan.timeline`
 
 

@@ -44,7 +44,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module = ""  # the module that is running, by its name in the model
         self.stream = 0  # from whose pool memory is taken
         self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors
-        self.paused = False  # whether operations are not counted now
+        self._is_resting = False  # whether operations are not counted now
         self.checks_hold = True  # the answer to `all`, except for a batch's mask
         self.fake_mode: FakeTensorMode | None = None
         self.scalars_answered: Counter[str] = Counter()  # by operation
@@ -96,6 +96,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._category = before
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Count no operation inside the block."""
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting = False
 
     def tag(self, tensors: Iterable[object], category: Category) -> None:
         """Give this category to the storages of tensors; other objects are ignored."""
@@ -171,10 +180,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(Event(EMPTY_CACHE, -1, self.moment))
 
     def read_by(self, tensor: torch.Tensor, stream: int) -> None:
-        """Note another stream that reads a tensor, as `record_stream` does.
-
-        Its block cannot be used again before that stream has come to where the tensor was freed.
-        """
+        """Note another stream that reads a tensor; until then its block cannot be used again."""
         entry = self._known.get(key_of(tensor.untyped_storage()))
         if entry is not None and self._storages[entry[1][0]].stream != stream:
             self._read_elsewhere.add(entry[1][0])
@@ -197,7 +203,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # half of all calls; the mode below would be slow
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls again with the operations of this rank
-        if self.paused:
+        if self._is_resting:
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             answer = self._scalar(args[0])
