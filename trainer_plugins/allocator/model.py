@@ -31,11 +31,9 @@ _ROUND_LARGE_BYTES = 2 * MIB
 class AllocatorFull(Exception):  # noqa: N818
     """The card does not have that much left, not even after the cache was released."""
 
-    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(requested_bytes, allocated_bytes, reserved_bytes)
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
+    def __init__(self, requested_bytes: int, reserved_bytes: int) -> None:
+        super().__init__(requested_bytes, reserved_bytes)
+        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
 
 
 class AllocatorModel:
@@ -68,10 +66,8 @@ class AllocatorModel:
 
     def reset_peaks(self) -> None:
         """Restart the peaks at what is held now, as `reset_peak_memory_stats` does."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = (
-            self.allocated_bytes,
-            self.reserved_bytes,
-        )
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
@@ -89,7 +85,7 @@ class AllocatorModel:
             self.num_retries += 1
             block = self._grow(pool, size)
         if block is None:
-            raise AllocatorFull(size, self.allocated_bytes, self.reserved_bytes)
+            raise AllocatorFull(size, self.reserved_bytes)
         if self._should_split(block, size):
             self._split(block, size)
         block.in_use = True

@@ -194,7 +194,11 @@ class Stream:
         self._make_room(0)
 
     def remove(self) -> None:
-        """Bring everything to the card, and end the streaming. A second call does nothing."""
+        """Bring everything to the card, and end the streaming. A second call does nothing.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit there. Then nothing has changed.
+        """
         if stream_of(self._model) is not self:
             return
         try:

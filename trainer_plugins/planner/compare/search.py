@@ -24,10 +24,9 @@ from trainer_plugins.planner.compare.lines import (
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
 from trainer_plugins.planner.kind import cards_of_a_row, sizes_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import GPUS_PER_NODE, PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
 
-_CARDS_OF_A_MACHINE = 8
 _CERTAINLY = 1.1  # a candidate that seems to need this part of the card is not probed
 
 
@@ -137,7 +136,7 @@ def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
         found.append((STREAMED, None))
     for name, has_file in ON_ONE_CARD if run.num_gpus == 1 else ON_MANY:
         wide = f"{name}_multinode"
-        chosen = wide if run.num_gpus > _CARDS_OF_A_MACHINE and wide in shipped else name
+        chosen = wide if run.num_gpus > GPUS_PER_NODE and wide in shipped else name
         found.append((chosen, str(configs.path(chosen)) if has_file else None))
     return found
 
