@@ -262,7 +262,8 @@ def config_file(name: str, from_hub: bool) -> Path:
             return Path(hf_hub_download(name, _CONFIG))
         found = try_to_load_from_cache(name, _CONFIG)
     except (OSError, ValueError) as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _one_line(error)
+        one_line = " ".join(str(error).split())
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
         raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
     if isinstance(found, str):
         return Path(found)
@@ -271,10 +272,6 @@ def config_file(name: str, from_hub: bool) -> Path:
         " that name. Give a file or folder on disk, or add --from-hub: it fetches the model's"
         f" {_CONFIG} and nothing else"
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _config(given: object, from_hub: bool) -> dict[str, object]:

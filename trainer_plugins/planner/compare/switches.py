@@ -263,15 +263,11 @@ def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:
     return run
 
 
-def _how(change: str) -> str:
+def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     # the unified name is the last one, if this torch reads it
     variable = names_read(gather_machine(environ))[-1]
-    how = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
-    return how.replace(_VARIABLE, variable)
-
-
-def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
-    how = _how(change)
+    flags = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
+    how = flags.replace(_VARIABLE, variable)
     if isinstance(after, PlanError):
         return Saved(change=change, how=how, reason=str(after))
     if after.streamed is not None and before.streamed is None:

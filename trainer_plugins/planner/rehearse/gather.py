@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
@@ -65,6 +64,7 @@ def request_of(
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     resident_layers, streams_embeddings = _streamed(trainer)
+    engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
@@ -76,7 +76,7 @@ def request_of(
         num_gpus=num_gpus,
         num_nodes=_num_nodes(num_gpus),
         environment=_exported(),
-        deepspeed=_deepspeed(trainer),
+        deepspeed=engine.deepspeed_config if engine is not None else None,
         has_padding=is_padded if has_padding is None else has_padding,
         packed_sequences=_packed_sequences(batch),
         resident_layers=resident_layers,
@@ -134,11 +134,6 @@ def _exported() -> dict[str, str]:
     if "WORLD_SIZE" not in os.environ:
         return {}
     return {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)}
-
-
-def _deepspeed(trainer: HfTrainer) -> dict[str, object] | None:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return plugin.deepspeed_config if plugin is not None else None
 
 
 def _card_here(device: torch.device) -> Card | None:
