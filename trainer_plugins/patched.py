@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,17 @@ class Patches(contextlib.ExitStack):
             self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
         else:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def surround(
+        self, owner: object, name: str, context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Let a function run inside a context that is made for each call."""
+
+        def inside(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+            with context():
+                return original(*args, **kwargs)
+
+        self.wrap(owner, name, inside)
 
     def set_item(self, mapping: dict[Any, Any], key: object, value: object) -> None:
         """Replace one entry of a mapping. Entries that others add meanwhile stay."""

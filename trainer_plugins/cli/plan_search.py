@@ -12,8 +12,8 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from trainer_plugins.planner.compare.changes import changes_of, explain
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
+from trainer_plugins.planner.compare.switches import changes_of, explain
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest

@@ -11,9 +11,7 @@ from trainer_plugins.record.folder import read_json
 from trainer_plugins.record.oom_record import Planned
 from trainer_plugins.record.typed import from_json
 
-FILE = "plan.json"
-"""The plan of a run, in its output_dir."""
-
+FILE = "plan.json"  # the plan of a run, in its output_dir
 _plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
 
 

@@ -1,9 +1,8 @@
 """Run as the subprocess of a prediction: REQUESTS RESULTS STEP SECONDS FOLDER.
 
-REQUESTS is a file with a pickled list of `PlanRequest` or `SearchRequest`. RESULTS becomes a JSON
-list, with a plan, the result of a search, or a refusal in one line for each request. STEP becomes
-the name of the current step. After SECONDS the process ends, and writes on standard error where it
-was. FOLDER is the working directory of the caller.
+REQUESTS is a pickled list. RESULTS becomes a JSON list with a plan, the result of a search or a
+refusal for each. STEP becomes the name of the current step. After SECONDS the process ends, and
+writes on standard error where it was. FOLDER is the working directory of the caller.
 """
 
 import faulthandler
@@ -29,12 +28,10 @@ from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.units import size
 
 if TYPE_CHECKING:
-    from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.hf_trainer import HfArguments
     from trainer_plugins.planner.compare.foresight import Foresight
 
-Answer: TypeAlias = dict[str, object]
-"""One entry of RESULTS: `plan`, `search`, `not_predicted` or `error`, and what belongs to it."""
+Answer: TypeAlias = dict[str, object]  # `plan`, `search`, `not_predicted` or `error`
 
 
 def main(requests_path: str, results_path: str) -> None:
@@ -78,16 +75,12 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
 
 
 def predict(request: PlanRequest) -> MemoryPlan:
-    """Predict one run in this process, which changes torch permanently.
+    """Predict one run in this process, which changes torch permanently."""
+    from trainer_plugins.planner.judge import judge, rules_of
+    from trainer_plugins.planner.rehearse.watch import watch
 
-    Raises:
-        PlanError: the input is wrong.
-        NotPredicted: the planner cannot predict this run.
-    """
-    from trainer_plugins.planner.judge import rules_of
-
-    # wrong settings are refused before the work, not after it
-    return _predicted(request, rules_of(request))
+    rules = rules_of(request)  # wrong settings are refused before the work, not after it
+    return judge(request, watch(request, partial(_tell_of_weights, request)), rules)
 
 
 def _with_proposals(request: PlanRequest, found: object) -> object:
@@ -101,13 +94,6 @@ def _with_proposals(request: PlanRequest, found: object) -> object:
     run, args, foresight = _foreseen(request)
     proposals, missing = Proposer(run, args, plan, foresight.probe, seconds).look()
     return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
-
-
-def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
-    from trainer_plugins.planner.judge import judge
-    from trainer_plugins.planner.rehearse.watch import watch
-
-    return judge(request, watch(request, partial(_tell_of_weights, request)), rules)
 
 
 def _tell_of_weights(request: PlanRequest, loaded_bytes: int) -> None:
@@ -124,7 +110,11 @@ def _tell_of_weights(request: PlanRequest, loaded_bytes: int) -> None:
 
 def _searched(request: SearchRequest) -> SearchResult:
     run, args, foresight = _foreseen(request.run)
-    return search(replace(request, run=run), args, foresight.probe, foresight, _write_line)
+
+    def show(line: SearchLine) -> None:
+        progress.tell(asdict(line))  # before the search ends
+
+    return search(replace(request, run=run), args, foresight.probe, foresight, show)
 
 
 def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
@@ -137,11 +127,6 @@ def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
     rules, run = rules_of(run), resolved(run)  # no change is one of the allocator
     foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
     return run, read_arguments(run), foresight
-
-
-def _write_line(line: SearchLine) -> None:
-    """Write down a line of a search for the caller, who shows it before the search ends."""
-    progress.tell(asdict(line))
 
 
 if __name__ == "__main__":

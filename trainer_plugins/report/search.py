@@ -6,7 +6,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.planner.compare.changes import Saved
 from trainer_plugins.planner.compare.lines import (
     AS_GIVEN,
     STREAMED,
@@ -14,6 +13,7 @@ from trainer_plugins.planner.compare.lines import (
     SearchLine,
     SearchResult,
 )
+from trainer_plugins.planner.compare.switches import Saved
 from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.report.page import plain_table, size_or_blank
 from trainer_plugins.units import GIB, size

@@ -1,9 +1,4 @@
-"""Stand in for the package flash-attn: FlashAttention 2 as models call it, without its kernels.
-
-What it keeps for the backward, and what it makes while it runs, is that of version 2.8.3:
-flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention.
-Imports torch.
-"""
+"""Stand in for flash-attn 2.8.3: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -121,10 +116,10 @@ def _attended(
     value: torch.Tensor,
     begins: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the output of the kernel.
+    """Return the output of the kernel for a query of rows x length x heads x size.
 
-    A query has rows x length x heads x size. With `begins`, which has the place where each sequence
-    begins and the end, its rows follow each other in one dimension. Keys may have fewer heads.
+    With `begins`, the places where sequences begin and the end, rows follow each other in one
+    dimension. Keys may have fewer heads.
     """
     if capability < _AMPERE:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")

@@ -46,11 +46,7 @@ _REHEARSED = {
 
 
 def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given.
-
-    Raises:
-        PlanError: transformers refuses them.
-    """
+    """Return the user's TrainingArguments, as they were given."""
     if isinstance(source, TrainerSource):
         of_trainer: HfArguments = ship.loads(source.trainer)["args"]
         return of_trainer
