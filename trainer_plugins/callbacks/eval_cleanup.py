@@ -58,10 +58,8 @@ class EvalGenerateCleanup(EvaluationCallback):
             self.undo.callback(guard_generate(model_of(event), self._mark_generation))
         super().run_begins(args, state, event)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_step_begin(args, state, control, **event)
+    def on_step_begin(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_step_begin(args, state, **event)
         # A generation outside an evaluation may be this rank's alone, such as a preview on rank 0:
         # so no vote, and no comparison with a time before an optimizer step.
         if self._has_generated:
@@ -80,10 +78,8 @@ class EvalGenerateCleanup(EvaluationCallback):
             else:
                 self._release.notice(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_train_end(args, state, control, **event)
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_train_end(args, state, **event)
         with self.harmless():
             self._drop(state, "generate", model_of(event))
         self.end_run()

@@ -74,7 +74,6 @@ class EvaluationGuard(RunCallback):
         *args: object,
         **kwargs: object,
     ) -> Iterator[None]:
-        """Watch one evaluation or prediction of a Trainer."""
         device = self.device_if_first(trainer.args, trainer.state)
         if device is None:
             yield
@@ -100,8 +99,6 @@ class EvaluationGuard(RunCallback):
 
 
 class _Watch:
-    """Sees the outputs of each batch of one evaluation."""
-
     def __init__(
         self,
         guard: EvaluationGuard,
@@ -120,7 +117,6 @@ class _Watch:
         self._takes_argmax = False
 
     def see(self, outputs: Any, labels: Any) -> Any:
-        """Return what is to be kept of a batch."""
         if self._users_preprocess is not None:
             outputs = self._users_preprocess(outputs, labels)
         with self._guard.harmless():
@@ -151,7 +147,6 @@ class _Watch:
             self._guard.report(finding, self._trainer)
 
     def _are_on_card(self) -> bool:
-        """Return whether what is kept stays on the card until the end."""
         return self._device.name != "cpu" and self._trainer.args.eval_accumulation_steps is None
 
     def _forecast(self, outputs: object) -> Finding | None:
@@ -171,7 +166,6 @@ class _Watch:
         )
 
     def _may_take_argmax(self, outputs: object, labels: object, is_needed: bool) -> bool:
-        """Return whether the argmax is kept, on all ranks or on none."""
         metrics, timeout = self._trainer.compute_metrics, self._trainer.args.ddp_timeout
         roll = RollCall("EvaluationGuard")
         roll.sign()

@@ -118,10 +118,8 @@ class MemoryWatchdog(EvaluationCallback):
     def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         self._look(args, state, moment)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_save(args, state, control, **event)
+    def on_save(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_save(args, state, **event)
         self._look(args, state, "save")
 
     def on_log(
@@ -138,10 +136,8 @@ class MemoryWatchdog(EvaluationCallback):
             with self.harmless():
                 self._publish(state, logs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_train_end(args, state, control, **event)
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_train_end(args, state, **event)
         self._look(args, state, "end")
         self.end_run()
 

@@ -88,10 +88,7 @@ class OOMReporter(RunCallback):
                     )
 
     def report(self, trainer: HfTrainer, call: str, error: BaseException) -> None:
-        """Note in the timeline that this Trainer raised, and record it if it was out of memory.
-
-        Call it while the error is handled. It raises nothing, and keeps no reference to the error.
-        """
+        """Note in the timeline, while it is handled, what was raised; record an OOM error."""
         with self.harmless():
             found = classify(error)
             failure = Failure(
@@ -176,10 +173,7 @@ def _reporting(name: str, method: Method) -> Method:
 
 
 def _is_inside_another(trainer: HfTrainer) -> bool:
-    """Return whether the error goes on to another of these methods of this Trainer.
-
-    An evaluation inside training does. Only the outermost method sees the complete traceback.
-    """
+    """Return whether an outer one of these methods of this Trainer will see the whole traceback."""
     frames = frames_above()
     code = next(frames).f_code
     return any(frame.f_code is code and frame.f_locals["self"] is trainer for frame in frames)

@@ -51,11 +51,7 @@ class Preflight(RunCallback):
         self.refuse_on = refuse_on
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        """Check the run, and refuse it if this rank or another one has to.
-
-        Raises:
-            PreflightError: a rank has findings as severe as `refuse_on`.
-        """
+        """Check the run; PreflightError refuses it if this rank or another one has to."""
         roll = RollCall("Preflight")
         if self.refuse_on is not None:
             roll.sign()

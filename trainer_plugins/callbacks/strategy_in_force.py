@@ -5,7 +5,6 @@ import os
 
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
@@ -40,9 +39,7 @@ class StrategyInForce(RunCallback):
 
     _found_before: tuple[Finding, ...] = ()
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_init_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         with self.harmless():
             if _asked(args).family == "DeepSpeed":  # the one that builds before step 1
                 self._found_before = tuple(lock_findings(read_locks(os.environ)))

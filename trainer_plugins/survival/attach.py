@@ -120,11 +120,7 @@ def survive_oom(
 
 
 def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
-    """Check the options of `survive_oom`.
-
-    Raises:
-        ValueError: a bad argument.
-    """
+    """Check the options of `survive_oom`; a bad one raises ValueError."""
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
     if isinstance(ladder, str) or not {*ladder} <= {*RUNGS, STREAM}:

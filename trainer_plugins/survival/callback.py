@@ -42,9 +42,8 @@ class SurviveOOM(RunCallback):
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
+        # Streams a base that does not fit when the Trainer moves it.
         self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
-        """Streams a base that does not fit when the Trainer moves it."""
-
         self._attach = partial(
             survive_oom,
             min_micro_batch=min_micro_batch,

@@ -57,8 +57,7 @@ class Engine:
         self._attached = attached
         self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
         self._accelerator: HfAccelerator | None = None
-        self._judged: object = None
-        """The state of the training that was judged last: each training has one of its own."""
+        self._judged: object = None  # the `state` of the last training: each has one of its own
         self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
         self._current: MicroBatch | None = None
         self._evaluation = Evaluation(attached)
@@ -71,14 +70,12 @@ class Engine:
         memo_of(trainer).listener = ref(self)
 
     def detach(self) -> None:
-        """Restore the methods, and what a run has changed on its model."""
         self.is_attached = False
         self._end_run()
         self._backward.close()
         self._methods.close()
 
     def step_begins(self) -> None:
-        """Begin the run with its first step, unless it has begun."""
         if self.is_attached:
             self._begin_run_if_new(self._attached.trainer.model_wrapped)
 
@@ -95,10 +92,7 @@ class Engine:
         return_outputs: bool = False,
         num_items_in_batch: NumItems = None,
     ) -> Any:
-        """Replace `trainer.compute_loss`.
-
-        A micro-batch that was computed in pieces comes back as a loss without their graphs.
-        """
+        """Replace `trainer.compute_loss`; a loss computed in pieces comes without graphs."""
         if self.is_attached and not model.training and not torch.is_grad_enabled():
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
@@ -243,7 +237,6 @@ class Engine:
         return run
 
     def _meet_first_batch(self, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Find out whether all ranks take part, and how many of the longest rows fit."""
         # The ranks have met if they have just gathered how many labels the window has.
         is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
         # Callbacks that began the step after ours may have set hooks.
@@ -306,7 +299,6 @@ def _check_finished(
 
 
 def _stand_in(value: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose backward has been done, and which refuses another."""
 
     def refuse(_: torch.Tensor) -> None:
         raise RuntimeError(f"backward was not called by trainer.accelerator, {_WRONG_STEP}")
@@ -317,6 +309,5 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_off(loss: torch.Tensor) -> None:
-    """Free the graph behind a loss that the caller still holds."""
     if not loss._is_view():  # torch refuses a view; `left_over` finds what stays
         loss.detach_()

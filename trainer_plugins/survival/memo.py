@@ -34,13 +34,9 @@ class RunListener(Protocol):
 
 
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the limit, the rungs that are switched on, and how often the run survived.
+    """Keeps the limit, the rungs that are switched on, and how often the run survived."""
 
-    It must be constructible without arguments: transformers may recreate it at resume
-    (`restore_callback_states_from_checkpoint`).
-    """
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # without arguments: transformers may recreate it at resume
         super().__init__()
         self.limit = math.inf  # cells (`limit.py`) computed at once; infinite until something fails
         self.is_rehearsed = False  # whether the limit was found on the longest rows
@@ -69,9 +65,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             "attributes": kept if math.isinf(self.limit) else {**kept, "limit": self.limit},
         }
 
-    def on_train_begin(
-        self, args: HfArguments, state: HfState, control: object, **event: Any
-    ) -> None:
+    def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **event: Any) -> None:
         listener = self.listener
         self.begin_run()
         self.listener = listener
@@ -134,10 +128,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     def remark(
         self, args: HfArguments, step: int, finding: Finding, *, is_later: bool = False
     ) -> None:
-        """Log a finding, and write it into the timeline of the run: now, or after the micro-batch.
-
-        What a micro-batch survived can wait: no file is written in the middle of its passes.
-        """
+        """Log a finding and write it into the timeline; `is_later`: not between the passes now."""
         logger.log(finding.severity, "step %d: %s", step, finding)
         self._remarks.append(Remark(step=step, finding=finding))
         if not is_later:
@@ -149,7 +140,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.write_remarks(args)
 
     def write_remarks(self, args: HfArguments) -> None:
-        """Write what is not in the timeline yet."""
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             with self.harmless():
@@ -159,7 +149,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         return self.listener() if self.listener is not None else None
 
     def card_for(self, args: HfArguments) -> Card:
-        """Return the card of the run, opened once."""
         self._card = self._card or card_of(args.device)
         return self._card
 

@@ -59,7 +59,6 @@ class Attached:
             raise IndivisibleError(why)
 
     def refuse(self, reasons: list[str]) -> None:
-        """Say why this run cannot be helped, or raise it if the user wants an error then."""
         if self.is_strict:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
         self.say(not_attached(reasons))
@@ -82,15 +81,12 @@ class TrainingRun:
         self.certificate = Certificate(self.ranks, attached.family, self.full_state)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
-        self.is_step_own = is_users_function(attached.trainer.training_step)
-        """Whether `training_step` is the user's own."""
+        self.is_step_own = is_users_function(attached.trainer.training_step)  # the user's own
         self.is_scale_seen = False  # whether the factor of `training_step` was measured
         self.is_final = False  # whether changed gradients were found final (`finality.py`)
+        # Why a pass forbids a division: it has moved something, or its loss was the user's own. It
+        # is empty if nothing does, and None before the first.
         self.what_moved: str | None = None
-        """Why a pass forbids a division: it has moved something, or its loss was the user's own.
-
-        It is empty if nothing does, and None before the first.
-        """
         self._owners = owners_of_state(self.ranks.bare)
         # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
         # the list has become wrong.

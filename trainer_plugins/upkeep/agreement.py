@@ -24,13 +24,11 @@ def has_peers() -> bool:
 
 
 class Agreement:
-    """Lets all ranks of a run agree on small numbers, at a place that every rank is sure to reach.
+    """Lets all ranks agree on small numbers, at a place that every rank is sure to reach."""
 
-    It uses a gloo group of its own: the numbers stay on the CPU, no card has to finish its work,
-    and a time-out cannot harm training's own group. Every rank has to ask the same questions in the
-    same order, and `timeout_seconds` must leave room for what one rank does alone, such as a save.
-    If that is not certain, use `StepEndVote`.
-    """
+    # In a gloo group of its own: numbers stay on the CPU, and a time-out cannot harm training's
+    # group. All ask the same questions in the same order, and the time covers what one does alone:
+    # a save.
 
     def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
@@ -48,7 +46,6 @@ class Agreement:
         return None if highest is None else highest[0]
 
     def highest_of(self, values: Sequence[int]) -> list[int] | None:
-        """Return the highest of each of several values; None as for `highest`."""
         if not has_peers():
             return list(values)
         if self._world is not dist.group.WORLD:
@@ -75,16 +72,13 @@ class Agreement:
         return [int(vote) for vote in votes]
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the groups: a copy creates its own."""
         return {**self.__dict__, "_world": None, "_group": None}
 
 
 @cache
 def agreement_within(timeout_seconds: float) -> Agreement:
-    """Return this process's agreement with that time-out, which is the same on all ranks.
-
-    With a group for each callback, ranks that ask in different orders would wait in two of them.
-    """
+    """Return this process's agreement with that time-out, which is the same on all ranks."""
+    # With a group for each callback, ranks that ask in different orders would wait in two of them.
     return Agreement(timeout_seconds)
 
 
@@ -98,16 +92,12 @@ _num_begun: Counter[str] = Counter()
 
 
 class StepEndVote:
-    """Lets the ranks agree on one small number at the end of an optimizer step, without hanging.
+    """Lets the ranks agree on one small number at the end of an optimizer step, without hanging."""
 
-    Perhaps only some ranks were given a callback. So each rank that will ask announces itself when
-    training begins, in the store through which the ranks found each other, without waiting. The
-    first rank that asks about a step writes there whether all are present; the others read it, so
-    that all vote on that step or none does. Once they have voted, every later question is a vote.
-
-    The end of a step is the one place that all ranks reach: an evaluation, a save or a generation
-    may happen on one rank only.
-    """
+    # Perhaps only some ranks were given a callback. So each that will ask announces itself in the
+    # ranks' store, without waiting. The first that asks about a step writes there whether all are
+    # present, and all vote on that step or none. Evaluations, saves and generations may be one
+    # rank's.
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
         """Announce that this rank asks from now on; `question` says who asks, and how often."""
@@ -182,10 +172,7 @@ class StepEndVote:
 
 
 def ranks_store() -> "Store":
-    """Return the store through which the ranks found each other; keep no reference.
-
-    A reference would keep the store's port from a later group.
-    """
+    """Return the store through which the ranks found each other; a reference keeps its port."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store: Store = _get_default_store()

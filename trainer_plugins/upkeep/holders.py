@@ -114,10 +114,7 @@ def tensors_held(
 
 
 def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
-    """Return the largest of all allocations on a device, with their holders; a model is one.
-
-    Memory that is in no tensor is in graphs: then the holders of their ends are named.
-    """
+    """Return the largest allocations on a device with their holders: tensors, models, graphs."""
     if not allocated_bytes:
         return ()
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
@@ -148,11 +145,8 @@ def held_by(tensors: list[torch.Tensor]) -> list[Held]:
 
 
 def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
-    """Return the tensors at the ends of live autograd graphs on a device, with their holders.
-
-    A graph keeps every activation behind it alive, invisibly to Python. The largest come first, or
-    the oldest: during a step, which makes a graph of its own, other code keeps those.
-    """
+    """Return the ends of live autograd graphs, largest or oldest first, with their holders."""
+    # During a step, which makes a graph of its own, the oldest are those that other code keeps.
     ends = [
         tensor
         for tensor in tracked(torch.Tensor)
@@ -239,7 +233,6 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
 
 
 def _error_through(frame: FrameType) -> BaseException | None:
-    """Return an error whose traceback keeps this frame."""
     for error in tracked(BaseException):
         if any(passed is frame for passed, _ in walk_tb(error.__traceback__)):
             return error
@@ -304,7 +297,6 @@ class _Ledger:
         return own_bytes
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the states of an optimizer."""
         for parameter, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

@@ -75,11 +75,7 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
-    """Write what is known about an out-of-memory error, and print on stderr where it is.
-
-    Call it while the error is handled: its frames hold what was alive. It returns the file's name,
-    empty if it could not be written.
-    """
+    """Record an error while it is handled, and say where; return the file's name, if written."""
     record = _record(error, found, scene)
     try:
         path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
@@ -171,7 +167,6 @@ def _host() -> Host:
 
 
 def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
-    """Read the last entry of each other rank that writes into this folder."""
     found = []
     for other, path in rank_files(folder).items():
         if other == rank or not path.is_file():

@@ -18,12 +18,10 @@ _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
 class AgreedRelease:
-    """Releases one device's cache when any rank has enough to gain and no rank objects.
+    """Releases one device's cache when any rank has enough to gain and no rank objects."""
 
-    The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
-    another process is taking what is free: then this rank objects, and all keep their caches.
-    `min_reclaimable_fraction` of some rank's card must be cached.
-    """
+    # The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
+    # another process is taking what is free: then this rank objects, and all keep their caches.
 
     def __init__(
         self,

@@ -11,11 +11,9 @@ _PAUSE_SECONDS = 0.02
 
 
 class RollCall:
-    """Asks who takes part, through the store in which the ranks found each other.
+    """Asks in the ranks' store who takes part; no rank waits for one that does not."""
 
-    No rank waits for one that does not take part. An answer ends a turn, which all ranks count
-    alike; to take part again, a rank signs again.
-    """
+    # An answer ends a turn, which all ranks count alike; to take part again, a rank signs again.
 
     def __init__(self, name: str) -> None:
         self._name = f"trainer_plugins/roll call/{name}"

@@ -1,7 +1,4 @@
-"""Takes torch's own snapshot at the moment a CUDA out-of-memory error is thrown.
-
-Not yet measured on a GPU.
-"""
+"""Takes torch's own snapshot when a CUDA out-of-memory error is thrown; not yet on a GPU."""
 
 import logging
 import os

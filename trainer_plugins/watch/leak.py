@@ -15,8 +15,8 @@ from trainer_plugins.watch.fragmentation import against_fragmentation
 
 WINDOW = 32  # the number of steps that are judged together
 
+# Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers.
 WARM_UP_LOOKS = 8
-"""Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -70,8 +70,7 @@ KINDS = {
         "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in"
         " each worker.",
     ),
-}
-"""The kinds of memory that can leak, by the field of `Footprint`."""
+}  # the kinds of memory that can leak, by the field of `Footprint`
 
 
 def leaks(
@@ -103,12 +102,10 @@ def _leak(growth: Growth, window: Sequence[Footprint], is_expandable: bool) -> F
 
 
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
-    """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth.
-
-    The slope is Theil and Sen's (the median of the slopes between all pairs) over the minima of
-    blocks of 4 steps, so that a few long batches, a save or an evaluation do not move it. A leak
-    rises in every block but one.
-    """
+    """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth."""
+    # By Theil and Sen's slope (the median of those between all pairs) over the minima of blocks of
+    # 4 steps, which long batches, saves and evaluations do not move. A leak rises in all blocks but
+    # one.
     if len(window) < WINDOW:
         return []
     footprints = list(window)  # a deque does not slice

@@ -1,7 +1,4 @@
-"""Judges how full a device, main memory and /dev/shm may become.
-
-Full main memory ends a run with a bare 'Killed', and a full /dev/shm with a bare 'Bus error'.
-"""
+"""Judges how full a device, main memory and /dev/shm may become."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,7 @@
 """Certificate: measure on rows of a run which weights make its pieces add up.
 
-A piece of the size that pieces will have is compared with its halves, in the mode in which the
-model trains, with all random numbers held (`held.py`). The gradient is measured the first time, and
-for each new kind of batch. Later measurements take the loss alone, and the gradient only if the
-loss does not decide. A measurement is necessary, but proves nothing: the list in `losses.py` says
-what adds up.
+A piece is compared with its halves in training mode, with random numbers held: by gradients at
+first, later by the loss. A measurement is necessary, and no proof: `losses.py` lists what adds up.
 """
 
 import logging
@@ -56,8 +53,6 @@ Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Holds what one measurement is made on."""
-
     layout: Layout
     inputs: Inputs
     kind: Kind
@@ -66,10 +61,7 @@ class _Asked:
 
 
 class Certificate:
-    """Measures which weights make pieces add up, in one run or in its evaluations.
-
-    In evaluations (`is_trained` is False) losses are summed, and no gradients.
-    """
+    """Measures which weights make pieces add up, in one run or (by losses) in its evaluations."""
 
     def __init__(
         self,
@@ -115,10 +107,8 @@ class Certificate:
         return kind not in self._kinds or bool(self.new_classes(inputs))
 
     def new_classes(self, inputs: Inputs) -> frozenset[int]:
-        """Return the classes of a micro-batch that a loss might weight, unnoticed so far.
-
-        As long as all rows are of one class a mean that is weighted by class is one over rows.
-        """
+        """Return the classes of a micro-batch that a loss might weight, unnoticed so far."""
+        # While all rows are of one class a mean that is weighted by class is one over rows.
         there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
         return there - self._classes if len(there) > 1 else frozenset()
 
@@ -136,14 +126,8 @@ class Certificate:
         put_back: Callable[[], object],
         scale: float = 1.0,
     ) -> None:
-        """Find out which weights make pieces add up, on every rank that measures with this one.
-
-        A rank without two examples joins the passes of the others. There must be no gradient yet if
-        ranks measure together.
-
-        Raises:
-            IndivisibleError: no weight fits, a part cannot be computed, or there was no room.
-        """
+        """Find out which weights make pieces add up; if none, raise IndivisibleError."""
+        # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
         weights = _in_question(self._family, inputs)
         try:
@@ -203,10 +187,7 @@ class Certificate:
     def _judged(
         self, comparison: Comparison, asked: _Asked
     ) -> tuple[list[Measurement], list[Weight]]:
-        """Return what samples have shown, and the weights that fit, the same on all ranks.
-
-        Both are empty if samples show nothing, and batches of this kind were measured before.
-        """
+        """Return what samples have shown, and the weights that fit, the same on all ranks."""
         told = self._told(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
@@ -223,7 +204,6 @@ class Certificate:
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
-        """Collect what samples of a micro-batch show; empty if none fits or tells."""
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
             self._ranks.measures_together or asked.kind not in self._kinds
@@ -265,7 +245,6 @@ class Certificate:
         return told
 
     def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
-        """Measure a row of each class that is new next to one of another."""
         new = self.new_classes(asked.inputs)
         pairs = samples.of_classes(asked.layout, asked.inputs, new)
         for place in range(self._ranks.highest(len(pairs))):

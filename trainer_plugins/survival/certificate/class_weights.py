@@ -13,8 +13,6 @@ _MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
 
 
 class _Mean(NamedTuple):
-    """Holds what a weighted mean was taken by."""
-
     of_classes: torch.Tensor
     ignored: int  # the label that does not count
 
@@ -24,8 +22,7 @@ class ClassWeights:
 
     def __init__(self) -> None:
         self._seen: _Mean | None = None
-        self.weights: tuple[Weight, ...] = ()
-        """Weights of pieces that come into question: by all labels, and by those of next tokens."""
+        self.weights: tuple[Weight, ...] = ()  # of pieces: by all labels, and by next tokens
 
     def look(self, compute: Callable[[], object]) -> None:
         """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
@@ -57,8 +54,6 @@ def _weights(mean: _Mean) -> tuple[Weight, ...]:
 
 
 class _Seen(TorchDispatchMode):
-    """Sees each weighted mean of a pass."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[_Mean] = []

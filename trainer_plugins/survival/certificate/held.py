@@ -1,7 +1,4 @@
-"""Held: let passes in training mode draw no number, so that the same rows give the same result.
-
-Two passes over the same rows then differ by rounding alone: `rounded_differently` shows how much.
-"""
+"""Held: let passes in training mode draw no number, so that equal rows give equal results."""
 
 import math
 import random
@@ -15,27 +12,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all. Its
+# multiples are spread evenly, so half of the signs of `rounded_differently` are up.
 _GOLDEN = 0.6180339887498949
-"""Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all.
-
-Its multiples are spread evenly over [0, 1), so half of the signs of `rounded_differently` are up.
-"""
 
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 
 @contextmanager
 def held(model: nn.Module) -> Iterator["Drawers"]:
-    """Draw nothing inside: dropout keeps everything, and noise is a fixed point within its bounds.
-
-    The model stays in training mode: batch statistics, for one, couple rows in that mode alone. The
-    operations that draw are caught in the dispatcher, in a backward pass too, where checkpointing
-    computes forward passes again. Noise whose size depends on the micro-batch still differs between
-    parts and whole.
-
-    Numbers that a module draws by Python's generator or numpy's cannot be caught there: `Drawers`
-    finds such modules.
-    """
+    """Draw nothing inside: dropout keeps all, and noise is a fixed point within its bounds."""
+    # In training mode, where batch statistics couple rows. Draws are caught in the dispatcher, in
+    # the forward passes of checkpointing too; `Drawers` finds what other generators draw.
     with _Held(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
         yield drawers
 
@@ -138,11 +126,8 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
-    """Return fixed numbers of [0, 1).
-
-    They differ along the last of three dimensions, since a norm removes what is alike everywhere.
-    With fewer dimensions the last may be that of rows or tokens, of which parts have fewer.
-    """
+    """Return fixed numbers of [0, 1), which differ along the last of three dimensions."""
+    # A norm removes what is alike everywhere. Of fewer dimensions the last may be rows or tokens.
     if like.dim() < 3:
         return torch.full_like(like, _GOLDEN)
     return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
@@ -219,11 +204,7 @@ _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items(
 
 @contextmanager
 def rounded_differently(model: nn.Module) -> Iterator[None]:
-    """Move what each innermost module returns by its last digit, up or down.
-
-    A gradient that changes by as much as it is large is nothing but rounding. Nothing is drawn, so
-    checkpointing computes the same numbers again.
-    """
+    """Move what each innermost module returns by its last digit: what changes much is rounding."""
     hooks = [
         module.register_forward_hook(_move)
         for module in model.modules()

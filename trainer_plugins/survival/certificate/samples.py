@@ -50,11 +50,7 @@ def real(
     *,
     varies_labels: bool = False,
 ) -> list[Sample]:
-    """Divide examples as they are into halves: as many as fit, and fewer.
-
-    They are chosen so that the weights differ most, or with `varies_labels` so that the halves have
-    other labels: a loss may be weighted by them.
-    """
+    """Halve as many examples as fit, and fewer, where the weights, or the labels, differ most."""
     total = layout.count(inputs)
     order = _by_label(layout, inputs) if varies_labels else []
     samples, num = [], min(max(2, num_fit), total)

@@ -1,10 +1,7 @@
 """Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
 
-The other ranks take part in each exchange once a micro-batch, with the value of an undivided one.
-So if a micro-batch is computed in pieces, what each piece would send is noted, and the last piece
-sends all of it together. What a failed attempt has exchanged already is not exchanged again. The
-code of the last piece then sees the numbers of the whole, and so do its metrics. This holds even in
-one process, which exchanges with itself.
+Other ranks take part once a micro-batch. So what each piece would send is noted, and the last piece
+sends it together, but nothing twice: its code, and so the metrics, see the numbers of the whole.
 """
 
 from collections.abc import Callable, Iterator

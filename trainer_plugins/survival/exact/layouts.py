@@ -17,24 +17,21 @@ from trainer_plugins.survival.exact.shares import (
     width_of,
 )
 
+# Endings of the names of what may be given once for all rows, with a first dimension of 1.
 _SHARED = ("position_ids", "attention_mask", "token_type_ids")
-"""Endings of the names of what may be given once for all rows, with a first dimension of 1."""
 
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
 class Rows:
-    """Knows the layout in which every tensor has one row an example.
-
-    One sequence that is longer than `boundary` changes the model for all others (`rope_boundary`).
-    """
+    """Knows the layout in which every tensor has one row an example."""
 
     name, unit = "rows", "rows"  # the name of the layout, and what is counted, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
-        self._boundary = boundary
+        self._boundary = boundary  # `rope_boundary` of the model
 
     def count(self, inputs: Inputs) -> int:
         """Count the examples; 0 if the micro-batch does not lie this way."""
@@ -77,15 +74,10 @@ class Rows:
         return picked
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join a model's outputs for all parts, in order, to its output for the whole."""
         return torch.cat(parts)
 
     def probe(self, inputs: Inputs, num: int) -> Batch:
-        """Take the first few examples, cut short, with their padding.
-
-        They are labelled so that no two weights are the same: the first one has the fewest labels,
-        and in a row one of them is on a token that the attention mask hides.
-        """
+        """Take the first few examples, cut short, and labelled so that all weights differ."""
         few = self.take(inputs, 0, num)
         labels: Any = few.get("labels")
         if num > 2 and _are_classes(labels) and bool((inputs["labels"] == IGNORED).any()):
@@ -106,10 +98,7 @@ class Rows:
 
 
 class Pairs(Rows):
-    """Knows TRL's layout of pairs: all chosen rows, then all rejected ones.
-
-    A tensor with one row a pair has half as many rows.
-    """
+    """Knows TRL's layout of pairs: all chosen rows, then all rejected; some tensors have half."""
 
     name, unit = "pairs", "pairs"
     per_example = 2

@@ -1,9 +1,7 @@
 """Losses: which of them are sums over examples, by the class that computes them.
 
-Gradients of pieces add up to that of the whole only if the loss couples no example with another. No
-measurement proves that (KTO's is additive at step 0, DPO's `aot` nearly is). So what is allowed is
-listed here, with the weights that come into question, and measured before it is used
-(`certificate.py`). What is not listed is refused.
+No measurement proves that no examples are coupled (KTO's loss is additive at step 0), so what is
+allowed is listed, and measured before it is used (`certificate.py`). What is not listed is refused.
 """
 
 import inspect
@@ -115,11 +113,7 @@ _COUPLED_MODELS = {
 def family_of(
     trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
 ) -> Family | NoFamily:
-    """Find the family of a Trainer's loss, or say why it has none.
-
-    `compute_loss` is the Trainer's own, if it is replaced by now. With `is_vouched` an unknown loss
-    is taken for a sum or a mean over examples.
-    """
+    """Find the family of a loss, or say why it has none; a vouched one is a sum or a mean."""
     compute_loss = compute_loss or trainer.compute_loss
     found = _family_of(trainer, compute_loss)
     if isinstance(found, NoFamily) and found.can_vouch and not is_vouched:
@@ -272,5 +266,4 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "DPOTrainer"): _family_of_dpo,
     ("trl", "GRPOTrainer"): _family_of_grpo,
     ("trl", "RLOOTrainer"): lambda _: _completions(shares.ROWS),
-}
-"""What computes the loss, by the library and the name of the class."""
+}  # what computes the loss, by the library and the name of the class

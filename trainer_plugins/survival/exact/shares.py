@@ -1,10 +1,7 @@
 """Shares: how much of a micro-batch some of its examples are, and short examples that show it.
 
-A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it
-is. A mean over tokens or rows adds up if each piece is weighted by its number of tokens or rows.
-The measure of a whole is the sum of its pieces' measures, so a piece may be divided again.
-
-A probe is padded rows cut short, labelled so that no two weights give the same share.
+A loss over a number fixed for the window (`num_items_in_batch`) adds up as it is. A mean over
+tokens or rows adds up if each piece is weighted by its number of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +17,8 @@ Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
 
 NumItems = torch.Tensor | int | None  # the number of labels of the window, if counted
 
+# The labels of question answering: a column each; beyond the last one none counts.
 ANSWERS = ("start_positions", "end_positions")
-"""Names of the labels of question answering: a column each; beyond the last one none counts."""
 
 IGNORED = -100  # the label that no loss of transformers counts
 
@@ -34,8 +31,7 @@ TEXT = (
     "position_ids",
     "token_type_ids",
     "completion_mask",
-)
-"""Endings of the names of what has a column a token."""
+)  # endings of the names of what has a column a token
 
 _FEW = 3  # fewest tokens of a probe's row that is labelled in part
 
@@ -52,9 +48,8 @@ class Weight:
     """Says how much of the whole a piece is."""
 
     name: str  # what the loss is, as in "a mean over tokens"
+    # Measures inputs that hold this number of examples; None if every piece counts in full.
     measure: Callable[[Inputs, int], float] | None
-    """Measures inputs that hold this number of examples; None if every piece counts in full."""
-
     is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
@@ -144,11 +139,7 @@ WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
 
 
 def cut_short(texts: _Texts, num: int) -> _Texts:
-    """Keep `PROBE_TOKENS` columns of each row, with their padding.
-
-    In the first of every `num` rows a third of what the mask shows is labelled, and one token that
-    the mask hides.
-    """
+    """Keep `PROBE_TOKENS` columns; of each `num` rows the first is labelled in part (`_Shown`)."""
     masks = {
         (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num, _part(name))
         for name, v in texts.items()
@@ -176,13 +167,11 @@ def cut_short(texts: _Texts, num: int) -> _Texts:
 
 
 class _Shown:
-    """Holds the columns of padded rows that a probe keeps, with its mask and its labels.
+    """Holds the columns of padded rows that a probe keeps, with its mask and its labels."""
 
-    In the first row a third of what the mask shows is labelled, and the last token, which the mask
-    hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
-    completely, with their padding. The end of a prompt stays: with what follows it would be a hole,
-    and TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
-    """
+    # In the first row a third of what the mask shows is labelled, and the last token, which the
+    # mask hides now: a loss that goes by the mask does not count it. The end of a prompt stays:
+    # with what follows it would be a hole, where TRL 0.24 cuts (trl/trainer/utils.py, flush_left).
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
         width = min(PROBE_TOKENS, mask.size(1))
@@ -200,17 +189,13 @@ class _Shown:
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy the columns that are kept, of each row its own."""
         return value.expand(len(self._kept), -1).gather(1, self._kept)
 
 
 def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
-    """Find for each row where to begin: at the first token that makes it unlike any other row.
-
-    What rows have in common would show nothing. Chosen and rejected begin with the same prompt, and
-    up to its end the gradient of their difference is 0. It is found in main memory: the card is
-    full.
-    """
+    """Find for each row where to begin: at the first token that makes it unlike any other row."""
+    # Up to the end of a prompt chosen and rejected are alike, and their difference has gradient 0.
+    # It is found in main memory: the card is full.
     is_shown = mask.cpu().numpy() != 0
     seen = np.where(is_shown, tokens.cpu().numpy(), -1)
     in_common = np.cumprod(seen[:, None] == seen, axis=2, dtype=np.int8).sum(2, dtype=np.int64)

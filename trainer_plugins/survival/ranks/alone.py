@@ -28,12 +28,7 @@ class HowToRecover(Enum):
 
 
 class Ranks:
-    """Handles a run of one process; each kind of several ranks overrides what it does differently.
-
-    Args:
-        trainer: the Trainer of the run.
-        model: the model as the Trainer calls it, in its wrapper.
-    """
+    """Handles a run of one process; each kind of several ranks overrides what differs."""
 
     recovery = HowToRecover.ALONE
 
@@ -62,10 +57,7 @@ class Ranks:
         return self.model
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
-        """Say which ranks do not take part, where every one has to; empty if all do.
-
-        If the ranks have just met in a collective of the Trainer (`is_met`), none is on its way.
-        """
+        """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""
         return ""
 
     def prepare(self, tiny: Callable[[], object]) -> None:
@@ -84,20 +76,11 @@ class Ranks:
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
-        """Run work that may not fit, here or on a rank that has to stop with this one.
-
-        After a forward pass alone (`is_end` is False) the backward pass is still to come.
-        """
+        """Run work that may not fit; with `is_end` False a backward pass is still to come."""
         return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """Note that an attempt did not fit; say why the run cannot go on, empty if it can.
-
-        Args:
-            phase: the "forward" or the "backward" pass.
-            is_last: whether no other piece of the micro-batch would have come after it.
-            changed: the parameters that received their gradient before it failed.
-        """
+        """Note an attempt that did not fit; say why the run cannot go on, empty if it can."""
         return ""
 
     def part_failed(self, error: Exception) -> None:
@@ -154,12 +137,9 @@ class Ranks:
         return harmless
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once.
-
-        All of them may take the last byte, as in training, and so may the least. What is between
-        leaves `SLACK`. It is computed on the bare model: each rank rehearses by itself. Gradients
-        are dropped again.
-        """
+        """Compute examples, on top of all gradients, to find out how many fit at once."""
+        # On the bare model: each rank rehearses by itself. All examples, and the least, may take
+        # the last byte, as in training; what is between leaves `SLACK`.
         missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
         try:
             if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
@@ -183,7 +163,6 @@ class Ranks:
     def _compute_holding(
         self, compute: Callable[[int], object], size: int, held_bytes: int
     ) -> None:
-        """Compute this number of examples while `held_bytes` of the card are taken."""
         held = torch.empty(held_bytes, dtype=torch.uint8, device=self.trainer.args.device)
         compute(size)
         del held

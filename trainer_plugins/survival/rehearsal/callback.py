@@ -67,8 +67,7 @@ class Rehearsal(RunCallback):
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__()
         self.refuse_on, self._saves, self._plan = refuse_on, save, plan
-        self.report = RehearsalReport()
-        """How it went; empty before training has begun."""
+        self.report = RehearsalReport()  # how it went; empty before training has begun
 
     def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         """Rehearse, and refuse what was to be refused.
@@ -149,15 +148,11 @@ class _Ended(Exception):  # noqa: N818 - it is no error
 
 
 class _EndsHere(TrainerCallback):  # type: ignore[misc]
-    """Ends a training when it begins."""
-
     def on_train_begin(self, *_: object, **__: object) -> None:
         raise _Ended
 
 
 class _Vote(IntEnum):
-    """Says how a moment went on one rank; the highest vote counts."""
-
     FITS = 0
     RAISES = 1
     DOES_NOT_FIT = 2
@@ -171,11 +166,8 @@ _ELSEWHERE = {
 
 
 def rehearse_run(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
-    """Rehearse a run, on all ranks together, from an event at which training begins.
-
-    An error of a moment is reported, and not raised; except under FSDP2 and ZeRO, where the other
-    ranks wait inside the same pass.
-    """
+    """Rehearse a run, on all ranks together, from an event at which training begins."""
+    # An error of a moment is reported, except where other ranks wait inside the same pass.
     generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
     try:
         return _rehearsed(trainer, plan, saves)
@@ -217,8 +209,6 @@ def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> Rehe
 
 
 class _Rehearsal:
-    """Computes one moment after the other, and lets the ranks agree how each went."""
-
     def __init__(self, trainer: HfTrainer, moments: Moments) -> None:
         self._trainer, self._moments = trainer, moments
         self.done: list[Rehearsed] = []

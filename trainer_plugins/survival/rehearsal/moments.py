@@ -146,12 +146,10 @@ class Moments:
 
     @property
     def _folder(self) -> str:
-        """Return the folder for the checkpoint, also while `output_dir` names it."""
         folder = self._trainer.args.output_dir
         return folder if os.path.basename(folder) == FOLDER else os.path.join(folder, FOLDER)
 
     def _tried(self, work: Callable[[], T]) -> T | DidNotFit:
-        """Run work that may not fit; where other ranks wait in it, its error ends the run."""
         return work() if self._ranks.forward_is_shared else attempt(work)
 
     def _longest(self, loader: Any, num: int) -> LongestRows:

@@ -1,11 +1,8 @@
 """Planned: recovery on ranks that divide together, into equally many pieces.
 
-`Planned` divides before a micro-batch is computed. `Replay` computes a whole window again, that is
-the micro-batches of one optimizer step. If one rank fails, the gradients of the micro-batches
-before are thrown away with those of the failure: nothing distinguishes a sum to which one rank
-brought nothing from a good one. So no parameter is frozen, and all of them see the same dropout
-masks. Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the
-same order, independent of its rows.
+`Planned` divides before a micro-batch is computed, `Replay` computes a window (the micro-batches of
+one optimizer step) again: a failure spoils its sums, so no parameter is frozen. Each rank asks the
+same questions (`ranks.highest`) in the same order, independent of its rows.
 """
 
 import math
@@ -69,7 +66,6 @@ class Planned(Recovery):
         return max(self._cuts(self._micro.whole, min(limit, self._run.memo.limit)))
 
     def plan(self) -> int:
-        """Return how many pieces each rank computes: as many as the rank that needs most."""
         self._num_pieces = self._run.ranks.highest(super().plan())
         return self._num_pieces
 
@@ -89,11 +85,9 @@ class Planned(Recovery):
         return [*idle, *pieces]
 
     def _cut(self, piece: Piece) -> list[Piece]:
-        """Return the piece as it is: another rank would not know of more."""
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        """End the run on all ranks: the others compute another part now."""
         said = self._run.ranks.failed(self._phase, False, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
 
@@ -148,7 +142,6 @@ class Replay(Planned):
         return self._total
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
-        """Compute all of these from the start, and tell whether they fitted."""
         nums = [replay.plan() for replay in todo]
         if may_measure:
             try:

@@ -29,8 +29,6 @@ from trainer_plugins.survival.words import Story, in_doubt, part_raised, what_el
 
 
 class _Added(NamedTuple):
-    """Notes a part that has added to gradients."""
-
     piece: Piece
     snapshot: RestorePoint  # the moment before it
     final: set[nn.Parameter]  # the parameters to which it has not added
@@ -87,11 +85,7 @@ class Recovery:
         is_last: bool = True,
         why_not: str = "",
     ) -> None:
-        """Undo a failed attempt, and lower the limit, so that the next attempt is smaller.
-
-        Gradients that it finished are noted, and stay. It raises the error if there is nothing
-        smaller to try, or `why_not` is a reason to give up.
-        """
+        """Undo a failed attempt, keep what it finished, and make room; if there is none, raise."""
         changed = start.mark.changed()
         why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
         self._story.failed(failure, piece, phase)
@@ -169,7 +163,6 @@ class Recovery:
         return self._attached.trainer.state.global_step + 1
 
     def _tell(self) -> None:
-        """Report each micro-batch that failed before, and the first one that is divided."""
         run, story, whole = self._run, self._story, self._micro.whole
         is_divided = len(story.pieces) > 1
         run.memo.num_divided += is_divided
@@ -189,11 +182,8 @@ class Recovery:
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
-        """Undo every part after one raised an error of its own, as if none had been tried.
-
-        That happens with images that are not spread evenly over rows, for one. What parts have
-        added to gradients is computed again, from the same random numbers, and subtracted.
-        """
+        """Undo every part after one raised an error of its own: images may not be spread evenly."""
+        # What parts added to gradients is computed again, with the same numbers, and subtracted.
         self._why_whole = part_raised(error)
         for added in self._added:
             added.snapshot.restore()
@@ -210,7 +200,6 @@ class Recovery:
         self._micro.start.snapshot.restore()
 
     def _give_up(self, why: str) -> NoReturn:
-        """Say why nothing more can be done, and raise the error of the first attempt."""
         num_rows = self._attached.trainer.args.per_device_train_batch_size
         least = min(self._tried, default=1)
         remedy = what_else(
@@ -325,7 +314,6 @@ class Recovery:
         return batch_kind(self._layout, self._micro.whole.inputs)
 
     def _look_at_state(self, piece: Piece, start: Start, *, is_last: bool) -> None:
-        """Check that each piece has moved the model's state as the others did."""
         moved = start.snapshot.state.moved()
         if piece is self._micro.whole or not (moved or self._moved):
             return

@@ -181,14 +181,10 @@ def _register(library: ctypes.CDLL, num_indices: int) -> None:
 
 
 def _finish_backward(owner_pid: int) -> None:
-    """Wait for autograd's device thread before the interpreter ends.
-
-    After a backward pass, and more so after one that raised, the main thread continues while the
-    device thread still drops the graph. That frees Python objects, which needs the interpreter's
-    lock, and a thread that asks for it during finalisation is ended inside a C++ destructor:
-    "terminate called without an active exception", exit code 134. CUDA has the same race. A forked
-    child has no device thread to wait for.
-    """
+    """Wait for autograd's device thread before the interpreter ends."""
+    # It may still drop the graph of a pass, which needs the interpreter's lock: asked for during
+    # finalisation it ends the thread in a C++ destructor (exit code 134), as on CUDA. A forked
+    # child has no such thread.
     if os.getpid() == owner_pid:
         _require_enabled().library.simgpu_finish_backward()
 

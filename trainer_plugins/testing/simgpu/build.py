@@ -21,8 +21,7 @@ _SETTERS = {
     "simgpu_fail_at": ctypes.c_uint64,
     "simgpu_limit": ctypes.c_uint64,
     "simgpu_place_next": ctypes.c_uint64,
-}
-"""The functions that set one number, and its type."""
+}  # the functions that set one number, and its type
 
 
 class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_available does
