@@ -67,7 +67,7 @@ class RunCallback(TrainerCallback):
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         """Act when training begins, unless another callback of this class has precedence."""
 
-    def on_train_end(self, *_: object, **__: object) -> None:
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self.end_run()
 
     def vote_every(self, num_steps: int, args: HfArguments) -> StepEndVote:

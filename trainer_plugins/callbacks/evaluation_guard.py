@@ -12,14 +12,13 @@ from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import any_rank
+from trainer_plugins.upkeep.agreement import RollCall, any_rank
 from trainer_plugins.upkeep.kept_outputs import (
     judge_kept,
     kept_bytes,
     metrics_of_argmax,
     why_not_argmax,
 )
-from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
 

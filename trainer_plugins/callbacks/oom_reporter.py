@@ -28,8 +28,14 @@ from trainer_plugins.record.folder import folder_of_run, write_new
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
-from trainer_plugins.upkeep.post_mortem import Scene, first_line, record_oom
-from trainer_plugins.upkeep.snapshot import forget_history, keep_snapshot, record_history
+from trainer_plugins.upkeep.post_mortem import (
+    Scene,
+    first_line,
+    forget_history,
+    keep_snapshot,
+    record_history,
+    record_oom,
+)
 
 logger = logging.getLogger(__name__)
 

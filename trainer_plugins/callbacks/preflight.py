@@ -10,8 +10,7 @@ from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import any_rank
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall, any_rank
 
 logger = logging.getLogger(__name__)
 

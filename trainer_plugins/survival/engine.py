@@ -1,18 +1,14 @@
 """Engine: replace methods of a Trainer, and finish the micro-batches that did not fit.
 
-It replaces `trainer.compute_loss` and `trainer.accelerator.backward`. It leaves `training_step`
-alone: TRL's trainers generate, slice and count in theirs, which must be entered once a micro-batch.
-And it is not a callback: none is called inside a micro-batch.
-
-Invariants, and where each is kept:
+It replaces `trainer.compute_loss` and `trainer.accelerator.backward`, and leaves `training_step`
+alone, in which TRL's trainers generate, slice and count. Its invariants, and where each is kept:
 
 * The gradient of a micro-batch is the weighted sum of its pieces' gradients: `losses.py` lists
   which losses are, `certificate.py` measures it.
 * No parameter receives the gradient of an example twice: `Piece.final`, from
   `GradientMark.changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`state.py`).
-* The loss is scaled between the two methods as the Trainer does it: `_scale`, and
-  `micro_batch.Handed` measures it.
+* The loss is scaled between the two methods as the Trainer does it: `_scale`, and `Handed`.
 * If everything fits, nothing is copied, computed or waited for.
 """
 
@@ -116,15 +112,15 @@ class Engine:
         whole = Piece(dict(inputs), 1)
         micro = MicroBatch(whole, num_items, self._scale(num_items), run.start())
         run.ranks.begin(micro)
-        recovery = self._planned(run, micro)
-        if recovery is None:
+        may_divide = _RECOVERIES[run.ranks.recovery].may_divide(run, micro)
+        recovery = _recovery(run, micro) if may_divide else None
+        if recovery is None or recovery.plan() == 1:
             compute = partial(run.compute_loss, model, inputs, num_items)
             outcome = run.ranks.attempt(compute, is_end=False)
             if not isinstance(outcome, DidNotFit):
                 return self._hand_out(run, micro, outcome)
             recovery = _recovery(run, micro)
-            why_not = recovery.wrong_so_far()
-            recovery.failed(whole, micro.start, outcome, "forward", why_not=why_not)
+            recovery.failed(whole, micro.start, outcome, "forward")
         loss = _stand_in(recovery.finish())
         run.refuse_what_moves()
         micro.is_finished, self._current = True, micro
@@ -177,16 +173,8 @@ class Engine:
         failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
         if isinstance(failure, DidNotFit):
             recovery = _recovery(run, micro, **options)
-            why_not = recovery.wrong_so_far()
-            recovery.failed(micro.whole, micro.start, failure, "backward", why_not=why_not)
+            recovery.failed(micro.whole, micro.start, failure, "backward")
             recovery.finish()
-
-    def _planned(self, run: TrainingRun, micro: MicroBatch) -> Recovery | None:
-        """Plan how to divide a micro-batch that is larger than the limit; None: it stays whole."""
-        if not _RECOVERIES[run.ranks.recovery].may_divide(run, micro):
-            return None
-        recovery = _recovery(run, micro)
-        return recovery if recovery.plan() > 1 else None
 
     def _follow_accelerator(self) -> None:
         """Replace `backward` of the Trainer's accelerator: each trial of a search has a new one."""

@@ -153,10 +153,8 @@ class Generated:
             if failures:
                 self._parts.failed(num, cells(inputs))
 
-            def work(part: Part) -> Predicted:
-                return predict(part.inputs)
-
-            results = [r for _, r in self._parts.each(layout, inputs, failures, before, work)]
+            parts = self._parts.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
+            results = [result for _, result in parts]
             if failures:
                 what = f"{num} {layout.unit} to generate from"
                 say_survived(self._trainer, what, failures, len(results))

@@ -18,7 +18,7 @@ from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
 from trainer_plugins.survival.limit.limit import Pace
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.words import thrashing
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall
 
 logger = logging.getLogger(__name__)
 

@@ -218,18 +218,14 @@ def owners_of_state(model: nn.Module) -> dict[str, object]:
     """Find modules that the user wrote or hooked, and objects that they keep, by their paths."""
     owners: dict[str, object] = {}
     for path, module in model.named_modules():
-        if not (is_users_object(module) or _is_hooked(module)):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not (is_users_object(module) or any(map(is_users_function, (*hooks, module.forward)))):
             continue
         owners[path] = module
         for name, value in vars(module).items():
             if hasattr(value, "__dict__") and not callable(value) and is_users_object(value):
                 owners[f"{path}.{name}"] = value
     return owners
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(map(is_users_function, (*hooks, module.forward)))
 
 
 def full_state(model: nn.Module, *, has_parameters: bool) -> State:

@@ -14,7 +14,6 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
-from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
@@ -36,6 +35,7 @@ from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import (
     IGNORED,
     WITHOUT_LABELS,
+    ClassWeights,
     IndivisibleError,
     Inputs,
     Weight,

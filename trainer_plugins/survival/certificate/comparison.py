@@ -9,11 +9,10 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_not_divided
-from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.finality import Watch
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, Weight
+from trainer_plugins.survival.exact.shares import ClassWeights, IndivisibleError, Inputs, Weight
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
 

@@ -179,10 +179,6 @@ def _integers(result: torch.Tensor, named: _Named) -> None:
     result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
 
 
-def _permutation(result: torch.Tensor, _: _Named) -> None:
-    result.copy_(torch.arange(len(result)))
-
-
 def _likeliest(result: torch.Tensor, named: _Named) -> None:
     most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
     result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
@@ -196,7 +192,7 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _bernoulli: ("bernoulli", "bernoulli_"),
     _dropout: ("native_dropout",),
     _integers: ("randint", "randint_like", "random", "random_"),
-    _permutation: ("randperm",),
+    lambda result, _: result.copy_(torch.arange(len(result))): ("randperm",),
     _likeliest: ("multinomial",),
 }
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}

@@ -131,19 +131,13 @@ class Gathers:
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:
     """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
     if whole.dim() and len(whole) == len(first) + len(second):
-        return _concatenated
+        return lambda values, _: torch.cat(values)
     # Zeros would be both. Counts are sums; zeros of other numbers are more likely means (no answer
     # was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
-    return _sum if is_sum or not whole.is_floating_point() else _mean
-
-
-def _concatenated(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
-    return torch.cat(values)
-
-
-def _sum(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
-    return torch.stack(values).sum(0)
+    if is_sum or not whole.is_floating_point():
+        return lambda values, _: torch.stack(values).sum(0)
+    return _mean
 
 
 def _mean(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:

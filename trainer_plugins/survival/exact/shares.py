@@ -6,10 +6,11 @@ tokens or rows adds up if each piece is weighted by its number of them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly tensors
 
@@ -82,12 +83,8 @@ def _is_counted(labels: torch.Tensor) -> torch.Tensor:
     return labels != IGNORED
 
 
-def _tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(labels_of(inputs)).sum())
-
-
-def _next_tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(labels_of(inputs)[..., 1:]).sum())
+def _num_counted(labels: torch.Tensor) -> float:
+    return float(_is_counted(labels).sum())
 
 
 def _tokens_in_sight(inputs: Inputs, _: int) -> float:
@@ -113,7 +110,7 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
 def _labelled_rows(inputs: Inputs, _: int) -> float:
     """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
     labels = labels_of(inputs)
-    return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
+    return _num_counted(labels) if labels.dim() == 1 else float(len(labels))
 
 
 def _answered_rows(inputs: Inputs, _: int) -> float:
@@ -130,8 +127,8 @@ SUM = Weight("a sum over the window", None)
 LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 ANSWERED_ROWS = Weight("a mean over rows with an answer", _answered_rows)
-NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
-TOKENS = Weight("a mean over tokens", _tokens)
+NEXT_TOKENS = Weight("a mean over next tokens", lambda x, _: _num_counted(labels_of(x)[..., 1:]))
+TOKENS = Weight("a mean over tokens", lambda x, _: _num_counted(labels_of(x)))
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
@@ -221,3 +218,60 @@ def _tokens_of(texts: _Texts, name: str) -> torch.Tensor:
 def _part(name: str) -> str:
     """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
     return next(name.removesuffix(ending) for ending in TEXT if name.endswith(ending))
+
+
+_WEIGHTED = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
+
+
+class _Mean(NamedTuple):
+    of_classes: torch.Tensor
+    ignored: int  # the label that does not count
+
+
+class ClassWeights:
+    """Knows the weights of classes in the mean of one run's loss."""
+
+    def __init__(self) -> None:
+        self._seen: _Mean | None = None
+        self.weights: tuple[Weight, ...] = ()  # of pieces: by all labels, and by next tokens
+
+    def look(self, compute: Callable[[], object]) -> None:
+        """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
+        with _Seen() as seen, torch.no_grad():
+            compute()
+        found = seen.found[0] if len(seen.found) == 1 else None
+        if found is None or self._seen is None or not _is_same(found, self._seen):
+            self._seen = found
+            self.weights = _weights(found) if found is not None else ()
+
+
+def _is_same(one: _Mean, other: _Mean) -> bool:
+    return one.ignored == other.ignored and torch.equal(one.of_classes, other.of_classes)
+
+
+def _weights(mean: _Mean) -> tuple[Weight, ...]:
+    def total(labels: torch.Tensor) -> float:
+        labels = labels[labels != mean.ignored].cpu()
+        return float(mean.of_classes[labels].sum())
+
+    name = "a mean that is weighted by class"
+    return (
+        Weight(name, lambda inputs, _: total(labels_of(inputs))),
+        Weight(f"{name}, over next tokens", lambda inputs, _: total(labels_of(inputs)[..., 1:])),
+    )
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[_Mean] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        if getattr(getattr(func, "_schema", None), "name", "") in _WEIGHTED:
+            _, _, weight, reduction, ignored = args
+            if weight is not None and reduction == _MEAN:
+                self.found.append(_Mean(weight.detach().cpu().double(), ignored))
+        return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
@@ -24,8 +25,7 @@ from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import HowToRecover
-from trainer_plugins.survival.ranks.together import Together
+from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
@@ -97,8 +97,6 @@ class FSDP2(Together):
     model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed
-
         super().__init__(trainer, model)
         self._tiny: Callable[[], object] = list
         self._step, self._is_tried = -1, False
@@ -115,8 +113,6 @@ class FSDP2(Together):
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        from torch.distributed.fsdp import FSDPModule
-
         if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
             yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
         elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:

@@ -27,8 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
 from trainer_plugins.survival.limit.limit import SLACK, most, predicted_peak
-from trainer_plugins.survival.ranks.alone import HowToRecover
-from trainer_plugins.survival.ranks.together import Together
+from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
@@ -64,8 +63,9 @@ class Zero(Together):
         engine: Any = model
         self._engine, self._stage = engine, int(engine.zero_optimization_stage())
         self._has_peers = dist.get_world_size() > 1
-        if self._has_peers:
-            watch_brake()
+        is_watching = any(thread.name == _THREAD for thread in threading.enumerate())
+        if self._has_peers and not is_watching:
+            threading.Thread(target=_watch_brake, daemon=True, name=_THREAD).start()
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -161,7 +161,7 @@ class Zero(Together):
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"
         said = f"{why}, so all ranks stop, after step {step}. {kept}"
         if self._has_peers:
-            pull_brake(said)
+            _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{said}")
         return said
 
     def _no_answer(self) -> str:
@@ -204,18 +204,8 @@ def _in_engine(engine: Any) -> Iterator[str]:
         yield f"this version of DeepSpeed has no {', '.join(missing)}: please report it"
 
 
-def watch_brake() -> None:
-    """Watch for the brake while the process group lives; a second call does nothing."""
-    if not any(thread.name == _THREAD for thread in threading.enumerate()):
-        threading.Thread(target=_watch, daemon=True, name=_THREAD).start()
-
-
-def pull_brake(why: str) -> None:
-    """Tell every rank why this one stops, and end this process if nothing else does."""
-    _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{why}")
-
-
-def _watch() -> None:
+def _watch_brake() -> None:
+    """Wait, while the process group lives, for a rank that stops, and end this process then."""
     world, store, rank = dist.group.WORLD, _get_default_store(), dist.get_rank()
     while dist.is_initialized() and dist.group.WORLD is world:
         time.sleep(1.0)

@@ -15,10 +15,10 @@ from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
+from trainer_plugins.survival.attach import SurviveOOM
 from trainer_plugins.survival.attempt.attempt import card_of
 from trainer_plugins.survival.attempt.sources import sources_of
 from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.callback import SurviveOOM
 from trainer_plugins.survival.exact.layouts import Completions
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
@@ -27,8 +27,7 @@ from trainer_plugins.survival.refusals import cannot_be_taken_back
 from trainer_plugins.survival.rehearsal.kept import SOURCES, Kept, attributes, put_back
 from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
-from trainer_plugins.upkeep.agreement import agreement_within, has_peers
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall, agreement_within, has_peers
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +69,7 @@ class Rehearsal(RunCallback):
         self.report = RehearsalReport()  # how it went; empty before training has begun
 
     def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
-        """Rehearse, and refuse what was to be refused.
-
-        Raises:
-            RehearsalError: something is as severe as `refuse_on`.
-        """
+        """Rehearse; RehearsalError refuses what is as severe as `refuse_on`."""
         self.begin_run()
         if self.is_second(state):
             return
@@ -86,7 +81,10 @@ class Rehearsal(RunCallback):
             survives.on_train_begin(args, state)  # it may stand behind this one
         self.report = self._rehearsed(trainer)
         with self.harmless():
-            self._say(args, state)
+            for finding in self.report.findings:
+                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
+                if args.process_index == 0 or finding.severity >= Severity.ERROR:
+                    logger.log(finding.severity, "%s", finding)
         if self.refuse_on is None:
             return
         limit = LIMITS[self.refuse_on]
@@ -100,12 +98,6 @@ class Rehearsal(RunCallback):
             logger.warning("nothing is rehearsed: %s", missing)
             return RehearsalReport(left_out=(("the run", missing),))
         return rehearse_run(trainer, self._plan, self._saves)
-
-    def _say(self, args: HfArguments, state: HfState) -> None:
-        for finding in self.report.findings:
-            self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
-            if args.process_index == 0 or finding.severity >= Severity.ERROR:
-                logger.log(finding.severity, "%s", finding)
 
 
 def rehearse(trainer: Trainer, *, plan: MemoryPlan | None = None) -> RehearsalReport:

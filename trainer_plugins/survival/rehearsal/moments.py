@@ -95,7 +95,7 @@ class Moments:
         num = self._ranks.lowest(len(rows))
         self.what += f" ({cells(rows.batch(num))} tokens)"
         self._ranks.prepare(partial(self._tiny, rows))
-        num_fit = self._ranks.most(partial(self._compute, rows), num, 1)
+        num_fit = self._ranks.most(lambda model, n: self._pass(model, rows.batch(n)), num, 1)
         if num_fit == num:
             return ""
         return f"{num_fit} of them fit at once" if num_fit else "not even one row fits"
@@ -172,9 +172,6 @@ class Moments:
         many = f"the {len(rows)} longest rows" if len(rows) > 1 else "the longest row"
         self.what = f"{many} {seen}"
         return rows
-
-    def _compute(self, rows: LongestRows, model: nn.Module, num: int) -> None:
-        self._pass(model, rows.batch(num))
 
     def _tiny(self, rows: LongestRows) -> None:
         batch = rows.batch(1)

@@ -29,10 +29,7 @@ class Planned(Recovery):
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Prepare a run, at its first micro-batch: all ranks have one limit, which does not grow.
-
-        If there is a limit, they measure together which weights make pieces add up.
-        """
+        """Give all ranks one limit, which does not grow; if there is one, measure the weights."""
         run.memo.pace = None
         if run.is_refused:
             return
@@ -56,7 +53,7 @@ class Planned(Recovery):
 
     def measure(self) -> None:
         num = self._micro.whole.num if self._layout else 0
-        if self._run.ranks.lowest(num) < 2 or self._layout is None:
+        if self._ranks.lowest(num) < 2 or self._layout is None:
             raise IndivisibleError(
                 self._why_whole or "it takes two examples on each rank to measure that they add up"
             )
@@ -66,7 +63,7 @@ class Planned(Recovery):
         return max(self._cuts(self._micro.whole, min(limit, self._run.memo.limit)))
 
     def plan(self) -> int:
-        self._num_pieces = self._run.ranks.highest(super().plan())
+        self._num_pieces = self._ranks.highest(super().plan())
         return self._num_pieces
 
     def _first_pieces(self) -> list[Piece]:
@@ -88,38 +85,28 @@ class Planned(Recovery):
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        said = self._run.ranks.failed(self._phase, False, set())
+        said = self._ranks.failed(self._phase, False, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
 
 
 class Replay(Planned):
     """Finishes one micro-batch, and computes again those before it in its window."""
 
-    def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
-        super().__init__(run, micro, **options)
-        self._ranks = run.ranks
-        self._total: torch.Tensor | None = None
-
-    def _at_stake(self) -> list[MicroBatch]:
-        return self._ranks.micros
+    _total: torch.Tensor | None = None
 
     def failed(
-        self,
-        piece: Piece,
-        start: Start,
-        failure: DidNotFit,
-        phase: str,
-        *,
-        is_last: bool = True,
-        why_not: str = "",
+        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
+        why_not = self._wrong_so_far()
         self._story.failed(failure, piece, phase)
         if failure.is_here:
             self._tried.append(piece.num)
         if self._run.has_exchanged_parameters():
             why_not = why_not or "the model has other parameters than when training began"
-        self._agree_to_go_on(why_not or self._why_whole)
+        why_not = why_not or self._why_whole
+        if self._ranks.on_any(bool(why_not)):
+            self._give_up(why_not or "another rank cannot continue, and logs why")
         self._ranks.clear()
         self._run.look_for_leftover(self._ranks.micros[0].start)
         self._make_room_for(piece if failure.is_here else None)
@@ -223,7 +210,3 @@ class Replay(Planned):
                     replay._why_whole or "a micro-batch of another rank cannot be divided"
                 )
             replay._measure(replay._layout, replay._num_fit(limit))
-
-    def _agree_to_go_on(self, why_not: str) -> None:
-        if self._ranks.on_any(bool(why_not)):
-            self._give_up(why_not or "another rank cannot continue, and logs why")

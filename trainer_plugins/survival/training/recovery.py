@@ -39,6 +39,7 @@ class Recovery:
 
     def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
         self._run, self._attached, self._micro = run, run.attached, micro
+        self._ranks = run.ranks
         self._options, self._phase = options, ""
         self._layout: Layout | None = None
         self._why_whole = ""  # why the micro-batch cannot be divided
@@ -65,29 +66,19 @@ class Recovery:
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
         return micro.whole.num_cells > run.memo.limit
 
-    def wrong_so_far(self) -> str:
+    def _wrong_so_far(self) -> str:
         """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
-        for micro in self._at_stake():
+        for micro in self._ranks.micros or [self._micro]:
             if micro.handed is not None and (changed := micro.handed.seen()) is not None:
                 return changed.why
         return ""
 
-    def _at_stake(self) -> list[MicroBatch]:
-        return [self._micro]
-
     def failed(
-        self,
-        piece: Piece,
-        start: Start,
-        failure: DidNotFit,
-        phase: str,
-        *,
-        is_last: bool = True,
-        why_not: str = "",
+        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt, keep what it finished, and make room; if there is none, raise."""
         changed = start.mark.changed()
-        why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
+        why_not = self._ranks.failed(phase, is_last, changed) or self._wrong_so_far()
         self._story.failed(failure, piece, phase)
         self._tried.append(piece.num)
         if not why_not and self._run.has_exchanged_parameters():
@@ -121,7 +112,7 @@ class Recovery:
                 continue
             start = self._run.start()
             try:
-                loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+                loss = self._ranks.attempt(partial(self._compute, piece, not queue))
                 if not isinstance(loss, DidNotFit):
                     self._look_at_state(piece, start, is_last=not queue)
             except Exception as error:
@@ -140,7 +131,7 @@ class Recovery:
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
-        self._run.ranks.finished()
+        self._ranks.finished()
         self._tell()
         assert total is not None
         return total
@@ -188,7 +179,7 @@ class Recovery:
         for added in self._added:
             added.snapshot.restore()
             opposite = replace(added.piece, factor=-added.piece.factor, final=added.final)
-            undone = self._run.ranks.attempt(partial(self._compute, opposite, False))
+            undone = self._ranks.attempt(partial(self._compute, opposite, False))
             if isinstance(undone, DidNotFit):
                 raise RuntimeError(
                     f"survive_oom could not help: {self._why_whole}; {undone.words}"
@@ -215,7 +206,7 @@ class Recovery:
         # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
         with (
             frozen(piece.final),
-            run.ranks.piece(is_last) as model,
+            self._ranks.piece(is_last) as model,
             run.gathers.piece(piece.share, is_last),
         ):
             loss = self._loss(piece.inputs, model)
@@ -224,7 +215,7 @@ class Recovery:
             self._phase = "backward"
             if loss.requires_grad:  # it does not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
-                self._attached.backward(scaled, **{**run.ranks.options, **self._options})
+                self._attached.backward(scaled, **{**self._ranks.options, **self._options})
         return loss.detach() * piece.factor
 
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
