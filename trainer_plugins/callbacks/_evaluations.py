@@ -13,10 +13,9 @@ from trainer_plugins.upkeep.generation import inside_training
 class EvaluationCallback(RunCallback):
     """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it."""
 
-    # A subclass that overrides `evaluate` may not fire `on_evaluate`, as open-unlearning's
-    # FinetuneTrainer does not. Inside training `control.should_evaluate` is set before, and the
-    # next event shows the end; outside it is the wrapped method. Inside, the beginning comes twice,
-    # by an event and by the method: other callbacks act in between.
+    # A subclass that overrides `evaluate` may not fire `on_evaluate` (open-unlearning's
+    # FinetuneTrainer). Inside training the next event shows the end, outside the wrapped method.
+    # The beginning comes twice inside, by event and method: other callbacks act in between.
 
     def at_rest(self) -> None:
         super().at_rest()

@@ -79,8 +79,8 @@ class RunCallback(TrainerCallback):
 
     def device_for(self, args: HfArguments) -> Device | None:
         """Return the device, opened at first use; None, logged once, if it cannot be read."""
-        # Not earlier: a callback that was added to a finished Trainer never gets on_init_end, and
-        # trainer.evaluate() alone never fires on_train_begin.
+        # Not earlier: added late, or for evaluate() alone, it gets no on_init_end or
+        # on_train_begin.
         if self._device is None and not self._cannot_read:
             self._cannot_read = True
             with self.harmless():
@@ -203,8 +203,7 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
     place = callbacks.index(callback)
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
     first = next((index for index, one in enumerate(callbacks) if isinstance(one, trackers)), place)
-    # The list is being iterated, and is at this callback: moving it forward neither skips nor
-    # repeats any.
+    # The list is being iterated, at this callback: moving it forward skips and repeats none.
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
     return True
@@ -212,8 +211,7 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
 
 def _callbacks_being_called() -> list[TrainerCallback]:
     for frame in frames_above():
-        # Check the name first: reading the variables of other frames, such as the training loop's,
-        # would keep them alive.
+        # Check the name first: reading the variables of other frames would keep them alive.
         if frame.f_code.co_name == "call_event":
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler):
@@ -242,8 +240,7 @@ def wrap_once(
     name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
 ) -> None:
     """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks."""
-    # The class, once in a process, and not the instance: so the methods of a copied Trainer are its
-    # own, and a callback that is added late counts.
+    # The class and not the instance: a copied Trainer's methods stay its own, and late ones count.
     method = getattr(owner, name)
     known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:

@@ -17,9 +17,8 @@ from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 
-# How often several ranks ask each other, at the end of a step, whether a release pays. A single
-# process asks right after an evaluation, and at this interval only notices memory outside torch, so
-# that a process that came long ago does not count as growth.
+# How often several ranks ask each other, at a step's end, whether a release pays. A single process
+# only notices memory outside torch then: what came long ago does not count as growth.
 ASK_EVERY_STEPS = 10
 
 

@@ -22,8 +22,6 @@ from trainer_plugins.upkeep.kept_outputs import (
 
 logger = logging.getLogger(__name__)
 
-_PLACES = ("cpu", "argmax")
-
 
 class EvaluationGuard(RunCallback):
     """Forecasts at the first batch what an evaluation keeps until its end, and can reduce it.
@@ -54,7 +52,7 @@ class EvaluationGuard(RunCallback):
         device: Device | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        if logits_to is not None and logits_to not in _PLACES:
+        if logits_to not in ("cpu", "argmax", None):
             raise ValueError(f"logits_to is cpu, argmax or None, got {logits_to!r}")
         super().__init__(device, timeline)
         self.logits_to = logits_to
@@ -66,12 +64,7 @@ class EvaluationGuard(RunCallback):
 
     @contextmanager
     def around_loop(
-        self,
-        trainer: HfTrainer,
-        dataloader: object,
-        description: str,
-        *args: object,
-        **kwargs: object,
+        self, trainer: HfTrainer, dataloader: object, description: str, *_: object, **__: object
     ) -> Iterator[None]:
         device = self.device_if_first(trainer.args, trainer.state)
         if device is None:

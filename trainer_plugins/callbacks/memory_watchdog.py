@@ -132,16 +132,10 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "save")
 
     def on_log(
-        self,
-        args: HfArguments,
-        state: HfState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **event: object,
+        self, args: HfArguments, state: HfState, *_: object, logs: dict[str, float], **__: object
     ) -> None:
-        # Only training's own line has both. What is added to other lines would be returned by
-        # train() or evaluate().
-        if logs is not None and "loss" in logs and "learning_rate" in logs:
+        # Only training's own line has both: train() and evaluate() would return the others.
+        if {"loss", "learning_rate"} <= logs.keys():
             with self.harmless():
                 self._publish(state, logs)
 

@@ -62,10 +62,7 @@ class OOMReporter(RunCallback):
     """
 
     def __init__(
-        self,
-        snapshot: bool = False,
-        device: Device | None = None,
-        timeline: Timeline | None = None,
+        self, snapshot: bool = False, device: Device | None = None, timeline: Timeline | None = None
     ) -> None:
         super().__init__(device, timeline)
         self.snapshot = snapshot

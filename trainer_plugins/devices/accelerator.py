@@ -22,14 +22,12 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 60.0
 
-# A healthy driver answers in microseconds, and opens in milliseconds once the process has a CUDA
-# context.
+# A healthy driver answers in microseconds, and opens in milliseconds after CUDA has.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
 _logged: set[tuple[str, str]] = set()  # by card: one that is opened again fails the same way
 
-# All callbacks of a process share a card's AcceleratorDevice: so a failing driver is asked and
-# reported once.
+# All callbacks of a process share a card's device: a failing driver is reported once.
 _open_cards: WeakValueDictionary[str, "AcceleratorDevice"] = WeakValueDictionary()
 
 

@@ -114,8 +114,6 @@ _V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Reads the files of one control group around this process."""
-
     folder: Path
     names: _Names
 

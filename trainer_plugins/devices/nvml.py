@@ -122,11 +122,9 @@ class _ProcessRow(Protocol):
 
 
 class NvmlDevice:
-    """Reads one card, or one MIG slice, from its driver; needs neither torch nor CUDA.
+    """Reads one card, or one MIG slice, from its driver; a failure is an `NvmlError`."""
 
-    It finds the card by UUID, never by index: NVML numbers cards by PCI address, CUDA by speed
-    unless told otherwise (pytorch #86539). Every failure is an `NvmlError`.
-    """
+    # By UUID, never by index: NVML numbers cards by PCI address, CUDA by speed (pytorch #86539).
 
     def __init__(self, uuid: str, name: str | None = None) -> None:
         """Open the card with exactly this UUID; `open` also accepts torch's bare form."""
@@ -203,9 +201,8 @@ class NvmlDevice:
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card; None if not permitted, or impossible."""
-        # An empty list does not mean an idle card: drivers leave out processes outside the
-        # container. To ask for graphics processes would hold the driver's lock for milliseconds
-        # (MangoHud #2104).
+        # Drivers leave out processes outside the container. A question for graphics processes would
+        # hold the driver's lock for milliseconds (MangoHud #2104).
         return self._processes(self.memory()[0], named=True)
 
     def close(self) -> None:
@@ -232,9 +229,9 @@ class NvmlDevice:
                 return None
             if row.pid == 0:
                 continue  # a process without a number in this container
-            # A process may be listed several times, each time with all its memory, because the
-            # driver compares pids of different namespaces (open-gpu-kernel-modules, gpu_rmapi.c).
-            # So take the largest, not the sum.
+            # The largest, not the sum: a process may be listed several times with all its memory,
+            # since the driver compares pids of different namespaces (open-gpu-kernel-modules,
+            # gpu_rmapi.c).
             listed = (used_bytes.get(row.pid), row.usedGpuMemory)
             used_bytes[row.pid] = max((each for each in listed if each is not None), default=None)
         return tuple(
@@ -263,10 +260,9 @@ class NvmlDevice:
         return info
 
     def _ask_processes(self, handle: object) -> Sequence[_ProcessRow]:
-        # Version 2 has the same layout in all drivers; version 3 had another one from 535.43 to
-        # 535.86 (gpustat #161). pynvml's unversioned name is version 3; if that is missing, it
-        # raises something other than NVMLError. The detail list of pynvml 13.615 raises TypeError
-        # if bytes are N/A.
+        # Version 2 has one layout in all drivers; 3, pynvml's unversioned one, had two (535.43 to
+        # 535.86, gpustat #161), and raises no NVMLError if missing. The detail list of pynvml
+        # 13.615 raises TypeError for bytes that are N/A.
         rows: Sequence[_ProcessRow]
         try:
             rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)

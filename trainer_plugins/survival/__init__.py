@@ -3,11 +3,4 @@
 from trainer_plugins.survival.attach import Survival, SurviveOOM, survive_oom
 from trainer_plugins.survival.rehearsal import Rehearsal, RehearsalError, rehearse
 
-__all__ = [
-    "Rehearsal",
-    "RehearsalError",
-    "Survival",
-    "SurviveOOM",
-    "rehearse",
-    "survive_oom",
-]
+__all__ = ["Rehearsal", "RehearsalError", "Survival", "SurviveOOM", "rehearse", "survive_oom"]

@@ -191,7 +191,6 @@ class Engine:
         self._run = self._current = None
 
     def _begin_run_if_new(self, model: nn.Module) -> None:
-        """Judge a new run, now that model and optimizer are there, and choose its parts."""
         attached, trainer, run = self._attached, self._attached.trainer, self._run
         is_known_model = run is None or run.has_met_batch or run.wrapped is model
         if self._judged is trainer.state and is_known_model:

@@ -204,12 +204,7 @@ class Evaluation:
         self._owners = None
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        *args: object,
-        **kw: object,
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> object:
         """Replace `trainer.prediction_step`, to know whether outputs are wanted."""
         self._are_outputs_wanted = not prediction_loss_only

@@ -9,7 +9,7 @@ from weakref import ReferenceType
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from trainer_plugins.callbacks._run import RunCallback, move_before_trackers
+from trainer_plugins.callbacks._run import RunCallback, callback_of, move_before_trackers
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark
@@ -153,12 +153,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         return self._card
 
     def _recall(self, args: HfArguments, state: HfState, model: nn.Module) -> None:
-        # `restore_callback_states_from_checkpoint` is off by default, and the limit is not one of
-        # the user's settings.
+        # transformers restores callbacks only if asked to, and the limit is no setting of the
+        # user's.
         name = type(self).__name__
         kept = state.stateful_callbacks.get(name, self.state())
-        # A checkpoint of a run without us lacks the entry, and the Trainer stops at the next save
-        # without it.
+        # A checkpoint of a run without us lacks the entry, and the next save would fail.
         state.stateful_callbacks[name] = kept
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
@@ -169,8 +168,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs = math.inf, False, []
             self.learned_on = learned_on
-        # A rung that is on already is the user's, unless an earlier run of this Trainer has
-        # switched it on.
+        # A rung that is on is the user's, unless an earlier run of this Trainer switched it on.
         self.rungs = [
             rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on
         ]
@@ -184,8 +182,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
 def memo_of(trainer: HfTrainer) -> SurvivalMemo:
     """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
-    callbacks = trainer.callback_handler.callbacks
-    memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)
+    memo = callback_of(trainer, SurvivalMemo)
     if memo is None:
         memo = SurvivalMemo()
         trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse

@@ -124,8 +124,8 @@ class Handed:
         )
 
     def _compared(self, got: float, dtype: torch.dtype) -> ChangedLoss | None:
-        # Division rounds correctly (IEEE 754): a factor that the types hold comes out unchanged.
-        # Else each of two roundings adds half a unit in the last place.
+        # IEEE 754 rounds correctly: a factor that the types hold comes out unchanged, and each of
+        # two roundings of another adds at most half a unit in the last place.
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
         tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale

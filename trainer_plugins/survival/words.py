@@ -52,7 +52,6 @@ class Story:
         )
 
     def survived(self, whole: Piece, limit: str) -> Finding:
-        """Report a micro-batch that failed and was finished; `limit` says what fits from now on."""
         seconds = sum(failure.seconds for failure in self.failures)
         evidence = [
             f"{_num_failed(self.failures)}, {seconds:.2f} s",

@@ -27,9 +27,8 @@ def has_peers() -> bool:
 class Agreement:
     """Lets all ranks agree on small numbers, at a place that every rank is sure to reach."""
 
-    # In a gloo group of its own: numbers stay on the CPU, and a time-out cannot harm training's
-    # group. All ask the same questions in the same order, and the time covers what one does alone:
-    # a save.
+    # In a gloo group of its own: numbers stay on the CPU, and a time-out cannot harm training's.
+    # All ask the same in the same order; the time has to cover what one does alone, such as a save.
 
     def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
@@ -96,9 +95,8 @@ class StepEndVote:
     """Lets the ranks agree on one small number at the end of an optimizer step, without hanging."""
 
     # Perhaps only some ranks were given a callback. So each that will ask announces itself in the
-    # ranks' store, without waiting. The first that asks about a step writes there whether all are
-    # present, and all vote on that step or none. Evaluations, saves and generations may be one
-    # rank's.
+    # ranks' store. The first that asks about a step writes there whether all are present: then all
+    # vote, or none. Evaluations, saves and generations may be one rank's alone.
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
         """Announce that this rank asks from now on; `question` says who asks, and how often."""
@@ -134,9 +132,8 @@ class StepEndVote:
         return highest[0]
 
     def leave(self) -> None:
-        """Announce that this rank no longer asks, because training ends."""
-        # Once all have voted, none of them uses this key again, and the store may have ended with
-        # its rank.
+        # Once all have voted this key is not used again, and the store may have ended with its
+        # rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
                 ranks_store().add(self._key, -1)
@@ -217,8 +214,7 @@ class RollCall:
                 if ranks_store().check([key]):
                     break
                 time.sleep(_PAUSE_SECONDS)
-            # The first rank that gets here decides for all, so that none goes on alone. A rank that
-            # signs later belongs to the next turn.
+            # The first rank to get here decides for all; who signs later belongs to the next turn.
             answer = ranks_store().compare_set(key, "", "some" if absent else "all")
             ranks_store().compare_set(f"{self._name}/turn", str(turn), str(turn + 1))
         except RuntimeError as error:

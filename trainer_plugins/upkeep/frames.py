@@ -42,8 +42,7 @@ _MOST_FRAMES = 80
 _MOST_TENSORS = 20
 _OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_run.py")
 
-# Functions of transformers' Trainer and its subclasses, by what they do. The first row that fits
-# decides: a save during training counts as a save.
+# Functions of Trainers, by what they do; the first row decides: a save in training is a save.
 _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
     ("save", frozenset({"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler"})),
     (
@@ -65,8 +64,7 @@ _OPTIMIZER = re.compile(r"\boptim", re.IGNORECASE)
 
 def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
     """Return the frames of a traceback, outermost first; they hold tensors, so drop them soon."""
-    # The outermost, which handles the error, still runs: reading its variables would keep the error
-    # alive, with all its tensors.
+    # The outermost handles the error and still runs: reading its variables would keep the error.
     return [frame for frame, _ in walk_tb(traceback)][1:]
 
 

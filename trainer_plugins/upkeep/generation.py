@@ -97,16 +97,14 @@ def guard_generate(
         return lambda: None
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT set one on the instance, which `_generate` calls. A copy of a guarded model
-        # has ours, and the one before.
+        # FSDP2 and PEFT set one on the instance. A copy of a guarded model has ours, and theirs.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # copy.deepcopy and pickle copy a bound method of a module's function with the model.
         vars(model)["generate"] = MethodType(_generate, model)
     entry = _Guard(guard, outside_training)
     _guards[model].append(entry)
-    # A guard may refer to its callback, which keeps `remove`: if that referred to the model, a
-    # training that raised would keep the model alive.
+    # A guard's callback keeps `remove`, which must not keep the model of a training that raised.
     model_ref = ref(model)
 
     def remove() -> None:

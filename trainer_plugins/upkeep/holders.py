@@ -34,10 +34,7 @@ _HERE = os.path.dirname(__file__)
 
 
 def leftover(
-    device: Device,
-    allocated_before_bytes: int | None,
-    model: nn.Module | None,
-    optimizer: object,
+    device: Device, allocated_before_bytes: int | None, model: nn.Module | None, optimizer: object
 ) -> Finding | None:
     """Judge whether an evaluation left more allocated than it found, and name what holds it."""
     # On the CPU other code allocates memory too.
@@ -89,11 +86,7 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
     return (address, num_bytes) if address else None
 
 
-def tensors_held(
-    device_type: str,
-    model: nn.Module | None,
-    optimizer: object,
-) -> list[Held]:
+def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
@@ -215,8 +208,7 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
                 frame = referrer
         elif isinstance(referrer, dict):
             key = _key(referrer.items(), thing)
-            # The dictionary of an object's attributes, or of a module's globals, stands for its
-            # owner.
+            # A dictionary of attributes, or of a module's globals, stands for its owner.
             for owner in gc.get_referrers(referrer):
                 if id(owner) not in seen and getattr(owner, "__dict__", None) is referrer:
                     name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
@@ -233,10 +225,8 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
 
 
 def _error_through(frame: FrameType) -> BaseException | None:
-    for error in tracked(BaseException):
-        if any(passed is frame for passed, _ in walk_tb(error.__traceback__)):
-            return error
-    return None
+    errors = tracked(BaseException)
+    return next((e for e in errors if any(f is frame for f, _ in walk_tb(e.__traceback__))), None)
 
 
 def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:

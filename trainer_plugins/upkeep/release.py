@@ -58,7 +58,6 @@ class AgreedRelease:
         return flush
 
     def notice(self, step: int) -> MemoryReading:
-        """Take a reading, and note how much memory outside torch it shows."""
         reading = self.device.read()
         while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
             self._noticed.popleft()

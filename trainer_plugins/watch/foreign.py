@@ -31,8 +31,7 @@ def foreign_memory(
     """Judge how much of the card other processes hold; before a launch there are no `own_pids`."""
     listed = processes or ()
     known_bytes = {each.pid: each.used_bytes for each in listed if each.used_bytes is not None}
-    # A list is complete only if it knows us: in a container it may have the host's pids, or lack
-    # processes.
+    # A list is complete only if it knows us: in a container it may have the host's pids.
     if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
         used_bytes = reading.total_bytes - reading.free_bytes
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)

@@ -17,13 +17,7 @@ from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
-from trainer_plugins.watch.pressure import (
-    Budget,
-    host_pressure,
-    oom_kills,
-    pressure,
-    shared_memory,
-)
+from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
@@ -78,10 +72,13 @@ class MemoryWatch:
             *self._judge_host(moment),
             *self._judge_growth(reading, step, moment),
         )
-        news = [found for found in judged if found is not None and self._is_news(found)]
-        for finding in news:
-            self._reported[finding.code] = finding
-            self.timeline.add(Remark(step=step, finding=finding))
+        news = []
+        for finding in filter(None, judged):
+            before = self._reported.get(finding.code)
+            if before is None or finding.worse_than(before):
+                news.append(finding)
+                self._reported[finding.code] = finding
+                self.timeline.add(Remark(step=step, finding=finding))
         return news
 
     def metrics(self) -> MemoryMetrics | None:
@@ -100,10 +97,6 @@ class MemoryWatch:
     def _begin_chart(self, reading: MemoryReading) -> None:
         self._charted = reading
         self._num_charted = {each: each.num_added for each in (self.timeline, *self.flushes)}
-
-    def _is_news(self, finding: Finding) -> bool:
-        before = self._reported.get(finding.code)
-        return before is None or finding.worse_than(before)
 
     def _judge_device(self, reading: MemoryReading, moment: str) -> Iterator[Finding | None]:
         yield pressure(reading, self.budget, moment)

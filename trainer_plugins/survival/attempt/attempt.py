@@ -85,8 +85,7 @@ def attempt(
 
 def _wait_for_backward_thread(device: torch.device) -> None:
     """Wait until autograd's thread of this device has dropped the graph of a pass that failed."""
-    # The error arrives here first. A device has one such thread, which drops its graph before it
-    # takes the next one: so it gets one without numbers.
+    # The error arrives first. The device's one thread drops a graph before it takes the next.
     leaf = torch.empty(0, device=device, requires_grad=True)
     torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)
 

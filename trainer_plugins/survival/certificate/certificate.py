@@ -1,8 +1,4 @@
-"""Certificate: measure on rows of a run which weights make its pieces add up.
-
-A piece is compared with its halves in training mode, with random numbers held: by gradients at
-first, later by the loss. A measurement is necessary, and no proof: `losses.py` lists what adds up.
-"""
+"""Certificate: measure on rows of a run which weights make its pieces add up."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -85,7 +81,6 @@ class Certificate:
         self.overwritten: set[str] = set()  # places that may differ after two pieces
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
-        """Return the weight that makes pieces of this kind add up, if it was measured."""
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
             raise IndivisibleError(why or "whether its parts add up was not measured")
@@ -95,7 +90,6 @@ class Certificate:
         return layout.name in self._weights
 
     def wants(self, kind: Kind, inputs: Inputs) -> bool:
-        """Tell whether to measure such a micro-batch before it is divided: it is new, or due."""
         return self.is_new(kind, inputs) or (
             not self.why_broken and kind in self._kinds and self._computed >= self._next
         )
@@ -129,7 +123,9 @@ class Certificate:
         """Find out which weights make pieces add up; if none, raise IndivisibleError."""
         # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
-        weights = _in_question(self._family, inputs)
+        weights = self._family.weights
+        if not torch.is_tensor(inputs.get("labels")):
+            weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
         try:
             with self._passes(loss, put_back, scale) as passes:
                 comparison = Comparison(self._ranks, weights, passes, lent)
@@ -152,8 +148,7 @@ class Certificate:
         if not told:  # nothing new: what is known holds
             self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
             return
-        # One rank measures the gradient of a new kind once. What comes again, the loss alone, costs
-        # a third of it.
+        # A new kind's gradient is measured once; the loss alone, later, costs a third.
         is_once = kind not in self._kinds and not self._ranks.measures_together
         cost = comparison.cost / 3 if is_once else comparison.cost
         self._next = self._computed + _SPARING * cost
@@ -253,14 +248,6 @@ class Certificate:
             if told is None:
                 raise IndivisibleError(comparison.why_inconclusive)
             yield told
-
-
-def _in_question(family: Family, inputs: Inputs) -> tuple[Weight, ...]:
-    """Leave out the weights that count labels if the inputs have none."""
-    if torch.is_tensor(inputs.get("labels")):
-        return family.weights
-    unlabelled = tuple(w for w in family.weights if w in WITHOUT_LABELS)
-    return unlabelled or family.weights
 
 
 def _fits(asked: _Asked, told: Measurement) -> bool:

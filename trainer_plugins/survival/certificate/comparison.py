@@ -16,9 +16,8 @@ from trainer_plugins.survival.exact.shares import ClassWeights, IndivisibleError
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
 
-# More than rounding makes of a right weight, and less than a wrong one does. A loss is often taken
-# in float32, whatever the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in
-# bfloat16, at 16 and 28 layers.
+# More than rounding makes of a right weight (1e-7 in float32, 2e-3 in bfloat16, at 16 and 28
+# layers), and less than a wrong one does. A loss is often taken in float32, whatever the model.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2

@@ -94,11 +94,7 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: _Named | None = None,
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: _Named | None = None
     ) -> object:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
@@ -113,9 +109,8 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         fix = _FIXES.get(schema.name)
         if fix is not None:
-            named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-            fixed = fix(result, named)
-            return result if fixed is None else fixed
+            names = (argument.name for argument in schema.arguments)
+            return fix(result, dict(zip(names, args, strict=False)) | kwargs)
         return result
 
 
@@ -142,26 +137,25 @@ def _given(named: _Named, *names: str) -> Any:
     return next((named[name] for name in names if named.get(name) is not None), None)
 
 
-def _uniform(result: torch.Tensor, named: _Named) -> None:
+def _uniform(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
-    result.copy_(low + (high - low) * _point(result))
+    return result.copy_(low + (high - low) * _point(result))
 
 
-def _normal(result: torch.Tensor, named: _Named) -> None:
+def _normal(result: torch.Tensor, named: _Named) -> torch.Tensor:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
-    result.copy_(mean + std * (2 * _point(result) - 1))
+    return result.copy_(mean + std * (2 * _point(result) - 1))
 
 
-def _exponential(result: torch.Tensor, named: _Named) -> None:
-    result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
+def _exponential(result: torch.Tensor, named: _Named) -> torch.Tensor:
+    return result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
 
 
-def _bernoulli(result: torch.Tensor, named: _Named) -> None:
-    """Fill in True wherever the probability allows it."""
+def _bernoulli(result: torch.Tensor, named: _Named) -> torch.Tensor:
     p = _given(named, "p")
     if p is None:
         p = named["self"] if result is not named["self"] else 0.5
-    result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
+    return result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
 def _dropout(
@@ -174,14 +168,14 @@ def _dropout(
     return named["input"] / (1 - named["p"]), mask.fill_(True)
 
 
-def _integers(result: torch.Tensor, named: _Named) -> None:
+def _integers(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = _given(named, "low", "from") or 0, _given(named, "high", "to")
-    result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
+    return result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
 
 
-def _likeliest(result: torch.Tensor, named: _Named) -> None:
+def _likeliest(result: torch.Tensor, named: _Named) -> torch.Tensor:
     most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
-    result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
+    return result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
 
 
 _Fix = Callable[[Any, _Named], object]

@@ -108,7 +108,6 @@ def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Samp
 
 
 def _spread(sample: Sample, weights: list[Weight]) -> float:
-    """Return the distance between the two weights that are closest; 0 if there are not two."""
     factors = sorted(sample.factors(weight)[0] for weight in weights)
     return min((more - less for less, more in pairwise(factors)), default=0.0)
 

@@ -92,8 +92,7 @@ def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
 
 def _takes_gradient(parameter: nn.Parameter) -> bool:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
-    # micro-batches in a window.
+    # DeepSpeed's hooks add up what they take: they are meant for several micro-batches.
     return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 

@@ -132,8 +132,7 @@ def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Me
     """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
     if whole.dim() and len(whole) == len(first) + len(second):
         return lambda values, _: torch.cat(values)
-    # Zeros would be both. Counts are sums; zeros of other numbers are more likely means (no answer
-    # was right).
+    # Zeros would be both. Counts are sums; other zeros are likelier means (no answer was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
     if is_sum or not whole.is_floating_point():
         return lambda values, _: torch.stack(values).sum(0)

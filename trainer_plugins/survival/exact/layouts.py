@@ -80,12 +80,13 @@ class Rows:
         """Take the first few examples, cut short, and labelled so that all weights differ."""
         few = self.take(inputs, 0, num)
         labels: Any = few.get("labels")
-        if num > 2 and _are_classes(labels) and bool((inputs["labels"] == IGNORED).any()):
+        is_one_a_row = torch.is_tensor(labels) and labels.dim() == 1
+        is_class = is_one_a_row and not labels.is_floating_point()
+        if num > 2 and is_class and bool((inputs["labels"] == IGNORED).any()):
             # One of them does not count. Without any such, a loss may not know that label.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {n: value for n, value in few.items() if n.endswith(TEXT) and _is_text(value)}
-        # A mask of four dimensions, or features of three: it is not known which belong to which
-        # column.
+        # Of a mask of four dimensions, or features of three, the columns are not known.
         if all(_dims(value) < 2 for name, value in few.items() if name not in texts):
             few.update(cut_short(texts, num))
         return _with_answers(few, num)
@@ -184,8 +185,7 @@ class Packed:
         spans[0] = (begin, min(end, begin + PROBE_TOKENS // 3))
         few = self._of_spans(inputs, spans)
         if "labels" in few:
-            # The first token of a sequence keeps its label. If it has one, the loss looks across
-            # the border.
+            # If the first token of a sequence has a label, the loss looks across the border.
             few["labels"] = torch.where(
                 few["position_ids"] == 0, few["labels"], few["labels"].clamp(min=0)
             )
@@ -240,10 +240,6 @@ def _check_one_side(lengths: list[int], boundary: int) -> None:
 
 def _dims(value: object) -> int:
     return value.dim() if torch.is_tensor(value) else 0
-
-
-def _are_classes(labels: object) -> bool:
-    return torch.is_tensor(labels) and labels.dim() == 1 and not labels.is_floating_point()
 
 
 def _is_text(value: object) -> bool:

@@ -56,6 +56,7 @@ _TAGS = Family((Rows(),), (shares.SUM, shares.TOKENS, shares.TOKENS_IN_SIGHT), s
 _CLASSES = Family((Rows(),), (shares.LABELLED_ROWS, shares.ROWS, shares.SUM), shares.ROWS)
 _ANSWERS = Family((Rows(),), (shares.ANSWERED_ROWS, shares.ROWS), shares.ROWS)
 _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
+_COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
 _VOUCHED = Family(
     (Packed(), Rows()),
@@ -64,8 +65,7 @@ _VOUCHED = Family(
     is_vouched=True,
 )
 
-# By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING
-# there.
+# By `model.loss_type`, which transformers derives from a model's class (LOSS_MAPPING).
 _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
@@ -220,8 +220,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := what_replaces_the_loss(trainer.model):
         return _unknown(f"{replaced}, and whether that loss can be divided is not known")
-    # trl before 1.3 averages its entropy over prompts too; with Liger there is no entropy, but an
-    # accuracy over labels.
+    # trl before 1.3 averages entropy over prompts too; with Liger there is an accuracy instead.
     return (
         _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)
     )
@@ -252,11 +251,7 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
         return NoFamily("entropy_coef and use_adaptive_entropy add a mean that is over all tokens")
     if getattr(trainer, "use_liger_loss", False):
         return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
-    return _completions(_GRPO[kind])
-
-
-def _completions(weight: shares.Weight) -> Family:
-    return Family((Completions(),), (weight,), shares.COMPLETION_TOKENS)
+    return replace(_COMPLETIONS, weights=(_GRPO[kind],))
 
 
 _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
@@ -265,5 +260,5 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "RewardTrainer"): lambda _: _PAIRS,
     ("trl", "DPOTrainer"): _family_of_dpo,
     ("trl", "GRPOTrainer"): _family_of_grpo,
-    ("trl", "RLOOTrainer"): lambda _: _completions(shares.ROWS),
+    ("trl", "RLOOTrainer"): lambda _: _COMPLETIONS,
 }  # what computes the loss, by the library and the name of the class

@@ -1,8 +1,4 @@
-"""Shares: how much of a micro-batch some of its examples are, and short examples that show it.
-
-A loss over a number fixed for the window (`num_items_in_batch`) adds up as it is. A mean over
-tokens or rows adds up if each piece is weighted by its number of them.
-"""
+"""Shares: how much of a micro-batch some of its examples are, and short examples that show it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,7 +50,6 @@ class Weight:
     is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
-        """Return the factor for the loss of a piece, from the measures of piece and whole."""
         return 1.0 if self.measure is None or whole == 0 else piece / whole
 
     def of(self, inputs: Inputs, num: int) -> float:
@@ -167,8 +162,8 @@ class _Shown:
     """Holds the columns of padded rows that a probe keeps, with its mask and its labels."""
 
     # In the first row a third of what the mask shows is labelled, and the last token, which the
-    # mask hides now: a loss that goes by the mask does not count it. The end of a prompt stays:
-    # with what follows it would be a hole, where TRL 0.24 cuts (trl/trainer/utils.py, flush_left).
+    # mask now hides from a loss that goes by it. But not of a prompt: TRL 0.24 cuts at such a hole
+    # (flush_left).
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
         width = min(PROBE_TOKENS, mask.size(1))

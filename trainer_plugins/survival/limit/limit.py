@@ -14,8 +14,7 @@ PATIENCE_STEPS = 50  # without a failure before more is tried; doubled when that
 
 _WORTH = 1.1  # least growth of a limit that is worth a failed attempt
 
-# Steps in a row in which the allocator emptied its cache and tried again, as Composer counts them
-# (its trainer.py).
+# Steps in a row in which the allocator emptied its cache, as in Composer's trainer.py.
 _NUM_THRASHING = 2
 
 _TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # endings of names

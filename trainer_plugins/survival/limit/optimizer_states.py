@@ -9,9 +9,8 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 
 def create_states(optimizer: Any) -> str | None:
     """Create the states of torch's AdamW, Adam or SGD by a step of nothing; else say why not."""
-    # The first real step stays bit-equal: weights, moments and step counters are untouched. By
-    # itself it would create them, and could not be repeated once some weights have moved. It goes
-    # parameter by parameter, so it takes no more memory than the states and one gradient.
+    # The first real step stays bit-equal, and cannot fail half way, with some weights moved. It
+    # goes parameter by parameter, so it takes no more memory than the states and one gradient.
     inner = inner_optimizer(optimizer)
     name = type(inner).__name__
     if inner.state:

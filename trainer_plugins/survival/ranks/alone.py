@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
@@ -131,12 +131,6 @@ class Ranks:
     def forget(self) -> None:
         """Drop the gradients that a measurement has computed."""
 
-    def rehearsing(
-        self, harmless: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        """Return the context of a rehearsal: `harmless` logs its error, but not if others wait."""
-        return harmless
-
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
         """Compute examples, on top of all gradients, to find out how many fit at once."""
         # On the bare model: each rank rehearses by itself. All examples, and the least, may take
@@ -199,11 +193,6 @@ class Together(Ranks):
         if found is None:
             raise RuntimeError(self._no_answer())
         return found
-
-    def rehearsing(
-        self, harmless: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def _no_answer(self) -> str:
         """Say why training stops when a vote could not be taken."""

@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 
 class _Progress(IntEnum):
-    """Counts how far an attempt came in `DistributedDataParallel.forward`."""
-
     OUTSIDE = 0
     PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
     INSIDE = 2  # the model computes

@@ -101,8 +101,8 @@ class FSDP2(Together):
         self._tiny: Callable[[], object] = list
         self._step, self._is_tried = -1, False
         self._ledger = Ledger()
-        # Several modules may share what they gather: the last norm and the head, as accelerate
-        # wraps them.
+        # Several modules may share what they gather, as accelerate wraps the last norm and the
+        # head.
         units: dict[int, Any] = {
             id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
         }

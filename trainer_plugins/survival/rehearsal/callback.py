@@ -25,9 +25,10 @@ from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import cannot_be_taken_back
 from trainer_plugins.survival.rehearsal.kept import SOURCES, Kept, attributes, put_back
-from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
+from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.upkeep.agreement import RollCall, agreement_within, has_peers
+from trainer_plugins.upkeep.post_mortem import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,11 @@ class Rehearsal(RunCallback):
         if has_peers() and (missing := roll.missing(_WAIT_SECONDS)):
             logger.warning("nothing is rehearsed: %s", missing)
             return RehearsalReport(left_out=(("the run", missing),))
-        return rehearse_run(trainer, self._plan, self._saves)
+        generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
+        try:
+            return _rehearsed(trainer, self._plan, self._saves)
+        finally:
+            generators.restore()
 
 
 def rehearse(trainer: Trainer, *, plan: MemoryPlan | None = None) -> RehearsalReport:
@@ -157,17 +162,8 @@ _ELSEWHERE = {
 }
 
 
-def rehearse_run(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
-    """Rehearse a run, on all ranks together, from an event at which training begins."""
-    # An error of a moment is reported, except where other ranks wait inside the same pass.
-    generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
-    try:
-        return _rehearsed(trainer, plan, saves)
-    finally:
-        generators.restore()
-
-
 def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
+    """Rehearse a run; an error is reported, except where other ranks wait inside the same pass."""
     started, model = perf_counter(), trainer.model_wrapped
     kept, why = None, ""
     try:
@@ -175,7 +171,7 @@ def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> Rehe
             create_states(trainer.optimizer)
             kept = Kept(trainer, model)
     except Exception as error:  # noqa: BLE001 - the user's run goes on, without a rehearsal
-        why = first_words(error)
+        why = first_line(error)
     if _agreed(trainer, int(kept is None)) or kept is None:
         return RehearsalReport(left_out=(("the run", why or "another rank says why"),))
     ranks, card = kind_of(trainer, model)(trainer, model), card_of(trainer.args.device)
@@ -218,7 +214,7 @@ class _Rehearsal:
         except Exception as error:  # a Trainer's own methods ran
             if self._moments.is_shared:
                 raise
-            raises = first_words(error)
+            raises = first_line(error)
         peak_bytes, failure = self._moments.peak_bytes(), does_not_fit or raises
         vote = _Vote.FITS
         if failure:

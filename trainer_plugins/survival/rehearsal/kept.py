@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -132,15 +131,11 @@ def attributes(owner: object) -> dict[str, Any]:
     return {n: [*v] if isinstance(v, list) else v for n, v in vars(owner).items()}
 
 
-def _owners(trainer: HfTrainer) -> Iterator[object]:
-    yield trainer
-    yield trainer.args
-    yield trainer.state
-    yield trainer.accelerator
+def _owners(trainer: HfTrainer) -> list[object]:
     generation = getattr(trainer.model, "generation_config", None)
-    for each in (trainer.lr_scheduler, trainer.accelerator.scaler, generation):
-        if hasattr(each, "__dict__"):
-            yield each
+    optional = (trainer.lr_scheduler, trainer.accelerator.scaler, generation)
+    there = [each for each in optional if hasattr(each, "__dict__")]
+    return [trainer, trainer.args, trainer.state, trainer.accelerator, *there]
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from trainer_plugins.survival.rehearsal.kept import Kept
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.kept_outputs import kept_bytes
+from trainer_plugins.upkeep.post_mortem import first_line
 
 FOLDER = ".trainer_plugins_rehearsal"  # in `output_dir`, removed again
 
@@ -163,7 +164,7 @@ class Moments:
             if rows:
                 rows.batch(len(rows))
         except Exception as raised:  # noqa: BLE001 - the user's data set and collator
-            error = first_words(raised)
+            error = first_line(raised)
         self.what = "the longest rows"
         if self._ranks.on_any(bool(error)):
             raise NoBatch(error or "another rank cannot make a batch of them")
@@ -180,7 +181,6 @@ class Moments:
         self._pass(self._ranks.bare, batch)
 
     def _pass(self, model: nn.Module, batch: Any) -> None:
-        """Run a step of training over a batch, without exchanging metrics with other ranks."""
         trainer, gathers = self._trainer, Gathers(self._trainer)
         with gathers.apart(), gathers.held():
             _, num_items = trainer.get_batch_samples(iter([batch]), 1, self._device)
@@ -280,8 +280,3 @@ def _num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:  # it can only be iterated
         return 1
-
-
-def first_words(error: Exception) -> str:
-    """Return the kind and the first line of an error, which holds tensors."""
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]

@@ -69,8 +69,7 @@ class Planned(Recovery):
     def _first_pieces(self) -> list[Piece]:
         """Return as many pieces as every other rank has; its smallest one again counts as 0."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
-        # What was not measured together, at the first micro-batch, one rank must not measure: it is
-        # computed undivided.
+        # What was not measured together, at the first micro-batch, is computed undivided.
         known = self._layout is not None and self._run.certificate.knows(self._layout)
         if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
             with suppress(IndivisibleError):

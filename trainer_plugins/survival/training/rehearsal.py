@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter
 
 from torch import nn
@@ -38,8 +38,8 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
         if ranks.on_any(rehearsal is None or rehearsal.num == 0) or rehearsal is None:
             return
         found = None
-        # A row that no sampler draws may be none to train on.
-        with ranks.rehearsing(run.memo.harmless()):
+        # A row that no sampler draws may be none to train on; but an error ends ranks that wait.
+        with nullcontext() if ranks.forward_is_shared else run.memo.harmless():
             found = rehearsal.find()
         if found is None:
             return

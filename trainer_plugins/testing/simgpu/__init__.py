@@ -110,7 +110,8 @@ def enable(
     chosen = card if card is not None else _default_card(capacity_bytes)
     if capacity_bytes is not None:
         chosen.capacity_bytes = capacity_bytes
-    _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
+    name = " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]  # of this process
+    _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), name.encode()))
     library.simgpu_expandable(_has_expandable_segments(os.environ))
     _enabled = _Enabled(library, chosen)
     _register(library, num_indices or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -206,10 +207,6 @@ def _default_card(capacity_bytes: int | None) -> SimCard:
 def _remove(directory: str, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # not in a forked child
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _process_name() -> str:
-    return " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]
 
 
 def _check(library: ctypes.CDLL, code: int) -> None:
