@@ -85,7 +85,6 @@ class Lengths:
 
     @property
     def shortest(self) -> int:
-        """Return the index of the shortest row."""
         return int(self.rows[np.argmin(self.sizes)])
 
     def _sum(self, names: Iterable[str]) -> _Numbers:
@@ -101,9 +100,8 @@ def has_rows(dataset: object) -> bool:
 def longest_rows(dataset: Any, num: int) -> list[int]:
     """Return the indices of the longest rows, and last of all that of the shortest.
 
-    The shortest row makes a batch that is padded, as most in training are. Models take a cheaper
-    path if nothing is padded, and a rehearsal on that would promise too much. The list is empty for
-    a data set that gives no row without consuming it; there may be fewer rows than `num`.
+    The shortest makes a batch that is padded, as most are: models take a cheaper path without
+    padding, and a rehearsal on that would promise too much.
     """
     if not has_rows(dataset) or len(dataset) == 0:
         return []
@@ -117,10 +115,8 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
 def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
     """Return the lengths of the rows of a data set for which `has_rows` holds.
 
-    A data set of `datasets` without a transform has them in the offsets of its Arrow columns: a
-    million rows of 500 tokens take 0.1 s. Other rows are fetched one by one for this many seconds,
-    in an order that is spread evenly over the data set wherever it ends: a million dicts of a list,
-    some 1,000 of a folder of pictures. If no column is known, all count.
+    Without a transform they are in Arrow's offsets (a million rows of 500 tokens take 0.1 s). Other
+    rows are fetched for these `seconds`, in an order that is spread evenly wherever it ends.
     """
     arrow = sys.modules.get("datasets")
     is_table = arrow is not None and isinstance(dataset, arrow.Dataset)

@@ -21,10 +21,7 @@ class _Patch:
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes until its `with` block ends, or until `close`.
-
-    With `keeps_later`, what other code has put over ours meanwhile stays, with a warning.
-    """
+    """Replaces attributes until `close`; with `keeps_later`, what others put over ours stays."""
 
     def __init__(self, *, keeps_later: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Presets: names for sets of callbacks.
-
-The built-in ones are the tuple `PRESETS`; installed packages add theirs by entry points.
-"""
+"""Presets name sets of callbacks: those of `PRESETS`, and entry points of installed packages."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -53,11 +50,7 @@ PRESETS = (
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of that name: a built-in one, else one of an installed package.
-
-    Raises:
-        ValueError: there is none, or the package's offer cannot be loaded or is not a `Preset`.
-    """
+    """Return a built-in or an installed package's preset, or raise ValueError."""
     for ours in PRESETS:
         if ours.name == name:
             return ours

@@ -1,8 +1,6 @@
 """advice: what helps against an out-of-memory error, and how it is typed, written down once.
 
-`of_training.py`, `of_moments.py` and `of_machine.py` hold the remedies, `for_causes.py` says which
-comes first for a cause, `vendors.py` translates for cards that are not NVIDIA's. No other room
-spells a flag in a sentence; it writes `advice.CHECKPOINTING.flag(Door.TRAINER)`.
+No other room spells a flag in a sentence; it writes `advice.CHECKPOINTING.flag(Door.TRAINER)`.
 """
 
 from trainer_plugins.advice.entry import Advice as Advice

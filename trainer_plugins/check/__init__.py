@@ -27,7 +27,6 @@ class Checklist:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return all findings, the worst first."""
         found = [each for _, lines in self.groups for line in lines for each in line.findings]
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 

@@ -184,7 +184,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    """Judge the logits that an evaluation keeps, on the card or in main memory."""
     assert facts.data is not None
     assert facts.shape is not None
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows

@@ -34,12 +34,7 @@ def gather_launch(
     inputs: RunInputs,
     timeout_seconds: float,
 ) -> Facts:
-    """Look at this machine, and gather what a command line names; without a model, only flags.
-
-    Raises:
-        ConfigError: the launch file or the flags cannot be read.
-        PlanError: an input of the plan is wrong.
-    """
+    """Look at this machine, and gather what a command line names; without a model, only flags."""
     assert isinstance(details.training_args, Sequence)
     values = training_arguments(details.training_args)
     # With a model, the plan reads them, and knows TRL's too.
@@ -74,7 +69,6 @@ def gather_launch(
 
 
 def _with_card(facts: Facts, gpu: str | None) -> Facts:
-    """Add the size of the named card, or else of the fullest card that the run will see."""
     if gpu is not None:
         card = card_of(gpu)
         return replace(

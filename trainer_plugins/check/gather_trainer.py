@@ -218,7 +218,6 @@ def _others(trainer: HfTrainer, model: nn.Module, device_type: str) -> Iterator[
 
 
 def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
-    """Return the storages of a module's parameters on a device: their sizes by address."""
     found = (storage_of(_local(each), device_type) for each in module.parameters())
     return dict(storage for storage in found if storage is not None)
 

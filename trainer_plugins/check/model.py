@@ -203,7 +203,6 @@ def _rows(facts: Facts) -> int:
 
 
 def _dtype(facts: Facts, model: ModelFacts) -> str:
-    """Return the dtype of matrix products."""
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if facts.flag(flag):
             return dtype

@@ -1,7 +1,4 @@
-"""The command `trainer-plugins`.
-
-Each command is a file of its own, and imports what is heavy only when it runs.
-"""
+"""The command `trainer-plugins`; each command imports what is heavy only when it runs."""
 
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper

@@ -87,10 +87,7 @@ def _has_guards(given: dict[str, object]) -> bool:
 
 
 def _asks_for_vllm(words: list[str]) -> bool:
-    """Return whether a command has TRL's `--use_vllm`, and no vLLM server.
-
-    trl/trainer/grpo_config.py: the default of `vllm_mode` is "colocate".
-    """
+    """Return whether a command has TRL's `--use_vllm`, by default colocated, and no vLLM server."""
     text = " ".join(words).lower().replace("-", "_").replace("=", " ")
     refused = ("use_vllm false", "vllm_mode server")
     return "use_vllm" in text and not any(each in text for each in refused)

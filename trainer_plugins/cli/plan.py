@@ -128,7 +128,6 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
 def _show_plan(
     request: "PlanRequest", answer: AnswerOptions, timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print one plan, and return whether the run fits."""
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.predict import predict_one
     from trainer_plugins.report.html.plan_page import plan_page

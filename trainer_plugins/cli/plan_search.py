@@ -32,11 +32,7 @@ _EXIT_INTERRUPTED = 130
 def search_batches(
     run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool
 ) -> bool:
-    """Print the largest micro-batches that fit, and return whether there is one.
-
-    Raises:
-        PlanError: the input is wrong, or nothing can be predicted.
-    """
+    """Print the largest micro-batches that fit, and return whether there is one."""
     assert isinstance(run.source, ConfigSource)
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
     if run.card is None:
@@ -87,11 +83,7 @@ def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
 def explain_changes(
     run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print the savings of switches, and return whether the run fits as it is.
-
-    Raises:
-        PlanError: there is no such switch, or the run as it is cannot be predicted.
-    """
+    """Print the savings of switches, and return whether the run fits as it is."""
     plan, saved = explain(
         run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds)
     )

@@ -21,10 +21,7 @@ def option(
 def with_options(
     shown: Container[str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take dataclasses: each of their fields is an option of the command line.
-
-    The help lists the panel `MOST_USED` first, and only the options in `shown`, if that is given.
-    """
+    """Let a command take dataclasses: each field is an option, listed in the help if in `shown`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = Signature.from_callable(command).parameters.values()

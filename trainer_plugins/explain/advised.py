@@ -24,10 +24,7 @@ def remedy(
     by_arithmetic: object = False,
     **values: object,
 ) -> Remedy:
-    """Make a remedy of an advice, as it is typed or by the door where it is typed.
-
-    `effect` is empty for what it always does; `values` fill its spelling at the door.
-    """
+    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there."""
     if isinstance(do, Door):
         do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)
     return Remedy(

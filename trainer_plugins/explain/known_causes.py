@@ -53,11 +53,7 @@ def cause(
     is_sure: object = False,
     grade: Certainty | None = None,
 ) -> Cause:
-    """Make a cause whose words are harmless.
-
-    Empty evidence is left out, an empty summary is that of `SUMMARIES`, and `is_sure` tells that
-    this case leaves no such doubt. Without a grade it is likely with a doubt, else certain.
-    """
+    """Make a cause with harmless words; without a grade it is likely with a doubt, else certain."""
     if is_sure:
         doubt = ""
     return Cause(

@@ -29,10 +29,6 @@ def is_ours(path: str) -> bool:
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file is outside installed packages and the standard library.
-
-    >>> is_users("/app/train.py"), is_users("/v/lib/python3.12/site-packages/peft/peft_model.py")
-    (True, False)
-    """
+    """Return whether a file is outside installed packages and the standard library."""
     name = path.replace("\\", "/")
     return bool(name) and not _OF_LIBRARIES.search(name) and not OF_TORCH.search(name)

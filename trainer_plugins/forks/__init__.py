@@ -30,13 +30,8 @@ _MAY_DIFFER = re.compile(
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SIMGPU_CARD|TRAINER_PLUGINS_\w+"
     r"|ACCELERATE_(MIXED_PRECISION|TORCH_DEVICE|USE_CPU)"
 )
-"""The variables that may have another value in a forked process than in its server.
-
-torch, transformers and what they import read some 400 variables during the import. Any variable
-that is not listed here counts as one of these. The listed ones are read later, when they are used;
-for TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK, libraries set their own defaults.
-`tests/test_forks.py` checks what is read.
-"""
+# These may differ: they are read when they are used, not by an import (tests/test_forks.py).
+# For TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK libraries set own defaults.
 
 _NO_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads when it is loaded
@@ -66,14 +61,9 @@ Files: TypeAlias = Mapping[int, int]
 
 
 class ForkServer:
-    """Starts processes that need the same imports.
+    """Starts processes that need the same imports; where fork is not safe, a new Python each time.
 
-    Where fork is not safe, it starts a new Python each time. The server process ends when the last
-    reference to this object goes.
-
-    Args:
-        imports: the modules that the server imports.
-        environ: the environment in which it imports them.
+    The server process ends when the last reference to this object goes.
     """
 
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -100,7 +90,6 @@ class ForkServer:
         weakref.finalize(self, _end_server, self._process, self._control, os.getpid())
 
     def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
-        """Return whether it can start processes with these imports and this environment."""
         if self.forks and self._process and self._process.poll() is not None:
             return False  # it was idle and has ended
         return self._needs == _needs(imports, environ)
@@ -116,22 +105,16 @@ class ForkServer:
 
     @property
     def forks(self) -> bool:
-        """Return whether the imports are over and a fork is safe."""
         return self._refusal == ""
 
     def start(self, call: Call, files: Files) -> "Running":
-        """Start a process for a call, once `is_ready`."""
         if self.forks:
             with contextlib.suppress(OSError):  # the server has just ended, idle
                 return Forked(self, call, files)
         return NewPython(call, files)
 
     def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
-        """Have the server fork for a call, and tell `answers` the process id, then the exit code.
-
-        Raises:
-            OSError: the server has ended.
-        """
+        """Have the server fork for a call; `answers` gets the process id, then the exit code."""
         with tempfile.TemporaryFile("w+") as asked:
             json.dump([call.words, call.folder, dict(call.environ), [*files]], asked)
             asked.seek(0)
@@ -168,10 +151,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer:
-    """Return the server of this process; start it if there is none.
-
-    A server with other imports or another environment is replaced.
-    """
+    """Return the server of this process; a new one if imports or environment differ."""
     global _current
     with _lock:
         if _current is None or not _current.is_for(imports, environ):
@@ -223,11 +203,7 @@ class Forked:
         self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code, or the negative number of the signal that ended it.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Return its exit code, or the negative number of the signal that ended it."""
         if self._code is None:
             self._answers.settimeout(timeout)
             try:

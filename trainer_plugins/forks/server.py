@@ -76,8 +76,6 @@ def _name_of_thread(thread: str) -> str:
 
 
 class _Received(NamedTuple):
-    """Holds what comes with a call: the folder to delete and file descriptors."""
-
     scratch: bytes
     answers: int
     asked: int
@@ -90,10 +88,9 @@ class _Child(NamedTuple):
 
 
 class _Server:
-    """Forks for each call; tells the caller the process id and, when it ends, the exit code.
+    """Forks for each call, and tells the caller the process id and, when it ends, the exit code.
 
-    Each call comes with a connection. When the caller closes it, or ends, the server kills the
-    child and deletes its folder.
+    When the caller closes the connection or ends, the child is killed and its folder deleted.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -199,7 +196,6 @@ def _open_streams() -> None:
 
 
 def _run(received: _Received) -> None:
-    """Become what `python -m` would have started, and run it."""
     os.setsid()
     with open(received.asked) as asked:
         words, folder, environ, numbers = json.load(asked)

@@ -35,7 +35,6 @@ class MemoryPlugin(BasePlugin):
     def add_callbacks_post_trainer(
         self, cfg: Mapping[str, object], trainer: "Trainer"
     ) -> "list[TrainerCallback]":
-        """Protect the Trainer that axolotl has built."""
         protect(trainer, **_given(cfg))
         return []  # axolotl would add them after its trackers
 

@@ -18,22 +18,16 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
-    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
-
-    Raises:
-        ValueError: a key is misspelt.
-        hydra.errors.InstantiationException: an entry cannot be instantiated.
-    """
+    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls."""
     refuse_unknown(OmegaConf.select(config, "trainer_plugins"))
     entries = OmegaConf.select(config, "trainer_plugins.callbacks") or {}
     return [instantiate(entry) for entry in entries.values() if entry is not None]
 
 
 class AttachToJob(Callback):
-    """Gives every Trainer that a Hydra job builds the callbacks of the job's config.
+    """Gives every Trainer that a Hydra job builds the callbacks of the job's own config.
 
-    Jobs of a multirun that share a process each have their own. If a config is wrong, the job ends
-    before it begins, with one line and exit code 2: Hydra would only warn about an exception.
+    A wrong config ends the job with exit code 2: Hydra would only warn about an exception.
     """
 
     def __init__(self) -> None:

@@ -62,11 +62,10 @@ _KIND_FLAGS = {
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
-    """Read the request of `accelerate launch`, the environment and TrainingArguments.
+    """Read the request from the launcher's command line, the environment and TrainingArguments.
 
-    `accelerate launch` passes neither its flags nor its file to the script, so they are read from
-    the command line of the process that launched this one; without one, the environment counts.
-    `deepspeed` and `fsdp` are TrainingArguments, which override the launch file in transformers.
+    The script gets neither flags nor file of `accelerate launch`; without a launcher, the
+    environment counts. transformers lets `deepspeed` and `fsdp` override the launch file.
     """
     launcher = find_launcher()
     asked = of_launcher(launcher) if launcher is not None else None
@@ -147,7 +146,6 @@ class _File(NamedTuple):
 
 
 def _read_file(launcher: Launcher, flags: Namespace) -> _File:
-    """Read the launch file, if there is one, and correct its misspelt keys."""
     path = launcher.file(flags)
     try:
         config = read_mapping(path)[0] if path is not None else {}

@@ -22,11 +22,7 @@ def names() -> tuple[str, ...]:
 
 
 def path(name: str) -> Path:
-    """Return the path of a shipped file.
-
-    Raises:
-        ConfigError: there is none of this name; the message names the nearest one.
-    """
+    """Return the path of a shipped file, or raise ConfigError, which names the nearest one."""
     known, stem = names(), name.removesuffix(".yaml")
     if stem not in known:
         near = get_close_matches(name, known, 1, 0.4)
@@ -46,14 +42,7 @@ def headline(name: str) -> str:
 
 
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
-    """Write a copy of a shipped file into a folder, with changed values; an error leaves no file.
-
-    An override is `key=value`: `num_processes`, `fsdp_config.fsdp_offload_params`, or one of
-    DeepSpeed (`zero_optimization.reduce_bucket_size`).
-
-    Raises:
-        ConfigError: the name, an override or the folder is wrong, or the file exists.
-    """
+    """Write a copy of a shipped file, with `key=value` overrides; an error leaves no file."""
     target = folder / f"{path(name).stem}.yaml"
     text = read(name)
     for override in overrides:

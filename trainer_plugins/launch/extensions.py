@@ -1,8 +1,7 @@
 """Finds interrupted builds of torch's C++ extensions, which block later launches.
 
-`torch.utils.cpp_extension.load`, which DeepSpeed uses on first use of CPUAdam and others, makes a
-file named `lock`, for whose end all others wait (`FileBaton.wait`). A process that is killed while
-it compiles leaves the file behind. While a build runs, its process has the file open.
+`torch.utils.cpp_extension.load` makes a file named `lock`, for whose end others wait. A process
+killed while it compiles leaves it behind; while a build runs, its process has it open.
 """
 
 import functools

@@ -148,11 +148,7 @@ def _driver() -> str:
 
 
 def override_of(names: Collection[str]) -> str:
-    """Return the prefix of a Hydra override of these names, such as `++trainer.args.`, or nothing.
-
-    It is the part of the job's config that has most of them, by the file that Hydra writes before a
-    job begins.
-    """
+    """Return the prefix under which Hydra's job config has most of these names, if any."""
     module: Any = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return ""

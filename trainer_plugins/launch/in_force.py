@@ -26,8 +26,7 @@ def read_in_force(
 ) -> Strategy:
     """Read the strategy from the objects that do the work, not from their settings.
 
-    `wrapper` is `trainer.model_wrapped`. `world_size` is accelerate's count: the process group may
-    be larger, if each rank trains alone. `device` is a type, such as `cuda`.
+    `world_size` is accelerate's: the process group may be larger, if each rank trains alone.
     """
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)

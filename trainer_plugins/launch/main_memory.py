@@ -22,7 +22,6 @@ class HostNeed:
 
     @property
     def process_bytes(self) -> int:
-        """Return the memory of the processes without tensors."""
         return self.num_ranks * PROCESS_BYTES
 
     @property
@@ -41,11 +40,7 @@ class HostLimits:
     def of(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
     ) -> "HostLimits":
-        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default.
-
-        Raises:
-            ValueError: one of them is no size.
-        """
+        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default."""
         return cls(
             total_bytes=here_bytes if host_memory is None else _size("--host-memory", host_memory),
             pinned_bytes=None if pinned_memory is None else _size("--pinned-memory", pinned_memory),

@@ -1,8 +1,4 @@
-"""Masks secrets in records of a run: arguments, configs, command lines, source lines.
-
-Three things reveal a secret: its name, at any depth and in any notation; a form that its issuer
-publishes; and random letters and digits (`secret_words`).
-"""
+"""Masks what a name, an issuer's published form or random letters and digits show as a secret."""
 
 import os
 import re
@@ -85,12 +81,10 @@ def masked_command(command: Iterable[str]) -> tuple[str, ...]:
 
 
 def masked(value: object, kind: Kind = Kind.PLAIN, depth: int = 0) -> object:
-    """Return a value as JSON has it, without secrets, at any depth.
+    """Return a value as JSON has it (else as text), without secrets; `kind` is that of its name.
 
     >>> masked({"hub_token": "abc", "seed": 1, "kwargs": {"api_keys": ["x"], "path": "y"}})
     {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'api_keys': ['(hidden)'], 'path': 'y'}}
-
-    Values that JSON does not know become text. `kind` is that of the name above the value.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -217,7 +217,6 @@ def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | N
 
 
 def _head(text: str, end: int) -> str:
-    """Return what precedes a position in its line."""
     start = max(0, end - _HEAD_CHARACTERS)
     return text[max(start, text.rfind("\n", start, end) + 1) : end]
 
@@ -244,7 +243,6 @@ def _found(rule: Rule, message: str, fatal: str) -> OutOfMemory:
 
 
 def _number(patterns: tuple[str, ...], message: str) -> int | None:
-    """Return the bytes that the first fitting pattern finds."""
     matches = (re.search(pattern, message) for pattern in patterns)
     return next((_bytes(*match.groups()) for match in matches if match), None)
 
@@ -283,10 +281,9 @@ def _contradiction(found: OutOfMemory) -> str:
 
 
 def _own_marked(found: OutOfMemory) -> list[tuple[int | None, int]]:
-    """Return the processes of a message, with pid None for the one that failed.
+    """Set pid None for the failed process: the smallest that holds what torch has reserved.
 
-    In a container torch does not know its own pid outside. The failed process holds what torch has
-    reserved plus a context; of those that fit, the smallest is taken.
+    In a container torch does not know its own pid outside.
     """
     holders = list(found.process_bytes)
     own_bytes = (found.allocated_bytes or 0) + (found.unused_bytes or 0)

@@ -107,10 +107,7 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 
 
 def say_at_exit(with_children: bool = False) -> None:
-    """Write to stderr when this process ends, if it built no Trainer while attached.
-
-    If its children attach too, a launcher whose children do the work reports nothing.
-    """
+    """Write to stderr when this process ends, if neither it nor a child of it built a Trainer."""
     if _state.says_at_exit:
         return
     _state.says_at_exit = True

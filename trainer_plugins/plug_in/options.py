@@ -163,11 +163,7 @@ class MemoryArguments:
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
-    """Build the arguments that `attach` and `protect` take: a preset, and options without prefix.
-
-    Raises:
-        ValueError: an unknown preset or option (the nearest one is named), or a bad value.
-    """
+    """Build the arguments of `attach` and `protect`, or raise ValueError with the nearest name."""
     known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:

@@ -1,7 +1,4 @@
-"""Our folder in a run's output_dir: its JSON files, and how files there are opened and replaced.
-
-`run.json` is followed by `run-2.json`; no file is overwritten by a later run.
-"""
+"""Our folder in a run's output_dir: `run.json`, for a later run `run-2.json`, and so on."""
 
 import errno
 import json
@@ -46,13 +43,7 @@ def places_of_run(output_dir: Path) -> tuple[Path, Path]:
 
 
 def write_new(output_dir: Path, stem: str, value: object) -> Path:
-    """Write a value to `<stem>.json`, or to the first free one of `<stem>-2.json` and so on.
-
-    The file is in our folder of this output_dir, complete or not at all.
-
-    Raises:
-        OSError: the folder cannot be made or written, or is full.
-    """
+    """Write a value to the first free one of `<stem>.json`, `<stem>-2.json`, ..., or nothing."""
     text = json.dumps(value, indent=1, default=str)
     folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +73,7 @@ def rewrite(path: Path, text: str) -> None:
 
 
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
-    """Read the values that `write_new` wrote under a stem, which is a regular expression.
-
-    Files that are damaged, or in a later version's format, are left out.
-    """
+    """Read what `write_new` wrote under a stem (a regular expression), without damaged files."""
     paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
     return [value for path in ours if (value := read_one(path, kind)) is not None]
@@ -100,12 +88,7 @@ def read_one(path: Path, kind: type[T]) -> T | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of at most 16 MiB.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: it is not JSON, or too long.
-    """
+    """Read a JSON file of at most 16 MiB, or raise OSError, or ValueError for what is none."""
     with BufferedReader(open_regular(path, "r")) as file:
         text = file.read(_LONGEST_BYTES + 1)
     if len(text) > _LONGEST_BYTES:
@@ -117,11 +100,7 @@ def read_json(path: Path) -> Any:
 
 
 def open_regular(path: Path, mode: str) -> FileIO:
-    """Open a regular file, as `io.FileIO` does, without ever blocking.
-
-    Raises:
-        OSError: it cannot be opened, or it is a FIFO, a device, a socket or a folder.
-    """
+    """Open a regular file as `io.FileIO` does; a FIFO raises OSError instead of blocking."""
     file = FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | _DO_NOT_WAIT, 0o666))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -133,14 +112,7 @@ def open_regular(path: Path, mode: str) -> FileIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a draft next to `path`, which replaces it when the block ends.
-
-    The file gets the mode of any new file. If the block raises, the draft is removed and `path`
-    stays as it was. A process that has the old file open keeps it.
-
-    Raises:
-        OSError: the folder cannot be written, is full, or `path` is a folder.
-    """
+    """Write a draft with a new file's mode, which replaces `path` if the block does not raise."""
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
     # "x" is O_CREAT | O_EXCL: anything already there, even a symlink, is an error, so that no
     # other file is overwritten.

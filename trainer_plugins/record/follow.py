@@ -44,7 +44,6 @@ class RankRun:
         self._num_in_stretch = 0
 
     def add(self, entry: Entry) -> None:
-        """Add the next entry."""
         self.last = entry
         if isinstance(entry, Sample):
             self.sample = entry
@@ -74,9 +73,8 @@ class RankRun:
 class _RankFile:
     """Reads what is new in the timeline of one rank.
 
-    If the last line that was read is no longer in its place, the file was thinned, emptied, or
-    created again, and is read from the start. Inode numbers would not show that: file systems
-    reuse them.
+    If its last line is not in its place, the file was thinned or created again, and is read from
+    the start. Inode numbers would not show that: file systems reuse them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,11 +85,7 @@ class _RankFile:
         self._last_line = b""
 
     def read_on(self) -> None:
-        """Read the new lines; an incomplete one waits for its other half.
-
-        Raises:
-            OSError: the file cannot be read, or is not a regular file.
-        """
+        """Read the new lines; an incomplete one waits for its other half."""
         with BufferedReader(open_regular(self.path, "r")) as file:
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:
@@ -127,11 +121,7 @@ class Follower:
         self._files: dict[int, _RankFile] = {}
 
     def look(self) -> dict[int, RankRun]:
-        """Read what is new, and return how far each rank of the last run is; empty before it.
-
-        Raises:
-            OSError: a timeline cannot be read, or is not a regular file.
-        """
+        """Read what is new, and return how far each rank of the last run is; empty before it."""
         self._files = {
             rank: self._files.get(rank) or _RankFile(path)
             for rank, path in rank_files(self.run_dir).items()

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Holds one run: a training with the evaluations around it, or evaluations alone.
-
-    A resumed run is a run of its own.
-    """
+    """Holds one run: a training with the evaluations around it, or evaluations alone."""
 
     timelines: Mapping[int, Sequence[Entry]]
     """The entries by rank; at least one rank, with at least one entry each."""
@@ -50,11 +47,7 @@ class History:
     """Lines that are not entries, by rank: incomplete, damaged, or of a later version."""
 
     def of_rank(self, rank: int) -> "History":
-        """Return the history of one rank.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the history of one rank, or raise ValueError."""
         if rank not in self.files:
             known = ", ".join(map(str, self.files))
             raise ValueError(f"rank {rank} wrote nothing here; ranks with a file: {known}")
@@ -66,12 +59,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the timelines of all ranks of a folder.
-
-    Raises:
-        ValueError: there are none.
-        OSError: a file cannot be read, or is not a regular file.
-    """
+    """Read the timelines of all ranks of a folder, or raise ValueError if there are none."""
     files = rank_files(run_dir)
     if not files:
         raise ValueError(
@@ -104,10 +92,7 @@ def _files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 class RunSplitter:
-    """Finds where the entries of one process on one rank begin a new run.
-
-    Within a run steps never decrease. Several callbacks note its beginning, each of them once.
-    """
+    """Finds where one rank's entries begin a new run: within a run steps never decrease."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -115,7 +100,6 @@ class RunSplitter:
         self._begun: set[type[Entry]] = set()
 
     def begins_run(self, entry: Entry) -> bool:
-        """Take the next entry, and return whether a run begins with it."""
         is_beginning = isinstance(entry, Beginning)
         if isinstance(entry, Sample):
             is_beginning = entry.moment == "begin"
@@ -145,11 +129,7 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
 
 
 def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
-    """Join the parts that ranks wrote at the same time into runs; no rank is in a run twice.
-
-    Args:
-        runs: for each part its rank, the times of its first and last entry, and its content.
-    """
+    """Join parts (rank, times of first and last entry, content) that overlap in time."""
     joined: list[dict[int, T]] = []
     last_seconds = 0.0
     for rank, began, ended, run in sorted(runs, key=itemgetter(1)):

@@ -15,10 +15,7 @@ class MemoryMetrics:
     peak_bytes: int  # the peak of tensors, in training, evaluation or save
     reserved_bytes: int  # what this process's caching allocator held at the last reading
     foreign_bytes: int
-    """What others held at the last reading.
-
-    That is memory outside torch, minus what this run took there while it warmed up.
-    """
+    # outside torch at the last reading, minus what this run took there while it warmed up
 
     pressure_fraction: float  # the highest pressure (see `MemoryReading`), 0 to 1
     num_alloc_retries: int
@@ -33,10 +30,7 @@ def metrics_of(
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
 ) -> MemoryMetrics:
-    """Sum up the readings and releases since the previous log line, whose last reading is `before`.
-
-    There is at least one reading. This run may hold `own_non_torch_bytes` outside torch.
-    """
+    """Sum up the readings and releases since the previous log line, which saw `before`."""
     last = readings[-1]
     return MemoryMetrics(
         peak_bytes=max(reading.peak_allocated_bytes for reading in readings),

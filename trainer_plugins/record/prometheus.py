@@ -22,11 +22,8 @@ _HELP = {
 class PrometheusFile:
     """Writes the newest metrics of one rank to `<folder>/trainer_plugins-rank-<rank>.prom`.
 
-    Each write replaces the entire file. Metrics have base units and Prometheus-style names; sums
-    since the previous log line become counters. The file stays after the run, and its age shows
-    that it is over (`node_textfile_mtime_seconds`). If it cannot be written, that is logged once
-    and never raised.
-
+    Sums since the previous log line become counters. The file stays after the run: its age shows
+    that it is over (`node_textfile_mtime_seconds`). A failed write is logged once, never raised.
     Source: https://github.com/prometheus/node_exporter#textfile-collector
     """
 
@@ -40,7 +37,6 @@ class PrometheusFile:
         self._warned = False
 
     def write(self, metrics: MemoryMetrics) -> None:
-        """Replace the metrics in the file with these."""
         self._num_alloc_retries += metrics.num_alloc_retries
         self._flush_seconds += metrics.flush_seconds
         try:

@@ -33,16 +33,9 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight consecutive readings of one moment four stay, including those with the highest peak,
-    reserved memory, use of the device and pressure. They stay unchanged, except for the number of
-    readings they represent. Releases are added up in pairs. Findings, beginnings, ends and lines
-    that are not entries stay. The newest quarter is copied unchanged.
-
-    A process that has the file open keeps the old file; a kill at any moment leaves either the old
-    file or the new one.
-
-    Raises:
-        OSError: it cannot be read, or its folder cannot be written; the file is unchanged then.
+    Of eight readings of one moment four stay, with the maxima of peak, reserved, used and pressure;
+    releases are added up in pairs; the newest quarter and all other lines are copied unchanged. A
+    process that has the file open keeps the old one, and so does a kill at any moment.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4

@@ -111,10 +111,7 @@ Entry = Sample | Flush | Remark | Beginning | Failure
 
 
 def to_line(entry: Entry) -> str:
-    """Render an entry as one line of JSON, without the line feed.
-
-    Sizes stay in bytes; `run` names the process.
-    """
+    """Render an entry as one line of JSON, without the line feed; `run` names the process."""
     if isinstance(entry, Sample) and entry.num_readings == 1:
         return _to_sample_line(entry)
     record: dict[str, object] = {
@@ -162,11 +159,7 @@ def _to_sample_line(sample: Sample) -> str:
 
 
 def from_line(line: bytes) -> tuple[str, Entry] | None:
-    """Read one line back: the process that wrote it ("" in old files), and the entry.
-
-    None for a line that is not an entry: a later version's kind, half a line of a killed run,
-    impossible values.
-    """
+    """Read a line's process ("" in old files) and entry; None for damage, or a later version's."""
     try:
         record = json.loads(line.decode())
         entry = from_json(_KINDS[record["kind"]], record | dict.fromkeys(_PARTS, record))
@@ -178,11 +171,7 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
-    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
+    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry."""
     with BufferedReader(open_regular(path, "r")) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
             if len(line) == LONGEST_LINE_BYTES:
@@ -203,13 +192,11 @@ def read_timeline(path: Path) -> list[Entry]:
 
 
 class Timeline:
-    """Keeps a history of entries, oldest first, the last `capacity` of them in memory.
+    """Keeps the last `capacity` entries, oldest first; with a `path` also appends each to a file.
 
-    With a `path` each entry is also appended to that file, one line in one write, so that it
-    survives the death of the process. An entry costs about 20 microseconds. If the file cannot be
-    written, that is logged once and never raised: training goes on, and entries in memory are
-    written once there is room again. If the file is removed, that is logged once and it is created
-    again. A file of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    One write of one line survives the death of the process. If it fails, that is logged once and
+    never raised; entries in memory are written once there is room again. A removed file is created
+    again, one over `MAX_FILE_BYTES` is thinned. An entry costs about 20 microseconds.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -230,7 +217,6 @@ class Timeline:
         """Called with every entry that is added. A copy has none."""
 
     def add(self, entry: Entry) -> None:
-        """Append an entry."""
         self._entries.append(entry)
         self.num_added += 1
         if isinstance(entry, Flush):
@@ -345,10 +331,7 @@ _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """Return the timeline of one rank of a run: `memory/rank-<rank>.jsonl` in our folder there.
-
-    Every caller gets the same object.
-    """
+    """Return the one timeline of a rank of a run: `memory/rank-<rank>.jsonl` in our folder."""
     path = folder_of_run(Path(output_dir).absolute()) / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)
     if timeline is None:

@@ -11,13 +11,9 @@ T = TypeVar("T")
 
 
 def from_json(kind: Callable[..., T], record: object) -> T:
-    """Construct a dataclass from its fields in a record; missing fields take their defaults.
+    """Construct a dataclass from a record, without fields that it lacks: a later version's.
 
-    Numbers must fit in 64 bits. Fields that the class lacks are from a later version and ignored.
-
-    Raises:
-        TypeError: a field without a default is missing, or a value does not have the field's type.
-        ValueError: the class rejects its values.
+    It raises TypeError or ValueError for a wrong value; numbers must fit in 64 bits.
     """
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")

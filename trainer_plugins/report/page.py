@@ -19,11 +19,9 @@ _WIDE = 10_000  # width in characters for a file or another program, where nothi
 
 
 def show(page: RenderableType) -> None:
-    """Print a page to standard output.
+    """Print a page to standard output; markup and control characters in its text stay visible text.
 
-    Names and messages in it are untrusted: markup in them stays text, and control characters become
-    visible (`printable`). A terminal wraps text, but no table wider than itself, nor text that
-    forbids it. Elsewhere nothing is wrapped.
+    A terminal wraps text, but no table wider than itself; elsewhere nothing is wrapped.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE

@@ -53,7 +53,6 @@ class Case:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the readings after steps of training."""
         samples = (each for each in self.entries if isinstance(each, Sample))
         return [each for each in samples if each.moment == "train"]
 
@@ -131,7 +130,6 @@ class Case:
 
     @property
     def is_expandable(self) -> bool:
-        """Return whether the run was told to use expandable segments."""
         option = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
         return any(option in text for text in self.record.run.allocator.values())
 

@@ -31,14 +31,9 @@ _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpe
 
 
 def explain_run(folder: Path, predicts: bool = False) -> Explanation:
-    """Explain the last run of a folder, from its records, `run.json` and timelines.
+    """Explain the last run of a folder, or raise ValueError if no run wrote into it.
 
     It imports no torch, unless the run ended without a word: then it looks whether it still runs.
-    If it `predicts`, the planner says in a subprocess what each remedy brings.
-
-    Raises:
-        ValueError: no run wrote into this folder.
-        OSError: a file of a timeline cannot be read.
     """
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
     if not records and not facts and history is None:
@@ -123,7 +118,6 @@ def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
 def _by_text(
     record: OomRecord, causes: tuple[Cause, ...]
 ) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
-    """Ask what the text of the error shows, where its numbers show only that the card is full."""
     lines = ["Traceback (most recent call last):"]
     for frame in record.frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
@@ -182,7 +176,6 @@ def _facts(case: Case) -> tuple[str, ...]:
 
 
 def _of_plan(plan: Planned) -> str:
-    """Say what a plan had predicted before."""
     verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
     of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
     return (

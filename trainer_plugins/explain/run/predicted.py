@@ -1,7 +1,4 @@
-"""predicted: what the planner predicts of the remedies of a run, from what it wrote about itself.
-
-It imports no torch; the planner's subprocess does, which takes seconds.
-"""
+"""predicted: a subprocess plans a run with each remedy, from what the run wrote about itself."""
 
 import json
 import sys
@@ -181,7 +178,6 @@ def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
 
 
 def _typed(each: Proposal) -> str:
-    """Write the options of a plan as a run is given them."""
     do = each.flags
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
@@ -190,7 +186,6 @@ def _typed(each: Proposal) -> str:
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
-    """Compare a peak with that of the plan of the run as it was."""
     saved = plan.nvidia_smi_peak_bytes - peak_bytes
     change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more"
     spare = (plan.capacity_bytes or 0) - peak_bytes
@@ -208,11 +203,7 @@ def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
 
 
 def request_of(case: Case) -> PlanRequest:
-    """Make the request for a plan of the run as it was, on the card as it was.
-
-    Raises:
-        PlanError: what is recorded is not enough; the message says what is missing.
-    """
+    """Make the request for a plan of the run as it was, on the card as it was."""
     record, run = case.record, case.record.run
     device = run.device.split(":")[0]
     if record.call != "train":

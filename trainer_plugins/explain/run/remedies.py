@@ -55,7 +55,6 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
 
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
-    """Fill an advice with the numbers of a record; None if it does not apply."""
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
     if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
@@ -78,10 +77,7 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
-    """Return the most rows that divide the batch and should fit, and the bytes that they need.
-
-    Where nothing was counted, that is half the rows, and 0 bytes.
-    """
+    """Return the most rows that should fit, and their bytes; half and 0 if none were counted."""
     divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
     if case.record.alive is None or not case.total:
         return next((each for each in divisors if each <= rows // 2), 1), 0

@@ -120,11 +120,7 @@ class Snapshot:
 
 
 def read(path: Path) -> Snapshot:
-    """Read a snapshot of torch.
-
-    Raises:
-        NotReadableError: the file is not one, or is damaged.
-    """
+    """Read a snapshot of torch, or raise NotReadableError."""
     with no_collection():
         raw = load(path)
         if isinstance(raw, list):  # torch.cuda.memory_snapshot()

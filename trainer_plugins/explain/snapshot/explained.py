@@ -29,13 +29,7 @@ _NOT_REPLAYED = ("eval-logits", "generate-cache")
 
 
 def explain_snapshot(path: Path) -> Explanation:
-    """Say why the run behind a snapshot ran out of memory, or what held its memory at the peak.
-
-    `causes` is empty if the snapshot holds no OOM.
-
-    Raises:
-        NotReadableError: the file is not a snapshot, is damaged, or would run code.
-    """
+    """Say why a run ran out of memory, or without an OOM (no causes) what was held at the peak."""
     return explained_case(path)[1]
 
 
@@ -175,13 +169,7 @@ def _in_bytes(num_bytes: int) -> str:
 
 
 def compare_snapshots(before: Path, after: Path) -> Explanation:
-    """Show what a second snapshot holds more than a first one, at the moment of each dump.
-
-    A snapshot that ended in an OOM is compared at that OOM: its dump shows what was left after it.
-
-    Raises:
-        NotReadableError: one of the files is not a snapshot.
-    """
+    """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
     with no_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)

@@ -1,8 +1,7 @@
 """Held: what a card's memory held at one moment, by category and by source line.
 
-Frames show during which work a block was allocated, and its end shows what it was for: what a
-forward pass allocates and the backward pass still needs is an activation, what is freed within the
-pass was temporary; what outlives a backward pass is a gradient.
+What a forward pass allocates and the backward pass still needs is an activation, what is freed
+within the pass was temporary, and what outlives a backward pass is a gradient.
 """
 
 from bisect import bisect_right
@@ -56,7 +55,6 @@ class Held:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return what the allocator counts as allocated."""
         return sum(self.categories.values()) - self.categories.get("waiting", 0)
 
 
@@ -69,10 +67,7 @@ class Pass(NamedTuple):
 
 
 class Sorter:
-    """Sorts the blocks of a card into categories.
-
-    What happens after `end`, an OOM, unwinds the error, and does not show what a block was for.
-    """
+    """Sorts a card's blocks into categories; frees after `end`, an OOM, only unwind the error."""
 
     def __init__(
         self, snapshot: Snapshot, card: Card, lives: Sequence[Life], end: int | None = None
@@ -95,7 +90,6 @@ class Sorter:
         self._logits_bytes = self._sizes_of_losses()
 
     def meaning(self, stack: int) -> Meaning:
-        """Read a stack by its number, once."""
         if stack not in self._meanings:
             self._meanings[stack] = meaning_of(self._stacks[stack])
         return self._meanings[stack]
@@ -201,10 +195,7 @@ class Sorter:
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 
     def _sizes_of_losses(self) -> frozenset[int]:
-        """Return the size of the largest tensor of a loss, rows x vocabulary in float32.
-
-        The logits have it too, or half of it where the model computes in 16 bits.
-        """
+        """Return the sizes in float32 and 16 bits of a loss's largest tensor, rows x vocabulary."""
         losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
         largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

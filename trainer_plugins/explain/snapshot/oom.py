@@ -75,11 +75,7 @@ class SnapshotCase:
 
 
 def case_of(path: Path) -> SnapshotCase:
-    """Read a snapshot, and bring its main card to the moment that matters.
-
-    Raises:
-        NotReadableError: it is not a snapshot.
-    """
+    """Read a snapshot, and bring its main card to the moment that matters."""
     snapshot = read(path)
     card = snapshot.main_card()
     repeated, why = None, ""

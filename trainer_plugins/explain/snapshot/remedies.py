@@ -108,7 +108,6 @@ class _Trial:
         return "the same trace fits with none of the other settings either"
 
     def _joined(self, words: str) -> str:
-        """Put an option next to the user's others."""
         variable, _, option = words.partition("=")
         text = self.case.snapshot.settings.get(variable)
         if not isinstance(text, str) or not re.fullmatch(r"[\w:.,\[\]-]{1,200}", text):

@@ -39,8 +39,7 @@ class Card(Protocol):
 class ModelCard:
     """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule from `start`.
 
-    `rules`, else CUDA's defaults, hold from the first event on, since no setting may keep the
-    blocks before it from where they were.
+    `rules` hold from the first event on: no setting may keep older blocks from where they were.
     """
 
     def __init__(

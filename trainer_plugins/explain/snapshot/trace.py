@@ -1,8 +1,4 @@
-"""Trace: the events of one card, and its segments as they were at the first of them.
-
-A snapshot holds the segments at its end, and the last events before. `trace_of` undoes the events,
-the last one first.
-"""
+"""Trace: the events of one card, and its segments before them, found by undoing the events."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,11 +82,7 @@ def has_lost_its_end(card: Card) -> bool:
 
 
 def trace_of(card: Card, source: str) -> Trace:
-    """Undo the events of a card, as far as all are known.
-
-    Raises:
-        NotModelledError: it holds what the allocator's model does not have.
-    """
+    """Undo the events of a card, as far as all are known, or raise NotModelledError."""
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
     has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
@@ -103,8 +95,6 @@ def trace_of(card: Card, source: str) -> Trace:
 
 
 class _Start:
-    """Finds what was there at the first event."""
-
     def __init__(self, card: Card, events: Sequence[Event], expandable: bool) -> None:
         self._expandable = expandable
         self._events = events
@@ -174,9 +164,8 @@ class _Start:
     ) -> Iterator[tuple[State, int]]:
         """Cut a range into its blocks.
 
-        The file lacks the size of a block that was freed within the trace. It is that of its
-        request, plus in the large pool a rest of 1 MiB or less, which the allocator does not cut
-        off.
+        A block that was freed within the trace has the size of its request, plus in the large pool
+        a rest of 1 MiB or less, which the allocator does not cut off.
         """
         position = start
         for address, following in pairwise([*inside, end]):

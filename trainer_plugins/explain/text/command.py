@@ -37,11 +37,7 @@ _LAUNCHERS = (
 
 
 def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
-    """Return the command line of a run, its launcher included, quoted so that nothing is executed.
-
-    It is the one that the text shows, else one made of what a launcher prints of its ranks, else of
-    the outermost frame.
-    """
+    """Return the command line of a run, with its launcher, quoted so that nothing is executed."""
     if words := shown(text):
         return shlex.join(words)
     several = writer.isdigit() or "local_rank" in text

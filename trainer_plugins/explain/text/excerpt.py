@@ -1,7 +1,4 @@
-"""Finds the first OOM of a log of any size, and keeps the lines around it.
-
-Lines are cleaned of what terminals, launchers and loggers put around the words.
-"""
+"""Finds the first OOM of a log of any size, and keeps the lines around it, cleaned."""
 
 import codecs
 import re
@@ -101,13 +98,7 @@ def _clean_line(raw: str) -> Line:
 
 
 def find_first(stream: BinaryIO) -> Excerpt:
-    """Read a log until its first OOM and a little further.
-
-    Memory is bounded, and time is linear in the length, whatever the bytes are.
-
-    Raises:
-        ValueError: it is empty, or is not text.
-    """
+    """Read a log until its first OOM and a little further, in bounded memory and linear time."""
     head = buffer = ""
     scanned, is_cut = 0, False
     for text, is_last in _texts(stream):

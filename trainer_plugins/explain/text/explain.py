@@ -47,11 +47,7 @@ def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
 
 
 def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
-    """Explain the first OOM of a log of any size.
-
-    Raises:
-        ValueError: it is empty, or is not text.
-    """
+    """Explain the first OOM of a log of any size, or raise ValueError if it is empty or no text."""
     return explain_excerpt(find_first(stream), subject)
 
 

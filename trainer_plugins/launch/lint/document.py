@@ -36,11 +36,9 @@ class Document:
     json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
     def in_accelerate(self, name: str) -> object:
-        """Return the value at a dotted name of the accelerate part; None if there is none."""
         return part(self.accelerate or {}, name)
 
     def in_deepspeed(self, name: str) -> object:
-        """Return the value at a dotted name of the DeepSpeed part; None if there is none."""
         return part(self.deepspeed or {}, name)
 
     @property
@@ -89,11 +87,7 @@ def part(config: Mapping, name: str) -> object:
 
 
 def read_document(path: Path) -> Document:
-    """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not hold a mapping.
-    """
+    """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON, or raise ConfigError."""
     loaded, duplicates = read_mapping(path)
     of_accelerate = {"distributed_type", "compute_environment", "deepspeed_config"}
     if path.suffix == ".json" and of_accelerate.isdisjoint(loaded):

@@ -1,9 +1,7 @@
 """The keys that accelerate and DeepSpeed read (a renamed one twice), and what each may hold.
 
-Sources, in accelerate 1.15: commands/config/config_args.py and commands/launch.py. In DeepSpeed
-0.19.8: runtime/config.py and constants.py, runtime/zero/config.py with offload_config.py,
-precision_config.py, zenflow_config.py and leaf_module_config.py, and swap_tensor/constants.py for
-`aio`.
+Sources: accelerate 1.15, commands/config/config_args.py and commands/launch.py; DeepSpeed 0.19.8,
+constants.py and the configs in runtime/, and swap_tensor/constants.py for `aio`.
 """
 
 Keys = dict[str, str]  # the kind of each key: the name of a parameter of `_keys`

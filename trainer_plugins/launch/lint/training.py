@@ -38,9 +38,6 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 
     >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
     {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
-
-    Raises:
-        ConfigError: a value has no name.
     """
     found: dict[str, object] = {}
     waiting: str | None = None  # the name of a flag whose value may follow

@@ -26,7 +26,6 @@ class Span:
         return round(WIDTH * min(max(seconds / self.seconds, 0.0), 1.0), 1)
 
     def percent(self, time_seconds: float) -> float:
-        """Return where a time since the epoch lies."""
         return percent_of(self.place(time_seconds - self.began_seconds))
 
 

@@ -51,11 +51,7 @@ def run_page(
     plan: MemoryPlan | None = None,
     predicts: bool = False,
 ) -> Page:
-    """Render the last run of a folder; `ending` tells its end, if its timeline does not.
-
-    Raises:
-        ValueError: no run has left an entry, or the plan is of another run.
-    """
+    """Render the last run of a folder; `ending` tells its end, if its timeline does not."""
     if not history.runs:
         raise ValueError(f"{printable(folder)}: the timelines have no entries, nothing to draw")
     run = history.runs[-1]

@@ -202,7 +202,6 @@ def _by_table(facts: TextFacts) -> Cause | None:
 
 
 def _at_first_touch(facts: TextFacts) -> Cause | None:
-    """A driver refuses the first thing it is asked for."""
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
     if facts.oom.source != "driver" or not facts.failed or is_later:
         return None

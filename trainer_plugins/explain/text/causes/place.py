@@ -64,7 +64,6 @@ class ByFrame:
     within: str = ""  # a frame that must be there as well
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        """Judge the frames."""
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
             return None

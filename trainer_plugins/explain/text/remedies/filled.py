@@ -66,7 +66,6 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
-    """Say how much less is needed, in a custom loop."""
     effect, asked, free = "", facts.asked, facts.free
     if facts.framework and asked:
         effect = f"{size(asked)} were asked for at once"
@@ -76,7 +75,6 @@ def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _with_asked(one: Advice, facts: TextFacts) -> Remedy:
-    """Say how much was asked for at the place that it changes."""
     asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
     return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
 
