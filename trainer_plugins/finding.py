@@ -58,7 +58,6 @@ class Finding:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
 
     def as_json(self) -> dict[str, object]:
-        """Return the fields for JSON, with the severity by name."""
         return {**asdict(self), "severity": self.severity.name}
 
     def worse_than(self, other: "Finding") -> bool:

@@ -48,8 +48,7 @@ class LongestRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, num: int) -> Any:
-        """Collate the longest rows; the short one, which is padded, is the last of all."""
+    def batch(self, num: int) -> Any:  # the last of all is the short one, which is padded
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
@@ -129,7 +128,6 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
 
 
 def _of_columns(dataset: Any, names: list[str]) -> Lengths:
-    """Read the lengths of all rows from Arrow's offsets."""
     columns: dict[str, _Numbers] = {}
     for name in names:
         chunks = dataset.data.column(name).chunks
@@ -170,7 +168,6 @@ def _num(column: Any) -> _Numbers:
 
 
 def _of_rows(dataset: Any, seconds: float) -> Lengths:
-    """Fetch rows one by one until the time is over."""
     until, looked, found = time.monotonic() + seconds, [], []
     for index in _spread(len(dataset)):
         row = dataset[index]
@@ -187,13 +184,11 @@ def _of_rows(dataset: Any, seconds: float) -> Lengths:
     return Lengths(rows[order], columns, len(dataset))
 
 
-def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
-    """Return whether a row has names: a dict, or an object like one, as a `BatchEncoding`."""
+def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:  # a dict, or like one
     return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
-def _spread(num: int) -> Iterator[int]:
-    """Return all indices in an order whose beginnings are spread evenly: by the golden ratio."""
+def _spread(num: int) -> Iterator[int]:  # by the golden ratio
     step = max(1, round(num * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num) > 1:
         step += 1
@@ -221,6 +216,5 @@ def _counted(names: list[str]) -> list[str]:
     return [name for name in names if _holds_tokens(name) or name in known] or names
 
 
-def _holds_tokens(name: str) -> bool:
-    """Return whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
+def _holds_tokens(name: str) -> bool:  # `input_ids`, TRL's `prompt_ids`, ...
     return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))

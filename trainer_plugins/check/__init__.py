@@ -31,8 +31,7 @@ class Checklist:
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 
     @property
-    def worst(self) -> Severity:
-        """Return the highest severity; INFO if nothing was found."""
+    def worst(self) -> Severity:  # INFO if nothing was found
         return max((finding.severity for finding in self.findings), default=Severity.INFO)
 
 

@@ -225,7 +225,6 @@ def _kind(entry: str) -> str:
 
 
 def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str]:
-    """Return the UUID that an entry names, or why it names none."""
     if _kind(entry) == _NUMBER:
         if entry.isdecimal() and int(entry) < len(cards):
             return cards[int(entry)].uuid, ""

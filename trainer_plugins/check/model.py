@@ -219,8 +219,7 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
     return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
 
 
-def _is_whole(facts: Facts) -> bool:
-    """Return whether each rank has all weights, gradients and states on its card."""
+def _is_whole(facts: Facts) -> bool:  # has all weights and states on each card
     families = ("nothing", "DDP", "DataParallel")
     return facts.strategy is not None and facts.strategy.family in families
 

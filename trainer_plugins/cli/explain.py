@@ -98,7 +98,6 @@ def _explained(path: str, predicts: bool) -> "Explanation":
 
 
 def _drawn(paths: list[str], html: Path) -> "Explanation":
-    """Write the page of a snapshot, and return its explanation."""
     from trainer_plugins.explain.snapshot.explained import explained_case
     from trainer_plugins.report.html.snapshot_page import snapshot_page
 

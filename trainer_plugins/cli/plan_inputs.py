@@ -49,7 +49,6 @@ def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, 
 
 
 def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
-    """Return the flags of TRL's config for a vLLM on the training card."""
     if share is None:
         return ()
     if trainer not in ("grpo", "rloo", "gmpo"):

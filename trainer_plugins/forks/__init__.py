@@ -94,8 +94,7 @@ class ForkServer:
             return False  # it was idle and has ended
         return self._needs == _needs(imports, environ)
 
-    def is_ready(self, timeout: float) -> bool:
-        """Wait until the imports are over, and return whether they are."""
+    def is_ready(self, timeout: float) -> bool:  # are the imports over?
         if self._refusal is None:
             self._control.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
@@ -215,8 +214,7 @@ class Forked:
                 self._code = -signal.SIGKILL
         return self._code
 
-    def end(self) -> None:
-        """Kill what is left of its group, and wait for it."""
+    def end(self) -> None:  # with what is left of its group
         if self._code is None:
             with contextlib.suppress(OSError):
                 self._answers.shutdown(socket.SHUT_WR)
@@ -258,8 +256,7 @@ class NewPython:
                 start_new_session=True,
             )
 
-    def end(self) -> None:
-        """Kill what is left of its group, and wait for it."""
+    def end(self) -> None:  # with what is left of its group
         self._guard.kill()
         self._guard.wait()
         self._lifeline.close()

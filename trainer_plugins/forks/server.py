@@ -105,8 +105,7 @@ class _Server:
         self._waits.register(control, selectors.EVENT_READ)
         self._waits.register(self._bell, selectors.EVENT_READ)
 
-    def answer(self) -> _Received | None:
-        """Return what came with the call in each child, and None in the server when it ends."""
+    def answer(self) -> _Received | None:  # None in the server
         has_caller = True
         while has_caller or self._children:
             ready = self._waits.select(None if self._children else _IDLE_SECONDS)
@@ -126,8 +125,7 @@ class _Server:
             self._tell_of_ends()
         return None
 
-    def _fork(self, received: _Received) -> bool:
-        """Fork, and return whether this process is the child."""
+    def _fork(self, received: _Received) -> bool:  # whether this is the child
         answers = socket.socket(fileno=received.answers)
         try:
             pid = os.fork()
@@ -150,8 +148,7 @@ class _Server:
         _tell(answers, pid)
         return False
 
-    def _tell_of_ends(self) -> None:
-        """Report the children that have ended, and kill what they left running."""
+    def _tell_of_ends(self) -> None:  # and kills what they left running
         for answers, (pid, scratch) in list(self._children.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -179,8 +176,7 @@ def _tell(answers: socket.socket, number: int) -> None:
         answers.sendall(NUMBER.pack(number))
 
 
-def _open_streams() -> None:
-    """Open the standard streams again: they have to know whether they can seek."""
+def _open_streams() -> None:  # again: they have to know whether they can seek
     for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
         before = getattr(sys, name)
         size = 0 if before.write_through else -1

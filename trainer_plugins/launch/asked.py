@@ -41,8 +41,7 @@ class Asked:
     flags_beside_json: tuple[str, ...] = ()  # flags that accelerate ignores next to a JSON
 
     @property
-    def family(self) -> str | None:
-        """Return the requested wrapper, as in `Strategy.family`; None if it is not specified."""
+    def family(self) -> str | None:  # as in `Strategy.family`; None if not specified
         kind = self.distributed_type or ""
         if self.one_process_for == "--cpu":
             return "nothing"
@@ -173,8 +172,7 @@ def _prefixed(section: object, name: str) -> dict[str, Any]:
     return {prefix + str(key).removeprefix(prefix): value for key, value in section.items()}
 
 
-def _plain(value: object) -> object:
-    """Convert the value of a flag to the value that YAML would have."""
+def _plain(value: object) -> object:  # of a flag, as YAML would have it
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 

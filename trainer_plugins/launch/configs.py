@@ -87,8 +87,7 @@ def _overridden(text: str, override: str, name: str) -> str:
     return _with_json(text, key, value)
 
 
-def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:
-    """Suggest a key: one that ends with the given name, else a similar one."""
+def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:  # by its end, else by similarity
     sections = keys.ACCELERATE_SECTIONS.items()
     in_sections = [f"{section}.{name}" for section, known in sections for name in known]
     choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
@@ -107,7 +106,6 @@ def _value(written: str) -> object:
 
 
 def _with_line(text: str, key: str, value: object, section: str | None) -> str:
-    """Replace or add one line of YAML; every comment stays where it is."""
     indent = "  " if section else ""
     line = f"{indent}{key}: {json.dumps(value)}"
     present = re.compile(rf"^{indent}{key}:.*$", re.MULTILINE)

@@ -114,8 +114,7 @@ def masked_fields(
     }
 
 
-def _is_value(argument: str, flag: str) -> bool:
-    """Return whether an argument is a value of the flag before it: some values begin with `-`."""
+def _is_value(argument: str, flag: str) -> bool:  # some begin with `-`
     if not flag.startswith("-") or not argument.startswith("-"):
         return flag.startswith("-")
     if not kind_of(flag).is_secret:
@@ -126,7 +125,6 @@ def _is_value(argument: str, flag: str) -> bool:
 
 
 def _masked(text: str, kind: Kind, is_code: bool = False) -> str:
-    """Hide the secrets of a text; in code, a bare word after a name is a name itself."""
     if kind.hides(text):
         return HIDDEN
     if webhook := os.environ.get(VARIABLE, "").strip():
@@ -204,8 +202,7 @@ def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tu
     return (start, start) if is_shown or not kind.hides(text[start:end]) else (start, end)
 
 
-def _closed(text: str, start: int) -> int:
-    """Return the end of the brackets that open here; quoted brackets do not count."""
+def _closed(text: str, start: int) -> int:  # quoted brackets do not count
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)

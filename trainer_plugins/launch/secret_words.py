@@ -59,8 +59,7 @@ class Kind(Enum):
     def is_secret(self) -> bool:
         return self in (Kind.LIKELY, Kind.SURE)
 
-    def hides(self, text: str) -> bool:
-        """Return whether to hide this text, which is the undivided value below the name."""
+    def hides(self, text: str) -> bool:  # all that stands below the name
         if self is Kind.LIKELY and _NO_TOKEN.fullmatch(text):
             return False
         return self.is_secret and not _SWITCH.fullmatch(text)

@@ -84,8 +84,7 @@ class _RankFile:
         self._offset = 0
         self._last_line = b""
 
-    def read_on(self) -> None:
-        """Read the new lines; an incomplete one waits for its other half."""
+    def read_on(self) -> None:  # an incomplete line waits for its other half
         with BufferedReader(open_regular(self.path, "r")) as file:
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:

@@ -22,14 +22,12 @@ class Run:
     """The entries by rank; at least one rank, with at least one entry each."""
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Return the optimizer steps completed before the run and at its end."""
+    def steps(self) -> tuple[int, int]:  # completed before the run and at its end
         first = min(entries[0].step for entries in self.timelines.values())
         return first, max(entry.step for entry in self._entries())
 
     @property
-    def seconds(self) -> tuple[float, float]:
-        """Return the times of the first and last entry, in seconds since the Unix epoch."""
+    def seconds(self) -> tuple[float, float]:  # since the Unix epoch
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
 

@@ -59,7 +59,6 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
 
 
 def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the lines that stay, in order."""
     stay: list[bytes | None] = [*lines]
     groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
     pending: int | None = None

@@ -233,8 +233,7 @@ class Timeline:
         """Return the entries added after the first `num_added`, as far as they are in memory."""
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
-    def close(self) -> None:
-        """Close the file; a later entry opens it again and appends to it."""
+    def close(self) -> None:  # a later entry opens it again
         self._num_taken = 0
         if self._file is not None:
             self._file.close()
@@ -274,8 +273,7 @@ class Timeline:
                 error.strerror,
             )
 
-    def _file_now(self, path: Path) -> FileIO:
-        """Return the file that the path names now: it may have been removed or replaced."""
+    def _file_now(self, path: Path) -> FileIO:  # it may have been replaced
         try:
             found = os.stat(path)
         except FileNotFoundError:

@@ -89,8 +89,6 @@ def _needed(table: Table, console: Console) -> int:
 
 
 class _Shown:
-    """Wraps a renderable so that it controls no terminal."""
-
     def __init__(self, part: RenderableType) -> None:
         self.part = part
 

@@ -103,8 +103,7 @@ def planned(plan: MemoryPlan) -> str:
     return "; ".join(f"{name} {text}" for name, text in named)
 
 
-def _proposals(plan: MemoryPlan) -> list[Text]:
-    """Render the changes that make it fit: the flags of each in one line, to be copied."""
+def _proposals(plan: MemoryPlan) -> list[Text]:  # the flags in one line, to be copied
     lines: list[Text] = []
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"

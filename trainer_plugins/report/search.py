@@ -93,8 +93,7 @@ def line_in_words(line: SearchLine) -> str:
     return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare{bus}"
 
 
-def _to_copy(best: SearchLine) -> list[str]:
-    """Return the best line's settings, and why it is the best: by memory, not speed."""
+def _to_copy(best: SearchLine) -> list[str]:  # its settings, and why it is the best: by memory
     lines = [
         "Best: the most tokens in a forward pass of one card, preferably without offload; among"
         " equals, without checkpointing, then the simplest strategy, then the longest rows. Speed"

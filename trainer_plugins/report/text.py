@@ -124,8 +124,7 @@ def _findings(timelines: Timelines) -> list[Text]:
     ]
 
 
-def _endless(run: Run, is_last: bool) -> list[Text]:
-    """Name the ranks whose timeline has neither an end nor an error."""
+def _endless(run: Run, is_last: bool) -> list[Text]:  # the ranks without an end or an error
     lines = run.timelines.items()
     ranks = [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
     if not ranks:

@@ -144,8 +144,7 @@ class TopPage:
             table.add_row(*cells)
         yield table
 
-    def _news(self) -> list[Text]:
-        """Render the first failure, or else the newest finding, with its remedy."""
+    def _news(self) -> list[Text]:  # the first failure, else the newest finding
         failed = [line for line in self.ranks if line.failure]
         if failed:
             first = min(failed, key=lambda line: line.time_seconds)
@@ -185,8 +184,7 @@ def _sizes(reading: MemoryReading | None) -> str:
     return f"{parts} of {reading.total_bytes / unit:.{digits}f} {name}"
 
 
-def _heights(trend: Sequence[float]) -> str:
-    """Draw the pressure above its lowest, so that a slow rise is visible and noise is not."""
+def _heights(trend: Sequence[float]) -> str:  # above the lowest, so that a slow rise is visible
     if not trend:
         return ""
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
@@ -194,8 +192,7 @@ def _heights(trend: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
 
 
-def _age(seconds: float) -> str:
-    """Render an age; it is never negative, since clocks of two machines may differ."""
+def _age(seconds: float) -> str:  # never negative: clocks may differ
     seconds = max(0.0, seconds)
     for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < 100 * unit:

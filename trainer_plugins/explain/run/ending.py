@@ -30,8 +30,7 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     return _cut_off(last, facts, here)
 
 
-def _silent_ranks(run: Run) -> list[int]:
-    """Return the ranks that began training, and noted neither its end nor an error."""
+def _silent_ranks(run: Run) -> list[int]:  # they began, and noted neither end nor error
     silent = []
     for rank, entries in run.timelines.items():
         kinds = {type(each) for each in entries}

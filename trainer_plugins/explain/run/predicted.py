@@ -43,9 +43,7 @@ _PLANNED_AS_TYPED = {
 _DEVICES = ("cuda", "simgpu")
 
 
-class _SetUp(NamedTuple):
-    """Names what sets a strategy up: an argument, or else variables of a launch file."""
-
+class _SetUp(NamedTuple):  # a strategy: by an argument, or by variables of a launch file
     argument: str
     switch: str  # the variable that switches it on
     prefixes: tuple[str, ...]  # of the variables that hold its settings
@@ -141,8 +139,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
-) -> list[Remedy]:
-    """Return first what makes the run fit, then what no plan knows, then what is not enough."""
+) -> list[Remedy]:  # what fits, what no plan knows, what is not enough
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -243,8 +240,7 @@ def request_of(case: Case) -> PlanRequest:
     )
 
 
-def _refuse(run: RunFacts) -> None:
-    """Refuse runs whose plan would be a plan of something else."""
+def _refuse(run: RunFacts) -> None:  # whose plan would be one of something else
     if not run.built_class.startswith("transformers."):
         raise PlanError(
             f"transformers has no class {run.built_class or run.model or 'of its model'}"
@@ -258,8 +254,7 @@ def _refuse(run: RunFacts) -> None:
         raise PlanError(f"it ran as {run.family}")
 
 
-def _exported(run: RunFacts) -> dict[str, str]:
-    """Return the variables that a launch file set; none if arguments set the strategy up."""
+def _exported(run: RunFacts) -> dict[str, str]:  # none if arguments set the strategy up
     set_up = _SET_UP.get(run.family)
     if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
         return {}

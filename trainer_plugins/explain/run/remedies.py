@@ -104,7 +104,6 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
-    """Write the command line that starts the run, as it is typed again."""
     run, command = case.record.run, "YOUR LAUNCH COMMAND"
     if run.launch is not None and run.launch.words:
         command = shlex.join(run.launch.words)
@@ -194,8 +193,7 @@ def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
 
 
-def _copying(case: Case) -> Frame | None:
-    """Return the innermost line of the user's that copies a tensor or a model."""
+def _copying(case: Case) -> Frame | None:  # by a line of the user's
     copies = [each for each in _own_frames(case) if _COPIES.search(each.code)]
     return copies[-1] if copies else None
 
@@ -238,7 +236,6 @@ def _list_processes(one: Advice, cause: str, case: Case) -> Remedy:
 
 
 def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
-    """Lower the share that the engine holds now, by what was missing."""
     share, total = case.record.run.arguments.get("vllm_gpu_memory_utilization"), max(1, case.total)
     now, door = case.foreign / total, Door.VLLM
     if isinstance(share, float):

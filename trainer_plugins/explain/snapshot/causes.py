@@ -119,7 +119,6 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
 
 
 def _by_request(case: SnapshotCase) -> Iterator[Cause]:
-    """Name what the failing request itself was for, where that has a cause of its own."""
     held, work = case.held.categories, case.request.work
     logits = held.get("logits", 0)
     if work == "loss" or logits >= 0.25 * case.in_use_bytes:
@@ -142,8 +141,7 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
         yield cause("save-gather", grade="likely")
 
 
-def _uneven(case: SnapshotCase) -> str:
-    """Compare the cards of a process that uses several; empty if they are loaded evenly."""
+def _uneven(case: SnapshotCase) -> str:  # empty if the cards are loaded evenly
     cards = [card for card in case.snapshot.cards if card is not case.card]
     others = {card.index: max(reserved_after(card)) for card in cards}
     if not others or max(others.values()) >= case.reserved_bytes / 2:

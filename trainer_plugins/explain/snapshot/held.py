@@ -94,15 +94,13 @@ class Sorter:
             self._meanings[stack] = meaning_of(self._stacks[stack])
         return self._meanings[stack]
 
-    def step_at(self, position: int) -> int:
-        """Return how many backward passes had ended before an event."""
+    def step_at(self, position: int) -> int:  # backward passes that had ended before
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
 
-    def held_at(self, position: int) -> Held:
-        """Say what is in use after an event."""
+    def held_at(self, position: int) -> Held:  # in use after an event
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
         categories: Counter[Category] = Counter()
         bytes_from: Counter[str] = Counter()
@@ -116,13 +114,11 @@ class Sorter:
         lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
         return Held(position, dict(categories.most_common()), tuple(lines))
 
-    def gradient_bytes(self) -> int:
-        """Return what the gradients took at the end of the last complete backward pass."""
+    def gradient_bytes(self) -> int:  # at the end of the last complete backward pass
         ends = [each.last for each in self.passes[:-1] if each.kind == "backward"]
         return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
-    def place(self, life: Life) -> str:
-        """Name the line that asked for a block."""
+    def place(self, life: Life) -> str:  # the line that asked for it
         if life.stack:
             return self.meaning(life.stack).place
         if life.birth == BEFORE:
@@ -130,7 +126,6 @@ class Sorter:
         return "the backward pass, without frames" if self._has_frames else NOWHERE
 
     def category(self, life: Life) -> Category:
-        """Say what a block was for."""
         work = self.meaning(life.stack).work
         if work == "unknown" and life.birth == BEFORE:
             return "unknown"
@@ -153,7 +148,6 @@ class Sorter:
         return "other"
 
     def _extend(self, birth: int, work: Work) -> None:
-        """Put an allocation into the last pass, or into a new one."""
         kind = work if work in ("backward", "optimizer") else "forward"
         if work == "unknown" and self._has_frames:
             kind = "backward"  # its thread has no frames of Python
@@ -181,8 +175,7 @@ class Sorter:
             return death < its.last and (is_training or death - life.birth < _SHORT_EVENTS)
         return None if is_last and self._end < len(self._card.events) else False
 
-    def _usual_fates(self) -> Mapping[int, bool]:
-        """Say for each stack whether most of its bytes went within their pass."""
+    def _usual_fates(self) -> Mapping[int, bool]:  # by stack: most bytes went in their pass
         balance: Counter[int] = Counter()
         for life in self.lives:
             if (fate := self._fate(life)) is not None:

@@ -26,8 +26,7 @@ class StartSegment(NamedTuple):
     is_small: bool
     pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
-    def used(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the bytes of each block in use."""
+    def used(self) -> Iterator[tuple[int, int]]:  # address and bytes of each block
         address = self.address
         for state, num_bytes in self.pieces:
             if state == "used":
@@ -141,8 +140,7 @@ class _Start:
             pieces = self._pieces(inside, start, start + size, None if is_small else behind)
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
-    def _first_behind(self, addresses: list[int]) -> dict[int, int]:
-        """Return where the first allocation after a live block lies, in its segment."""
+    def _first_behind(self, addresses: list[int]) -> dict[int, int]:  # its first neighbour
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)
@@ -183,8 +181,7 @@ class _Start:
         if position < end:
             yield "free", end - position
 
-    def _of_ranges(self) -> Iterator[StartSegment]:
-        """Cut each range of addresses into pieces; there is one for a stream and a pool."""
+    def _of_ranges(self) -> Iterator[StartSegment]:  # one for a stream and a pool
         addresses, mapped = sorted(self._live), self._mapped.joined()
         known = sorted(self._ranges.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
@@ -202,8 +199,6 @@ class _Start:
 
 
 class _Ranges:
-    """Holds ranges of addresses, from which others are cut."""
-
     def __init__(self) -> None:
         self._lows: list[int] = []
         self._highs: dict[int, int] = {}
@@ -227,8 +222,7 @@ class _Ranges:
     def apart(self) -> list[tuple[int, int]]:
         return [(low, self._highs[low]) for low in self._lows]
 
-    def joined(self) -> list[tuple[int, int]]:
-        """Return the ranges in order; those that touch are one."""
+    def joined(self) -> list[tuple[int, int]]:  # those that touch are one
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
             if joined and low <= joined[-1][1]:

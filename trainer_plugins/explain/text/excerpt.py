@@ -84,8 +84,7 @@ def _clean_lines(text: str) -> list[Line]:
     return [_clean_line(raw[:_LONGEST_LINE]) for raw in re.split(r"\r\n|\n|\r", text)]
 
 
-def _clean_line(raw: str) -> Line:
-    """Strip one line of escapes, boxes and prefixes, and name its writer."""
+def _clean_line(raw: str) -> Line:  # without escapes, boxes and prefixes
     text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):
@@ -125,8 +124,7 @@ def find_first(stream: BinaryIO) -> Excerpt:
     return Excerpt(None, lines)
 
 
-def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
-    """Yield the text block by block, and whether it is the last one."""
+def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:  # and whether it is the last
     block = stream.read(_BLOCK_BYTES)
     if not block.strip():
         raise ValueError("there is nothing in it")

@@ -25,9 +25,7 @@ def passed_over_by_warnings(wrapper: "Function") -> "Function":
     return wrapper
 
 
-class _Finder:
-    """Finds one module as the other finders would, and has its loader call back."""
-
+class _Finder:  # finds one module as the other finders would, and has its loader call back
     def __init__(self, name: str, then: "Callable[[], None]") -> None:
         self.name, self.then = name, then
 

@@ -21,8 +21,7 @@ class Span:
     began_seconds: float  # since the Unix epoch
     seconds: float
 
-    def place(self, seconds: float) -> float:
-        """Return where a time since the beginning lies, in units of the chart."""
+    def place(self, seconds: float) -> float:  # since the beginning, in units of the chart
         return round(WIDTH * min(max(seconds / self.seconds, 0.0), 1.0), 1)
 
     def percent(self, time_seconds: float) -> float:
@@ -112,7 +111,6 @@ def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
 
 
 def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show when the cache was released; neighbours are one sign."""
     together: dict[int, list[Flush]] = {}
     for entry in entries:
         if isinstance(entry, Flush):
@@ -162,8 +160,7 @@ def _findings(noted: Iterable[Noted], span: Span) -> Iterator[Lane]:
         yield _labelled([*signs.values()], each.finding.code)
 
 
-def _labelled(signs: Sequence[Sign], label: str) -> Lane:
-    """Put a label where the lane has no sign, even if the page is narrow."""
+def _labelled(signs: Sequence[Sign], label: str) -> Lane:  # where it has no sign
     first, last = signs[0].at_percent, signs[-1].at_percent
     lane = Lane(name="", signs=tuple(signs), label=label, side="above")
     if first > 42:

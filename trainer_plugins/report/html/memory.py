@@ -214,7 +214,6 @@ def _levels(found: Sequence[Stretch]) -> list[tuple[int, ...]]:
 
 
 def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
-    """Name the areas, each with its size when the card was fullest."""
     peak, kept = reading.peak_allocated_bytes, reading.allocated_bytes
     return [
         ("outside torch", "c-outside", size(reading.non_torch_bytes)),

@@ -162,8 +162,7 @@ def _rank_in_full(run: Run, record: OomRecord | None) -> int:
     return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)
 
 
-def _lede(record: OomRecord | None) -> str:
-    """Say in numbers what did not fit; empty if that is unknown."""
+def _lede(record: OomRecord | None) -> str:  # empty if it is unknown
     error = record.error if record is not None else None
     if record is None or error is None or error.requested_bytes is None:
         return ""
@@ -200,7 +199,6 @@ def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
 
 
 def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
-    """Draw the snapshot that torch took at the error; None if none can be read."""
     if record is None or not record.snapshot:
         return None
     try:

@@ -85,7 +85,6 @@ def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator
 
 
 def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str]:
-    """Name the category that fills most of each cell of the picture."""
     inside: dict[str, float] = {}
     left = cell_bytes
     for name, num_bytes in pieces:

@@ -130,7 +130,6 @@ def history_chart(case: SnapshotCase) -> Chart | None:
 
 
 def _named(case: SnapshotCase) -> list[tuple[str, str, str]]:
-    """Name the areas, each with its size at the moment of the case."""
     held = case.held.categories
     return [
         (WORDS[name], colour_of(name), size(held[name]) if name in held else "") for name in _ORDER

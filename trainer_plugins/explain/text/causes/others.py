@@ -183,8 +183,7 @@ def _names(facts: TextFacts) -> str:
     return f"The text names {', '.join(found[:6])}." if found else ""
 
 
-def _by_table(facts: TextFacts) -> Cause | None:
-    """Judge by a pasted nvidia-smi table, where the message has no numbers."""
+def _by_table(facts: TextFacts) -> Cause | None:  # of nvidia-smi
     device = facts.oom.device or 0
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:

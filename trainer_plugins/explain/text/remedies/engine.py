@@ -21,8 +21,6 @@ _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 
 
 class _Program(NamedTuple):
-    """Names a program with an engine, by the words that show it."""
-
     words: str
     door: Door
     usual_share: float  # what it takes by default
@@ -135,8 +133,7 @@ def _program(facts: TextFacts) -> _Program:
     return next(each for each in _PROGRAMS if facts.says(each.words))
 
 
-def _spelled(one: Advice, facts: TextFacts, share: float) -> str:
-    """Write the setting as the text does, if it is a flag, an argument or an override there."""
+def _spelled(one: Advice, facts: TextFacts, share: float) -> str:  # as the text writes it
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"

@@ -28,7 +28,6 @@ def shows_trainer(facts: TextFacts) -> bool:
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
     rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
     if rows == 1 or facts.has_tried_one_row:
         return None

@@ -43,8 +43,7 @@ class _Settings:
         self.text = f"{facts.command}\n{facts.text}"
         self.given = _arguments(shown(self.text))
 
-    def value(self, names: str, values: str) -> str:
-        """Return what one of several names is set to; empty if to nothing of this form."""
+    def value(self, names: str, values: str) -> str:  # empty if to nothing of this form
         for name in names.split("|"):
             if re.fullmatch(values, self.given.get(name, "")):
                 return self.given[name]
@@ -94,7 +93,6 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
 
 
 def _adapter(facts: TextFacts, read: _Settings) -> Iterator[str]:
-    """Yield what says that the base is quantised, and an adapter trained."""
     bits = read.value(_BITS, "[48]")
     is_called = facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
     if bits == "4" or is_called or read.is_on("load_in_4bit|use_4bit"):
