@@ -22,15 +22,10 @@ _ANSWERS = (
     "chosen_input_ids",
     "rejected_input_ids",
 )
-_ANSWER_WITH_PROMPT = "chosen_labels"
-"""TRL's ORPO and CPO, which have this column, begin each answer with its prompt."""
+_ANSWER_WITH_PROMPT = "chosen_labels"  # TRL's ORPO and CPO begin each answer with its prompt
 _OTHER_INPUTS = ("labels", "input_values", "input_features", "pixel_values")
-_LENGTH = "length"
-"""A column that holds lengths, where none holds tokens."""
-
-_DECODES = "decode_example"
-"""The method of features of `datasets` that are files: pictures, sounds, films."""
-
+_LENGTH = "length"  # a column that holds lengths, where none holds tokens
+_DECODES = "decode_example"  # a method of features that are files: pictures, sounds, films
 _Numbers: TypeAlias = NDArray[np.int64]
 
 
@@ -57,9 +52,7 @@ class Lengths:
     """Holds how long the rows of a data set are that were read."""
 
     rows: _Numbers  # the indices of these rows
-    columns: Mapping[str, _Numbers]
-    """How many numbers each has in a column: tokens, or the numbers of a picture or a sound."""
-
+    columns: Mapping[str, _Numbers]  # of tokens, or of a picture's or sound's numbers
     num_rows: int  # how many rows the data set has, read or not
 
     @property

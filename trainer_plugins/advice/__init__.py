@@ -9,5 +9,4 @@ from trainer_plugins.advice.of_machine import *  # noqa: F403
 from trainer_plugins.advice.of_moments import *  # noqa: F403
 from trainer_plugins.advice.of_training import *  # noqa: F403
 
-ALL = {name: each for name, each in globals().items() if isinstance(each, Advice)}
-"""Each remedy by its name."""
+ALL = {name: each for name, each in globals().items() if isinstance(each, Advice)}  # by name

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
+from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ def _names() -> list[str]:
 Name = Annotated[
     str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @configs.command("list")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
 from trainer_plugins.printable import printable
 
@@ -22,9 +23,7 @@ class ExecCommand(CommandInFront):
 @with_memory_options
 def exec_(
     context: typer.Context,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
-    ] = False,
+    vllm: Vllm = False,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import AsJson, bad_parameters
+
 if TYPE_CHECKING:
     from trainer_plugins.explain.answer import Explanation
 
@@ -24,7 +26,7 @@ def explain(
             " compared (default: standard input, as with -).",
         ),
     ] = None,
-    is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    is_json: AsJson = False,
     html: Annotated[
         Path | None,
         typer.Option(help="Write a memory snapshot to this file, as a page."),
@@ -48,16 +50,12 @@ def explain(
             "give a log, the output_dir of a run or a snapshot, or pipe a log in"
         )
     paths = paths or ["-"]
-    try:
+    with bad_parameters(paths[0]):
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if html is not None:
             answer = _drawn(paths, html)
         else:
             answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if is_json:
         print(json.dumps(asdict(answer), indent=2))
     else:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+
 if TYPE_CHECKING:
     from trainer_plugins.finding import Finding
     from trainer_plugins.record.history import History
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+    run_dir: RunDir,
     html: Annotated[
         Path | None, typer.Option(help="Write the last run to this file, as a page.")
     ] = None,
@@ -22,7 +24,7 @@ def report(
         typer.Option(help="With --html: the plan of this run, from plan --json."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Print only this rank (default: all).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: AsJson = False,
     predicts: Annotated[
         bool,
         typer.Option(
@@ -47,14 +49,10 @@ def report(
     from trainer_plugins.report.summary import with_last_readings
     from trainer_plugins.report.text import history_report
 
-    try:
+    with bad_parameters(run_dir):
         history = read_history(run_dir)
         if rank is not None:
             history = history.of_rank(rank)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     ending = how_it_ended(history, run_dir)
     if html is not None:
         _write(history, run_dir, ending, html, plan, predicts)
@@ -97,10 +95,6 @@ def _write(
     except (ValueError, RecursionError) as error:
         what = "not a plan printed with --json"
         raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
-    try:
+    with bad_parameters(html):
         page = run_page(history, run_dir, ending, planned, predicts)
         html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error

@@ -36,8 +36,7 @@ _MAY_DIFFER = re.compile(
 _NO_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads when it is loaded
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so does pyarrow's allocator
-}
-"""Variables of the server's imports: a process with threads must not fork."""
+}  # for the server's imports: a process with threads must not fork
 _SERVE = (
     # a file in the current folder must not shadow a module of the standard library
     "import sys; sys.path[:] = filter(None, sys.path); "
@@ -52,12 +51,10 @@ class Call:
     words: tuple[str, ...]
     folder: str
     environ: Mapping[str, str]
-    scratch: str = ""
-    """A folder to delete if the calling process is killed."""
+    scratch: str = ""  # a folder to delete if the calling process is killed
 
 
-Files: TypeAlias = Mapping[int, int]
-"""The file descriptors of this process that become 0, 1 and so on in the one that is started."""
+Files: TypeAlias = Mapping[int, int]  # file descriptors that become 0, 1 and so on there
 
 
 class ForkServer:
@@ -69,8 +66,7 @@ class ForkServer:
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)
         self._process: subprocess.Popen[bytes] | None = None
-        self._refusal: str | None = None
-        """Why it does not fork; empty if it does; None during the imports."""
+        self._refusal: str | None = None  # why it does not fork; None during the imports
         if sys.platform != "linux":
             self._refuse(f"fork is not safe on {sys.platform}")
             return

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import create_model
 
+from trainer_plugins.plug_in.attachment import protect
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
-from trainer_plugins.plug_in.protection import protect
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback

@@ -38,8 +38,7 @@ class Rule(NamedTuple):
     seen: str  # where the words were seen: an issue, or the file that writes them
     fatal: str = ""  # why the process cannot go on afterwards; empty if it can
     is_certain: bool = True
-    follows_anything: bool = False
-    """Whether the words count regardless of what precedes them in their line."""
+    follows_anything: bool = False  # whatever precedes the words in their line
 
 
 LOST_CONTEXT = "a device error came with it, after which the CUDA context is lost"

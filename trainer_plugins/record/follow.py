@@ -18,11 +18,8 @@ from trainer_plugins.record.timeline import (
     from_line,
 )
 
-NUM_RECENT = 32
-"""The number of readings of training steps that are kept, as many as it takes to judge a leak."""
-
-NUM_PEAKS = 12
-"""A run's pressure is kept as at most twice this many maxima."""
+NUM_RECENT = 32  # readings of training steps that are kept, as many as it takes to judge a leak
+NUM_PEAKS = 12  # a run's pressure is kept as at most twice this many maxima
 
 
 class RankRun:
@@ -36,10 +33,8 @@ class RankRun:
         self.failure: Failure | None = None
         self.world_size: int | None = None
         self.num_trained = 0  # readings of training steps so far
-        self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)
-        """The last of these readings, oldest first."""
-        self.peaks: list[float] = []
-        """The highest pressure in each of several equal stretches of the run, oldest first."""
+        self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)  # oldest first
+        self.peaks: list[float] = []  # the highest pressure of equal stretches, oldest first
         self._stretch = 1
         self._num_in_stretch = 0
 

@@ -1,7 +1,7 @@
 """History: the runs that wrote into one folder, one by one, from their timelines."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -9,17 +9,26 @@ from typing import TypeVar
 
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import places_of_run
-from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, read_lines
+from trainer_plugins.record.timeline import (
+    Beginning,
+    Entry,
+    Failure,
+    Flush,
+    Remark,
+    Sample,
+    read_lines,
+)
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
+Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Holds one run: a training with the evaluations around it, or evaluations alone."""
 
-    timelines: Mapping[int, Sequence[Entry]]
-    """The entries by rank; at least one rank, with at least one entry each."""
+    timelines: Timelines
 
     @property
     def steps(self) -> tuple[int, int]:  # completed before the run and at its end
@@ -31,6 +40,11 @@ class Run:
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
 
+    @property
+    def silent_ranks(self) -> list[int]:  # they noted neither an end of training nor an error
+        lines = sorted(self.timelines.items())
+        return [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
+
     def _entries(self) -> Iterable[Entry]:
         return (entry for entries in self.timelines.values() for entry in entries)
 
@@ -41,8 +55,7 @@ class History:
 
     runs: Sequence[Run]  # the runs, oldest first
     files: Mapping[int, Path]  # the timeline files, by rank
-    num_passed_over: Mapping[int, int]
-    """Lines that are not entries, by rank: incomplete, damaged, or of a later version."""
+    num_passed_over: Mapping[int, int]  # lines that are no entries: cut off, damaged, later
 
     def of_rank(self, rank: int) -> "History":
         """Return the history of one rank, or raise ValueError."""
@@ -54,6 +67,26 @@ class History:
             {rank: self.files[rank]},
             {rank: self.num_passed_over[rank]},
         )
+
+
+def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    """Yield the entries of one kind with their rank, rank by rank."""
+    for rank, entries in sorted(timelines.items()):
+        for entry in entries:
+            if isinstance(entry, kind):
+                yield rank, entry
+
+
+def has_end(entries: Iterable[Entry]) -> bool:
+    """Return whether a rank noted the end of its training, or never began one."""
+    moments = {entry.moment for entry in entries if isinstance(entry, Sample)}
+    began = any(isinstance(entry, Beginning) for entry in entries)
+    return "end" in moments or not (began or moments & {"begin", "train"})
+
+
+def has_failed(entries: Iterable[Entry]) -> bool:
+    """Return whether a rank noted an error."""
+    return any(isinstance(entry, Failure) for entry in entries)
 
 
 def read_history(run_dir: Path) -> History:

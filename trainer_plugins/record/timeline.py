@@ -18,21 +18,17 @@ from weakref import WeakValueDictionary
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run, open_regular
+from trainer_plugins.record.folder import folder_of_run, from_json, open_regular
 from trainer_plugins.record.thinning import thin
-from trainer_plugins.record.typed import from_json
 from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 8 << 20
-"""A longer file is thinned to about two thirds; findings and beginnings always stay."""
-
+MAX_FILE_BYTES = 8 << 20  # a longer file is thinned to about two thirds
 LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-PROCESS = token_hex(4)
-"""Identifies this process in what it writes: two launches may write into one folder at a time."""
+PROCESS = token_hex(4)  # its name here: two launches may write into one folder at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +36,12 @@ class Sample:
     """Holds a reading and when in the run it was taken."""
 
     step: int  # optimizer steps completed, as `TrainerState.global_step` counts them
-    moment: str
-    """What the run did since the previous reading.
-
-    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` belongs to
-    the moment that follows it; timelines of earlier versions have none.
-    """
-
+    # A `generate` belongs to the moment that follows it; earlier versions' timelines have none.
+    moment: str  # one of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`
     reading: MemoryReading
     time_seconds: float = field(default_factory=time)  # seconds since the Unix epoch
-    num_tokens_seen: int = 0
-    """Tokens of training so far, on all ranks, as `TrainerState` counts them; 0 if it does not."""
-
-    num_readings: int = 1
-    """How many readings it represents: itself, and neighbours that were thinned out.
-
-    A `generate` represents all generations of its moment.
-    """
+    num_tokens_seen: int = 0  # by `TrainerState`, on all ranks; 0 if it does not count
+    num_readings: int = 1  # itself, neighbours that were thinned, or all of a moment's `generate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +51,7 @@ class Flush:
     step: int
     reason: str
     released_bytes: int
-    stuck_bytes: int
-    """Bytes still cached afterwards, in segments with live tensors, which no release frees."""
-
+    stuck_bytes: int  # still cached afterwards, in segments with live tensors
     seconds: float  # how long training waited for it
     time_seconds: float = field(default_factory=time)
     num_releases: int = 1  # how many releases it sums up
@@ -98,12 +81,8 @@ class Failure:
 
     step: int
     words: str  # the class of the error and the first line of its message
-    record: str = ""
-    """The out-of-memory record next to the timeline's folder; empty for other errors."""
-
-    num_oom_kills: int = 0
-    """How many processes of the container the kernel had killed for memory by then."""
-
+    record: str = ""  # the out-of-memory record's path; empty for other errors
+    num_oom_kills: int = 0  # of the container's processes, for memory, by then
     time_seconds: float = field(default_factory=time)
 
 
@@ -137,9 +116,7 @@ _KINDS: Mapping[str, Callable[..., Entry]] = {
     "beginning": Beginning,
     "failure": Failure,
 }
-_PARTS = ("reading", "finding", "strategy")
-"""Fields whose own fields stand in the line itself."""
-
+_PARTS = ("reading", "finding", "strategy")  # whose fields stand in the line itself
 _SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
 _sizes_of = attrgetter(*_SIZES)
 _SAMPLE_LINE = (
@@ -208,13 +185,11 @@ class Timeline:
         self.num_added = 0
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
-        self._num_taken = 0
-        """Bytes of the first unwritten line already in the file: a full disk may split a line."""
+        self._num_taken = 0  # bytes of the first unwritten line: a full disk may split one
         self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
-        self.listener: Callable[[Entry], None] | None = None
-        """Called with every entry that is added. A copy has none."""
+        self.listener: Callable[[Entry], None] | None = None  # gets new entries
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)

@@ -12,13 +12,10 @@ from rich.text import Text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, Timelines, has_end, has_failed
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
-    Timelines,
     failures_of,
-    has_end,
-    has_failed,
     peaks,
     releases,
     repeated,
@@ -125,12 +122,12 @@ def _findings(timelines: Timelines) -> list[Text]:
 
 
 def _endless(run: Run, is_last: bool) -> list[Text]:  # the ranks without an end or an error
-    lines = run.timelines.items()
-    ranks = [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
-    if not ranks:
+    if not run.silent_ranks:
         return []
     why = "it still runs" if is_last else "its process was killed"
-    return [Text(f"{_ranks(ranks)}: the timeline has no end of training: {why}", "yellow")]
+    return [
+        Text(f"{_ranks(run.silent_ranks)}: the timeline has no end of training: {why}", "yellow")
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,15 +9,15 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import as_overrides, flags_in
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, read_history
+from trainer_plugins.record.history import History, entries_of, read_history
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
@@ -214,14 +214,10 @@ def _without_record(
 ) -> Explanation | None:  # None if nothing was killed
     if history is None or not history.runs:
         return None
-    dead = [
-        entry
-        for entries in history.runs[-1].timelines.values()
-        for entry in entries
-        if isinstance(entry, Failure) and _DEAD_WORKER.search(entry.words)
-    ]
-    if dead:
-        found = _of_worker(dead[0], facts)
+    failures = (failure for _, failure in entries_of(history.runs[-1].timelines, Failure))
+    dead = next((each for each in failures if _DEAD_WORKER.search(each.words)), None)
+    if dead is not None:
+        found = _of_worker(dead, facts)
     elif (finding := how_it_ended(history, folder)) is not None:
         found = _of_kill(finding)
     else:

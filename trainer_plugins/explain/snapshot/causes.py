@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause, is_in_pieces
+from trainer_plugins.explain.shared import cause, is_in_pieces
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase, reserved_after

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause, remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of

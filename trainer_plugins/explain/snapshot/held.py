@@ -26,13 +26,13 @@ Category = Literal[
     "other",
     "unknown",
     "waiting",
-]
-"""What a block was for; the allocator does not count what is `waiting` as allocated."""
+]  # what a block was for; the allocator does not count what is `waiting` as allocated
 
+# From the bottom of a picture to its top: permanent memory first.
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
-    "gradients": "gradients",
     "optimizer states": "optimizer states",
+    "gradients": "gradients",
     "activations": "activations",
     "logits": "logits and loss",
     "temporaries": "temporaries",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_plugins.explain.known_causes import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.explain.shared import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot, read
 from trainer_plugins.explain.snapshot.held import Category, Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first

@@ -10,7 +10,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB, MIB, size
 
 WIDTH = 1000.0  # of a chart in units, before it is stretched to its place on the page
 _ROUND_SECONDS = (
@@ -173,6 +173,16 @@ def stacked(
             found.append(Band(name=name, colour=colour, path=path, note=note))
         below = above
     return tuple(found)
+
+
+def areas(outside: int, kept: int, peak: int, reserved: int) -> list[tuple[str, str, str]]:
+    """Name the areas of a card's memory, from the bottom to the top: name, colour and size."""
+    return [
+        ("outside torch", "c-outside", size(outside)),
+        ("tensors between steps", "c-kept", size(kept)),
+        ("more within a step", "c-within", size(peak - kept)),
+        ("cache", "c-cached", size(max(0, reserved - peak))),
+    ]
 
 
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.history import Timelines, entries_of
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
 from trainer_plugins.report.html.chart import WIDTH, Lane, Sign, colour_of, percent_of
-from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size
 
 _AT_ONCE = 200  # signs of one kind in a lane

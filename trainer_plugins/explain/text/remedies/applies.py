@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
-from trainer_plugins.explain.advised import SURVIVAL_REFUSED
+from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes.place import (
     ATTENTION,
     LEAST_QUADRATIC_BYTES,
@@ -141,8 +141,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.RELEASE_EARLIER_RUNS: _TRIAL,
     advice.RELEASED: _never,
     advice.RESTART_KERNEL: none_of(_TRIAL),
-}
-"""What is not here applies everywhere."""
+}  # what is not here applies everywhere
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
@@ -162,5 +161,4 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("save-gather", advice.EIGHT_BIT_ADAMW): _never,
     ("save-gather", advice.FUSED_ADAMW): _never,
     ("save-gather", advice.OFFLOAD_OPTIMIZER): _never,
-}
-"""Where it depends on the cause too; it counts instead of `APPLIES`."""
+}  # where it depends on the cause too; it counts instead of `APPLIES`

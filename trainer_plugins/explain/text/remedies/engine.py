@@ -4,8 +4,8 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from trainer_plugins.advice import Advice, Door, smaller_share
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 

@@ -6,8 +6,8 @@ from math import ceil
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -178,5 +178,4 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.FEWER_SEQUENCES: engine.fewer_sequences,
     advice.TENSOR_PARALLEL: engine.spread_weights,
     advice.EXPORT_SETTINGS_FOR_VLLM: engine.settings,
-}
-"""Advice that takes something of the text; all other advice is the same for each text."""
+}  # advice that takes something of the text; all other advice is the same for each text

@@ -1,8 +1,12 @@
-"""What causes of a text, a record and a snapshot have in common: their words, and two rules."""
+"""What texts, records and snapshots have in common: the words of causes, and advice as remedies."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.vendors import Vendor
+from trainer_plugins.explain.answer import Cause, Certainty, Remedy
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
@@ -74,3 +78,42 @@ def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
     """Return whether what the allocator held unused was enough, but in pieces."""
     is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
     return 0 < asked <= unused + free and is_worth_it
+
+
+# What `survive_oom` writes where it cannot help.
+SURVIVAL_REFUSED = re.compile(
+    r"survive_oom (could not help|cannot help|does nothing in this run)"
+    r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
+)
+
+
+def remedy(
+    advice: Advice,
+    do: str | Door,
+    effect: str = "",
+    *,
+    by_arithmetic: object = False,
+    **values: object,
+) -> Remedy:
+    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there."""
+    if isinstance(do, Door):
+        do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)
+    return Remedy(
+        do=printable(do),
+        effect=printable(effect or advice.effect),
+        grade="arithmetic" if by_arithmetic else "known",
+        price=advice.price,
+    )
+
+
+def remedies_for(
+    cause: str, order: Iterable[Advice], made: Callable[[Advice], Remedy | None], vendor: Vendor
+) -> Iterator[Remedy]:
+    """Yield what `made` makes of each advice, in the vendor's words; None does not apply."""
+    for advice in order:
+        if advice.only_on and vendor.name not in advice.only_on:
+            continue
+        one = made(advice)
+        if one is not None and (do := vendor.translated(one.do)):
+            effect = vendor.translated(one.effect) or one.effect
+            yield replace(one, do=do, effect=effect, cause=cause)
