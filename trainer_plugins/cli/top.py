@@ -14,7 +14,7 @@ from trainer_plugins.cli.typed_options import RunDir, bad_parameters
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
-    from trainer_plugins.record.follow import Follower, RankRun
+    from trainer_plugins.record.history import Follower, RankRun
     from trainer_plugins.report.top import TopPage
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
@@ -38,7 +38,7 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    from trainer_plugins.record.follow import Follower
+    from trainer_plugins.record.history import Follower
 
     if is_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.follow import RankRun
+from trainer_plugins.record.history import RankRun
 from trainer_plugins.record.timeline import Failure, Remark
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.units import GIB, MIB
