@@ -56,8 +56,7 @@ class Lengths:
     num_rows: int  # how many rows the data set has, read or not
 
     @property
-    def tokens(self) -> _Numbers:
-        """Return the tokens of each row; of preference data, the prompt and the longer answer."""
+    def tokens(self) -> _Numbers:  # of preference data, the prompt and the longer answer
         answers = [each for name, each in self.columns.items() if name in _ANSWERS]
         if not answers:
             return self._sum(name for name in self.columns if _holds_tokens(name))
@@ -65,13 +64,11 @@ class Lengths:
         return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum(_PROMPTS)
 
     @property
-    def sizes(self) -> _Numbers:
-        """Return the order of rows: tokens and labels, or numbers of pictures and sounds."""
+    def sizes(self) -> _Numbers:  # tokens and labels, or numbers of a picture or sound
         has_answers = any(name in _ANSWERS for name in self.columns)
         return self.tokens if has_answers else self._sum(self.columns)
 
-    def longest(self, num: int) -> list[int]:
-        """Return the indices of the longest rows, the longest first; there may be fewer."""
+    def longest(self, num: int) -> list[int]:  # the longest first; maybe fewer
         order = np.argsort(-self.sizes, kind="stable")[:num]
         return [int(index) for index in self.rows[order]]
 
@@ -188,8 +185,7 @@ def _spread(num: int) -> Iterator[int]:  # by the golden ratio
     return (index * step % num for index in range(num))
 
 
-def _size(value: object) -> int:
-    """Count the numbers of a value, or the characters of a text; a single number counts 0."""
+def _size(value: object) -> int:  # numbers or characters; a single number counts 0
     if isinstance(value, Tensor | np.ndarray):
         return math.prod(value.shape) if value.ndim else 0
     if isinstance(value, str):
@@ -203,8 +199,7 @@ def _size(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _counted(names: list[str]) -> list[str]:
-    """Return the columns that count: those that a model is known to take; without any, all."""
+def _counted(names: list[str]) -> list[str]:  # the known ones; without any, all
     known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names
 

@@ -48,8 +48,7 @@ def judge(facts: Facts) -> Checklist:
     return Checklist(tuple(groups))
 
 
-def _line(check: Check, facts: Facts) -> Line | None:
-    """Make one check; if it fails, training and the other checks go on."""
+def _line(check: Check, facts: Facts) -> Line | None:  # its failure stops nothing
     try:
         return check(facts)
     except Exception as error:

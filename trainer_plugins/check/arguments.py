@@ -220,7 +220,6 @@ def _folder(run: RunSettings) -> Iterator[Finding]:
 
 
 def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    """Compare the free space with the least size of a checkpoint on this rank's disk."""
     model, free = facts.model, run.disk_free_bytes
     if model is None or free is None:
         return

@@ -168,8 +168,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
     )
 
 
-def _optimizer_name(optimizer: object) -> str:
-    """Name the class of an optimizer, with its package: those of bitsandbytes are called alike."""
+def _optimizer_name(optimizer: object) -> str:  # with its package, if not torch's
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 

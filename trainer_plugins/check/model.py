@@ -186,8 +186,7 @@ def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) 
     return rows * per_token * (_longest(facts) if length is None else length)
 
 
-def _device(facts: Facts) -> int:
-    """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
+def _device(facts: Facts) -> int:  # for training (a sleeping vLLM returns its part)
     run, total = facts.run, facts.device_bytes or 1 << 50
     if run is None or run.flag("vllm_enable_sleep_mode"):
         return total

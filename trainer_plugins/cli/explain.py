@@ -118,7 +118,6 @@ def _grown(paths: list[str]) -> "Explanation":
 
 
 def _print(answer: "Explanation", is_snapshot: bool) -> None:
-    """Print causes and remedies; without a cause the facts, those of a snapshot first."""
     from rich.console import Group
     from rich.text import Text
 

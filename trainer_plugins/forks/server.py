@@ -58,8 +58,7 @@ def serve() -> None:
         _run(received)
 
 
-def _import(modules: Sequence[str]) -> str:
-    """Import modules, and return why this process must not be forked afterwards, if so."""
+def _import(modules: Sequence[str]) -> str:  # why it must not fork then; empty if it may
     for module in modules:
         with contextlib.suppress(ImportError):  # a forked module that needs it raises it again
             importlib.import_module(module)

@@ -164,8 +164,7 @@ def _read_file(launcher: Launcher, flags: Namespace) -> _File:
     return _File(path.name, config | {"deepspeed_config": corrected}, misspelt)
 
 
-def _prefixed(section: object, name: str) -> dict[str, Any]:
-    """Name the keys of a section as flags do: accelerate adds `fsdp_` to those that lack it."""
+def _prefixed(section: object, name: str) -> dict[str, Any]:  # as flags are: with `fsdp_`
     if not isinstance(section, dict):
         return {}
     prefix = "fsdp_" if name == "fsdp_config" else ""
@@ -218,8 +217,7 @@ def _of_environment(environ: Mapping[str, str]) -> Asked:
     return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
-def _of_json(given: object) -> Document | None:
-    """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
+def _of_json(given: object) -> Document | None:  # also of a path or of text
     if isinstance(given, dict) and given:
         return Document(name="deepspeed", deepspeed=given)
     if not isinstance(given, str) or not given or given == "none":

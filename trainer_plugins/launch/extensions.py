@@ -153,8 +153,7 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:  # or 
     return None, unseen
 
 
-def _may_hold(process: psutil.Process, owner: int) -> bool:
-    """Return whether a process with unreadable open files may have created this user's file."""
+def _may_hold(process: psutil.Process, owner: int) -> bool:  # if its files are unreadable
     is_first = process.pid == 1 and _sees_all_processes()
     if is_first or process.info["status"] == psutil.STATUS_ZOMBIE:
         return False

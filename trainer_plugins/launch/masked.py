@@ -242,8 +242,7 @@ def _without_values(text: str, kind: Kind, is_code: bool = False) -> str:
     return text if kind is Kind.PUBLIC else _RUN.sub(_without_drawn, text)
 
 
-def _without_user(found: re.Match[str]) -> str:
-    """Hide user and password of a URL, which may have any characters in them."""
+def _without_user(found: re.Match[str]) -> str:  # which may have any characters in them
     rest = found[0]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
@@ -307,8 +306,7 @@ def _closed(text: str, start: int) -> int:  # quoted brackets do not count
     return len(text)
 
 
-def _without_drawn(found: re.Match[str]) -> str:
-    """Hide random letters and digits, but no hash that is named as one, or in a path."""
+def _without_drawn(found: re.Match[str]) -> str:  # but no hash, by its name or path
     run, before = found[0], found.string[: found.start()]
     letters = re.sub(r"[^A-Za-z0-9]", "", run)
     num_others = len(re.sub(r"[A-Za-z0-9+]", "", run))

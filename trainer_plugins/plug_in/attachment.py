@@ -254,8 +254,7 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
     return add_callback
 
 
-def _made() -> "list[TrainerCallback] | None":
-    """Make the callbacks for a Trainer that is about to be built; None if nothing is attached."""
+def _made() -> "list[TrainerCallback] | None":  # for the next Trainer; None: not attached
     if _state.make is None:
         return None
     with _harmless("a Trainer"):
@@ -264,8 +263,7 @@ def _made() -> "list[TrainerCallback] | None":
 
 
 @contextmanager
-def _harmless(who: str) -> Iterator[None]:
-    """Log an error of a custom preset or an unusual Trainer: it must not stop training."""
+def _harmless(who: str) -> Iterator[None]:  # it must not stop training
     try:
         yield
     except Exception:

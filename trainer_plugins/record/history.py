@@ -155,7 +155,6 @@ class RunSplitter:
 
 
 def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    """Split the file of one rank by process, and each process where a new run begins."""
     by_process: dict[str, tuple[RunSplitter, list[list[Entry]]]] = {}
     for process, entry in lines:
         splitter, runs = by_process.setdefault(process, (RunSplitter(), []))

@@ -49,8 +49,7 @@ def thin(path: Path) -> int:
         return thinned.tell()
 
 
-def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
-    """Read lines up to about `num_bytes`; a line over 1 MiB comes in pieces."""
+def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:  # one over 1 MiB comes in pieces
     lines: list[bytes] = []
     while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
         lines.append(line)
@@ -83,7 +82,6 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    """Keep half of a group: each maximum, then every second reading."""
     columns = zip(*(_compared(match) for _, match in group), strict=True)
     chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
     for at in (7, 5, 3, 1, 6, 4, 2, 0):
@@ -107,8 +105,7 @@ def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
-def _added(first: bytes, second: bytes) -> bytes | None:
-    """Add up two releases, dated as the second; None if they differ in run or reason."""
+def _added(first: bytes, second: bytes) -> bytes | None:  # if run and reason agree
     try:
         one, other = json.loads(first), json.loads(second)
         is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))

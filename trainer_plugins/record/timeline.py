@@ -125,8 +125,7 @@ _SAMPLE_LINE = (
 )
 
 
-def _to_sample_line(sample: Sample) -> str:
-    """Format by hand, without `dataclasses.asdict` and json: this runs at every training step."""
+def _to_sample_line(sample: Sample) -> str:  # by hand: it runs at every step
     moment, device = _quoted(sample.moment), _quoted(sample.reading.device)
     when = (PROCESS, sample.time_seconds, sample.step)
     line = _SAMPLE_LINE % (*when, moment, device, *_sizes_of(sample.reading))
@@ -204,8 +203,7 @@ class Timeline:
         if self.listener is not None:
             self.listener(entry)
 
-    def since(self, num_added: int) -> list[Entry]:
-        """Return the entries added after the first `num_added`, as far as they are in memory."""
+    def since(self, num_added: int) -> list[Entry]:  # as far as they are in memory
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
     def close(self) -> None:  # a later entry opens it again

@@ -105,8 +105,7 @@ def _releases(timelines: Timelines) -> Text:
     return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
 
 
-def _findings(timelines: Timelines) -> list[Text]:
-    """Render each finding once; having none is good news only if the run ended well."""
+def _findings(timelines: Timelines) -> list[Text]:  # none is good if it ended well
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())

@@ -64,8 +64,7 @@ def _state(run: RankRun) -> str:
     return run.sample.moment if run.sample else "begin"
 
 
-def _growth(run: RankRun) -> Growth | None:
-    """Judge the last steps as `MemoryWatch` does; a card's timeline lacks main memory."""
+def _growth(run: RankRun) -> Growth | None:  # as `MemoryWatch` judges the last steps
     is_over = run.failure or (run.sample and run.sample.moment == "end")
     if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
         return None

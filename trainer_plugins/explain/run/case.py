@@ -69,8 +69,7 @@ class Case:
         return self.record.step == self.record.run.step
 
     @property
-    def tokens(self) -> tuple[int, int] | None:
-        """Return rows and length of the batch; None if it has no input_ids or labels."""
+    def tokens(self) -> tuple[int, int] | None:  # rows and length of the batch; else None
         for name in ("input_ids", "labels", "decoder_input_ids"):
             shape = self.record.batch.get(name)
             if shape is not None and len(shape.shape) == 2:

@@ -93,8 +93,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     )
 
 
-def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
-    """Return the request of a run with a remedy; None if the planner searches, or cannot."""
+def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:  # None: sought, or cannot be
     flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
         source = source_of(asked)
@@ -106,7 +105,6 @@ def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
 
 
 def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
-    """Plan several runs, and say on stderr that it takes a while."""
     sys.stderr.write(
         f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
         " answer without it)\n"

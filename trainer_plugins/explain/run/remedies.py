@@ -163,7 +163,6 @@ def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
-    """Offer another optimizer; after a save, only if nothing else makes that smaller."""
     is_sharded = case.record.run.family == "FSDP" or _is_zero3(case)
     has_other = is_sharded or _saves_states(case) or _copying(case) is not None
     if cause == "save-gather" and has_other:

@@ -45,8 +45,7 @@ def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
             yield _capacity(case)
 
 
-def _foreign(case: SnapshotCase) -> Iterator[Cause]:
-    """Compare what could be held at the first and at the last OOM: the rest is others'."""
+def _foreign(case: SnapshotCase) -> Iterator[Cause]:  # by what fitted at the first OOM
     reserved = reserved_after(case.card)
     ends = [
         reserved[at + 1] + event.address

@@ -163,8 +163,7 @@ class Sorter:
         index = bisect_right(self._starts, position) - 1
         return self.passes[index] if index >= 0 else None
 
-    def _fate(self, life: Life) -> bool | None:
-        """Say whether a block went within its pass; None if the run ended before that was known."""
+    def _fate(self, life: Life) -> bool | None:  # within its pass? None if the run ended before
         its, death = self._pass_at(life.birth), self._known_death(life)
         if its is None or life.birth == BEFORE:
             return False
@@ -187,8 +186,7 @@ class Sorter:
         its = self._pass_at(death) if death is not None else None
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 
-    def _sizes_of_losses(self) -> frozenset[int]:
-        """Return the sizes in float32 and 16 bits of a loss's largest tensor, rows x vocabulary."""
+    def _sizes_of_losses(self) -> frozenset[int]:  # of a loss's largest tensor, in fp32, 16 bits
         losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
         largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

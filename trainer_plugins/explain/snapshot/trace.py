@@ -53,8 +53,7 @@ def known_from(card: Card) -> int:
     return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
-def _after_gap(card: Card) -> int:
-    """Undo the events back to the first gap: a program stopped recording, and began again."""
+def _after_gap(card: Card) -> int:  # a program stopped recording, and began again
     live = {
         block.address for segment in card.segments for block in segment.blocks if block.is_active
     }

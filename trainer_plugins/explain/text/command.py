@@ -76,7 +76,6 @@ def _names_a_program(words: Sequence[str]) -> bool:  # or are a sentence that be
 
 
 def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
-    """Name the script of the outermost frame; a module's name is not in its path."""
     main = next((one for one in frames if one.function == "<module>"), None)
     is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
     if any("runpy" in one.path for one in frames) and not is_ours:

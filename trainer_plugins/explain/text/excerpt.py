@@ -141,8 +141,7 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:  # and whether it is
         block = following
 
 
-def _first_oom(text: str, start: int, end: int) -> int | None:
-    """Return where the first line with an OOM begins, at or after `start`; None without one."""
+def _first_oom(text: str, start: int, end: int) -> int | None:  # at or after `start`
     seen = start
     for match in _HINTS.finditer(text, start, end):
         if match.start() < seen:
@@ -163,8 +162,7 @@ def _oom_in(raw: str) -> OutOfMemory | None:
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 
 
-def _excerpt(lines: list[Line], at: int) -> Excerpt:
-    """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
+def _excerpt(lines: list[Line], at: int) -> Excerpt:  # a certain one soon after is better
     writer = lines[at].writer
     context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
     found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
@@ -176,8 +174,7 @@ def _excerpt(lines: list[Line], at: int) -> Excerpt:
     return Excerpt(found, tuple(lines), at)
 
 
-def _message(lines: list[Line], at: int) -> str:
-    """Join what a terminal has broken; a message of several lines keeps them."""
+def _message(lines: list[Line], at: int) -> str:  # joined where a terminal has broken it
     said = [lines[at].text]
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):

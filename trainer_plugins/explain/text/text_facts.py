@@ -97,8 +97,7 @@ class TextFacts:
         return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property
-    def own(self) -> int | None:
-        """Return what this process holds: by the message, else what torch has reserved."""
+    def own(self) -> int | None:  # by the message, else what torch has reserved
         own = [size for pid, size in self._named if pid is None]
         reserved = None if self.live is None else self.live + (self.unused or 0)
         if own or reserved is None or self.total is None or self.free is None:
@@ -130,7 +129,6 @@ class TextFacts:
         return [(pid, size) for pid, size in self._named if pid is not None and size != self.own]
 
     def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
-        """Return the innermost frame whose path, function or source matches."""
         frames = self.frames[-innermost:] if innermost else self.frames
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 

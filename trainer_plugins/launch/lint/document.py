@@ -238,8 +238,7 @@ def _within_value(value: object) -> list[tuple[str, object]]:
 
 def _walk(
     root: object, within: Callable[[object], list[tuple[str, object]]], source: str
-) -> Iterator[tuple[object, str]]:
-    """Yield each value with its dotted name, as often as anchors refer to it."""
+) -> Iterator[tuple[object, str]]:  # with its dotted name, as often as anchors refer to it
     waiting = [(root, "", 1)]
     num_seen = 0
     while waiting:

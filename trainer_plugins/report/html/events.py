@@ -89,7 +89,6 @@ def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
 
 
 def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show each moment of the run; very short ones are drawn a little wider, to be visible."""
     signs: dict[tuple[str, int], Sign] = {}
     before = 0.0
     for entry in entries:

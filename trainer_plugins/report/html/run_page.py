@@ -154,8 +154,7 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
     return of_run[-1] if of_run else 0
 
 
-def _rank_in_full(run: Run, record: OomRecord | None) -> int:
-    """Choose the rank that failed, else the one whose card was fullest."""
+def _rank_in_full(run: Run, record: OomRecord | None) -> int:  # else the fullest card's
     if record is not None and record.rank in run.timelines:
         return record.rank
     tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
@@ -212,7 +211,6 @@ def _peaks(run: Run) -> list[MomentPeak]:
 
 
 def _earlier(history: History) -> Iterator[tuple[str, str, int]]:
-    """Yield when each earlier run was, how it went, and its highest peak; the newest first."""
     for run in reversed(history.runs[:-1]):
         peak = max((each.peak_bytes for each in _peaks(run)), default=0)
         yield when(run), verdict(run, None, None), peak

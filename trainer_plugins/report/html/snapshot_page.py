@@ -162,7 +162,6 @@ def _states(case: SnapshotCase, columns: int) -> tuple[list[int], list[list[int]
 
 
 def _passes(case: SnapshotCase, num: int) -> Iterator[Lane]:
-    """Show the passes of the run; those narrower than a column are left out."""
     signs, shown = [], 0.0
     for first, last, which in case.sorter.passes:
         begin, end = percent_of(WIDTH * first / num), percent_of(WIDTH * (last + 1) / num)

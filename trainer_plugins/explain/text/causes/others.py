@@ -101,8 +101,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
     )
 
 
-def _is_crowded(facts: TextFacts) -> bool:
-    """Return whether others hold the card, or the engine counts what it has released."""
+def _is_crowded(facts: TextFacts) -> bool:  # or the engine counts what it has released
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
     return held or (facts.live or 0) > (facts.total or facts.live or 0)
 

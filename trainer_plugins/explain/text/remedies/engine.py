@@ -121,8 +121,7 @@ def _has_no_cache(facts: TextFacts) -> bool:
     return facts.oom.source == "engine" and not is_startup(facts)
 
 
-def _share(facts: TextFacts) -> tuple[float, str]:
-    """Return the share in force, and a clause if it is only the program's default."""
+def _share(facts: TextFacts) -> tuple[float, str]:  # with a clause if it is the default
     if found := facts.says(_WANTED) or facts.says(_SETTING):
         return float(found["share"]), ""
     usual = _program(facts).usual_share

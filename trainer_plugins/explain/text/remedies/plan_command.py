@@ -36,9 +36,7 @@ _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_tr
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
-class _Settings:
-    """Looks settings up: in the command line that a text shows, then anywhere in the text."""
-
+class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
         self.text = f"{facts.command}\n{facts.text}"
         self.given = _arguments(shown(self.text))
