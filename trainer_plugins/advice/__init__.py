@@ -1,7 +1,4 @@
-"""advice: what helps against an out-of-memory error, and how it is typed, written down once.
-
-No other room spells a flag in a sentence; it writes `advice.CHECKPOINTING.flag(Door.TRAINER)`.
-"""
+"""advice: what helps against an out-of-memory error, and how it is typed, all in one place."""
 
 from trainer_plugins.advice.entry import Advice as Advice
 from trainer_plugins.advice.entry import Door as Door

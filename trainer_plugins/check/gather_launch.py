@@ -16,8 +16,8 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.check.gather_here import folder_trouble, gather_here
 from trainer_plugins.check.machine import cards_in_use
-from trainer_plugins.launch.argument_names import unknown_argument
 from trainer_plugins.launch.lint import read_document, training_arguments
+from trainer_plugins.launch.lint.training import unknown_argument
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of

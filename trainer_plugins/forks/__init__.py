@@ -1,7 +1,6 @@
 """Runs modules in processes forked from a server that has imported what they need.
 
-Importing torch and transformers takes four seconds of CPU time; a process that is forked after the
-imports does not spend them. A server belongs to the process that started it, and ends with it.
+Importing torch and transformers takes four seconds of CPU time, which a fork does not spend.
 """
 
 import contextlib
@@ -164,10 +163,7 @@ def forget(server: ForkServer) -> None:
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets; the first is closed in every fork of this process.
-
-    Otherwise a fork that outlives it, such as a data loader's worker, would keep the server alive.
-    """
+    """Return two connected sockets, the first closed in forks: one may outlive this process."""
     _close_sockets_in_forks()
     ours, theirs = socket.socketpair()
     _sockets.add(ours)

@@ -40,10 +40,7 @@ def kill_group(leader: int) -> None:
 
 
 def serve() -> None:
-    """Import modules, then fork for each call: `python -c CODE SOCKET MODULES`.
-
-    A forked process returns from here when its module has ended.
-    """
+    """Import modules, then fork for each call; a fork returns when its module has ended."""
     global _cpu_seconds_before
     control = socket.socket(fileno=int(sys.argv[1]))
     reason = _import(sys.argv[2:])
@@ -86,10 +83,7 @@ class _Child(NamedTuple):
 
 
 class _Server:
-    """Forks for each call, and tells the caller the process id and, when it ends, the exit code.
-
-    When the caller closes the connection or ends, the child is killed and its folder deleted.
-    """
+    """Forks for each call, and kills the child when its caller closes the connection or ends."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -1,7 +1,4 @@
-"""A plugin for axolotl: `plugins: [trainer_plugins.integrations.axolotl.MemoryPlugin]` in its YAML.
-
-It follows the documentation of `axolotl.integrations.base.BasePlugin`; it has not run in axolotl.
-"""
+"""A plugin for axolotl, by the documentation of `BasePlugin`; it has not run in axolotl."""
 
 from collections.abc import Mapping
 from dataclasses import fields

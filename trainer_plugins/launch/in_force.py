@@ -24,10 +24,7 @@ _FAMILIES = {
 def read_in_force(
     wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
-    """Read the strategy from the objects that do the work, not from their settings.
-
-    `world_size` is accelerate's: the process group may be larger, if each rank trains alone.
-    """
+    """Read the strategy from the objects that do the work; `world_size` is accelerate's."""
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))

@@ -17,42 +17,24 @@ class OutOfMemory:
     """
 
     source: Source
-
+    # False if a full device is only the usual cause of these words: check how much is free.
     is_certain: bool
-    """False if a full device is the usual cause of these words but not the only one.
-
-    Then check first how much is free.
-    """
-
+    # Why this process cannot go on; empty if it can, with less memory in use. It is also set if the
+    # numbers of the message contradict each other, so that they are not used.
     fatal: str
-    """Why this process cannot go on; empty if it can, with less memory in use.
-
-    It is also set if the numbers of the message contradict each other, so that they are not used.
-    """
-
     text: str  # the lines of the message, at most six
+    # In the process's own numbering: `GPU 0` under CUDA_VISIBLE_DEVICES=3 is card 3.
     device: int | None = None
-    """The index in the message, in the process's own numbering.
-
-    `GPU 0` under CUDA_VISIBLE_DEVICES=3 is card 3.
-    """
-
     requested_bytes: int | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
-    limit_bytes: int | None = None
-    """How much the process may use, if it is limited to a part of the device."""
-
+    limit_bytes: int | None = None  # how much it may use, if that is a part of the device
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    unused_bytes: int | None = None
-    """Bytes reserved by the allocator but in no tensor; a large value means fragmentation."""
-
+    unused_bytes: int | None = None  # reserved, in no tensor; if large, it is fragmented
+    # Pairs (pid, bytes) of the processes in the message; pid None is the failed process. In a
+    # container torch prints a wrong pid for itself, so the failed process is found by its bytes.
     process_bytes: tuple[tuple[int | None, int], ...] = ()
-    """Pairs (pid, bytes) of the processes in the message; pid None is the failed process.
-
-    In a container torch prints a wrong pid for itself, so the failed process is found by its bytes.
-    """
 
     @property
     def is_survivable(self) -> bool:
@@ -279,10 +261,7 @@ def _contradiction(found: OutOfMemory) -> str:  # empty if there is none
 
 
 def _own_marked(found: OutOfMemory) -> list[tuple[int | None, int]]:
-    """Set pid None for the failed process: the smallest that holds what torch has reserved.
-
-    In a container torch does not know its own pid outside.
-    """
+    """Set pid None for the failed process, whose pid differs in a container, by what torch has."""
     holders = list(found.process_bytes)
     own_bytes = (found.allocated_bytes or 0) + (found.unused_bytes or 0)
     if found.allocated_bytes is None or any(pid is None for pid, _ in holders):

@@ -3,31 +3,18 @@
 from functools import partial
 from typing import Literal, NamedTuple
 
-Source = Literal[
-    "allocator",
-    "masked",
-    "driver",
-    "library",
-    "nccl",
-    "deepspeed",
-    "pinned",
-    "shared",
-    "host",
-    "engine",
+Source = Literal[  # what could not get memory
+    "allocator",  # torch's caching allocator, of a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
+    "masked",  # the same, hidden behind an error in reporting it
+    "driver",  # a call of the CUDA, HIP or Level Zero driver outside the allocator
+    "library",  # cuBLAS, cuDNN, cuSOLVER, cuFFT
+    "nccl",  # a collective
+    "deepspeed",  # the workspace of its inference kernels
+    "pinned",  # page-locked main memory
+    "shared",  # `/dev/shm`
+    "host",  # main memory, and everything that kills a process for it
+    "engine",  # vLLM or SGLang, which refuse to start before anything is allocated
 ]
-"""What could not get memory.
-
-- `allocator`: torch's caching allocator, on a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
-- `masked`: the same, hidden behind an error in reporting it
-- `driver`: a call of the CUDA, HIP or Level Zero driver outside the allocator
-- `library`: cuBLAS, cuDNN, cuSOLVER, cuFFT
-- `nccl`: a collective
-- `deepspeed`: the workspace of its inference kernels
-- `pinned`: page-locked main memory
-- `shared`: `/dev/shm`
-- `host`: main memory, and everything that kills a process for it
-- `engine`: vLLM or SGLang, which refuse to start before anything is allocated
-"""
 
 
 class Rule(NamedTuple):

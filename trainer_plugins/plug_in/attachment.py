@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -223,7 +225,8 @@ def _wrap() -> None:
         return
     for name, around in (("__init__", _around_init), ("add_callback", _around_add_callback)):
         method = getattr(trainer, name)
-        if name not in _wrappers or _wrappers[name] not in _layers(method):
+        ours = _wrappers.get(name)
+        if ours is None or inspect.unwrap(method, stop=functools.partial(is_, ours)) is not ours:
             if name == "__init__":
                 _warn_of_those_built(trainer)
             _wrappers[name] = on_import.passed_over_by_warnings(around(method))
@@ -274,13 +277,6 @@ def _harmless(who: str) -> Iterator[None]:  # it must not stop training
 
 def _trainer_class() -> "type[Trainer] | None":
     return getattr(sys.modules.get(_TRAINER_MODULE), "Trainer", None)
-
-
-def _layers(method: Callable[..., object] | None) -> Iterator[Callable[..., object]]:
-    """Yield a method, and the methods that it wraps by `__wrapped__`."""
-    while method is not None:
-        yield method
-        method = getattr(method, "__wrapped__", None)
 
 
 def _warn_of_those_built(trainer: "type[Trainer]") -> None:

@@ -128,10 +128,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def from_json(kind: Callable[..., T], record: object) -> T:
-    """Construct a dataclass from a record, without fields that it lacks: a later version's.
-
-    It raises TypeError or ValueError for a wrong value; numbers must fit in 64 bits.
-    """
+    """Construct a dataclass from a record; a wrong value raises TypeError or ValueError."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
     values = {

@@ -227,8 +227,8 @@ class RankRun:
 class _RankFile:
     """Reads what is new in the timeline of one rank.
 
-    If its last line is not in its place, the file was thinned or created again, and is read from
-    the start. Inode numbers would not show that: file systems reuse them.
+    If its last line is not in its place, the file was thinned or created again, and is read again
+    from the start; inode numbers would not show that.
     """
 
     def __init__(self, path: Path) -> None:

@@ -69,11 +69,10 @@ _HELP = {
 
 
 class PrometheusFile:
-    """Writes the newest metrics of one rank to `<folder>/trainer_plugins-rank-<rank>.prom`.
+    """Writes the newest metrics of one rank for node_exporter's textfile collector.
 
     Sums since the previous log line become counters. The file stays after the run: its age shows
     that it is over (`node_textfile_mtime_seconds`). A failed write is logged once, never raised.
-    Source: https://github.com/prometheus/node_exporter#textfile-collector
     """
 
     def __init__(self, folder: Path, rank: int, device: str) -> None:

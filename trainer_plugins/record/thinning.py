@@ -34,8 +34,7 @@ def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
     Of eight readings of one moment four stay, with the maxima of peak, reserved, used and pressure;
-    releases are added up in pairs; the newest quarter and all other lines are copied unchanged. A
-    process that has the file open keeps the old one, and so does a kill at any moment.
+    releases are added up in pairs; the newest quarter stays. A kill at any moment leaves one file.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4

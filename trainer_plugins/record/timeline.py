@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
 from time import time
+from typing import get_args
 from weakref import WeakValueDictionary
 
 from trainer_plugins.finding import Finding
@@ -110,11 +111,7 @@ def to_line(entry: Entry) -> str:
 
 
 _KINDS: Mapping[str, Callable[..., Entry]] = {
-    "sample": Sample,
-    "flush": Flush,
-    "remark": Remark,
-    "beginning": Beginning,
-    "failure": Failure,
+    kind.__name__.lower(): kind for kind in get_args(Entry)
 }
 _PARTS = ("reading", "finding", "strategy")  # whose fields stand in the line itself
 _SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
@@ -170,9 +167,8 @@ def read_timeline(path: Path) -> list[Entry]:
 class Timeline:
     """Keeps the last `capacity` entries, oldest first; with a `path` also appends each to a file.
 
-    One write of one line survives the death of the process. If it fails, that is logged once and
-    never raised; entries in memory are written once there is room again. A removed file is created
-    again, one over `MAX_FILE_BYTES` is thinned. An entry costs about 20 microseconds.
+    If a write fails, that is logged once and never raised; entries are written once there is room
+    again. A removed file is created again, one over `MAX_FILE_BYTES` is thinned.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:

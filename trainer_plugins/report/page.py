@@ -19,10 +19,7 @@ _WIDE = 10_000  # width in characters for a file or another program, where nothi
 
 
 def show(page: RenderableType) -> None:
-    """Print a page to standard output; markup and control characters in its text stay visible text.
-
-    A terminal wraps text, but no table wider than itself; elsewhere nothing is wrapped.
-    """
+    """Print a page; markup and control characters stay text, and no table is narrowed."""
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
     for part in _parts(page):

@@ -31,10 +31,7 @@ _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpe
 
 
 def explain_run(folder: Path, predicts: bool = False) -> Explanation:
-    """Explain the last run of a folder, or raise ValueError if no run wrote into it.
-
-    It imports no torch, unless the run ended without a word: then it looks whether it still runs.
-    """
+    """Explain the last run of a folder, or raise ValueError if no run wrote into it."""
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
     if not records and not facts and history is None:
         raise ValueError(

@@ -37,10 +37,7 @@ class Card(Protocol):
 
 
 class ModelCard:
-    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule from `start`.
-
-    `rules` hold from the first event on: no setting may keep older blocks from where they were.
-    """
+    """Replays on `AllocatorModel`, with the segments' real addresses or by a rule from `start`."""
 
     def __init__(
         self,

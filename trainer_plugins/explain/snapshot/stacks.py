@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from trainer_plugins.explain.ours import OF_TORCH, is_ours, is_users
+from trainer_plugins.explain.shared import OF_TORCH, is_ours, is_users
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 

@@ -37,11 +37,7 @@ _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
 def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
-    """Explain the first OOM of a text, or say that it has none (no causes).
-
-    Raises:
-        ValueError: the text is empty.
-    """
+    """Explain the first OOM of a text, or say that it has none (no causes); ValueError if empty."""
     whole = text if isinstance(text, str) else "\n".join(text)
     return explain_stream(io.BytesIO(whole.encode(errors="replace")), subject)
 

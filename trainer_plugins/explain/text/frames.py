@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer_plugins.explain.ours import is_ours, is_users
+from trainer_plugins.explain.shared import is_ours, is_users
 from trainer_plugins.explain.text.excerpt import Line
 
 _MOST_LINES = 600

@@ -1,7 +1,6 @@
 """The keys that accelerate and DeepSpeed read (a renamed one twice), and what each may hold.
 
-Sources: accelerate 1.15, commands/config/config_args.py and commands/launch.py; DeepSpeed 0.19.8,
-constants.py and the configs in runtime/, and swap_tensor/constants.py for `aio`.
+Sources: accelerate 1.15, commands/config/config_args.py and launch.py; DeepSpeed 0.19.8, runtime/.
 """
 
 Keys = dict[str, str]  # the kind of each key: the name of a parameter of `_keys`

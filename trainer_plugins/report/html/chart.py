@@ -161,10 +161,7 @@ def stacked(
     names: Sequence[tuple[str, str, str]],
     height: Height,
 ) -> tuple[Band, ...]:
-    """Draw areas on top of each other, by the upper edge of each; empty ones are left out.
-
-    `edges` are where each stretch begins, and the last one ends; `names` are name, colour and note.
-    """
+    """Draw areas between `edges` on top of each other; `names` are name, colour and note."""
     found, below = [], [height.y(0)] * (len(edges) - 1)
     for (name, colour, note), numbers in zip(names, levels, strict=True):
         above = [height.y(number) for number in numbers]
