@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
-GROUP = "trainer_plugins.presets"  # entry points by which a package offers a `Preset`
+GROUP = "trainer_plugins.presets"  # the entry points that offer a `Preset`
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 EVALUATION = "trainer_plugins.callbacks.EvaluationGuard"

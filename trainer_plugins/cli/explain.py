@@ -4,14 +4,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
-
-if TYPE_CHECKING:
-    from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.printable import printable
 
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
@@ -72,7 +71,7 @@ def _is_pickle(path: Path) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _explained(path: str, predicts: bool) -> "Explanation":
+def _explained(path: str, predicts: bool) -> Explanation:
     from trainer_plugins.explain.log import explain_log
     from trainer_plugins.record.oom_record import read_oom_record
 
@@ -95,7 +94,7 @@ def _explained(path: str, predicts: bool) -> "Explanation":
     return explain_snapshot(Path(path))
 
 
-def _drawn(paths: list[str], html: Path) -> "Explanation":
+def _drawn(paths: list[str], html: Path) -> Explanation:
     from trainer_plugins.explain.snapshot.explained import explained_case
     from trainer_plugins.report.html.snapshot_page import snapshot_page
 
@@ -109,7 +108,7 @@ def _drawn(paths: list[str], html: Path) -> "Explanation":
     return answer
 
 
-def _grown(paths: list[str]) -> "Explanation":
+def _grown(paths: list[str]) -> Explanation:
     from trainer_plugins.explain.snapshot import compare_snapshots
 
     if len(paths) > 2:
@@ -117,11 +116,10 @@ def _grown(paths: list[str]) -> "Explanation":
     return compare_snapshots(Path(paths[0]), Path(paths[1]))
 
 
-def _print(answer: "Explanation", is_snapshot: bool) -> None:
+def _print(answer: Explanation, is_snapshot: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from trainer_plugins.printable import printable
     from trainer_plugins.report.page import Indented, show
     from trainer_plugins.report.words import GRADES
 

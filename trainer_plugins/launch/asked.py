@@ -36,8 +36,7 @@ class Asked:
     one_process_for: str | None = None  # why `accelerate launch` starts only one process: `--cpu`
     use_cpu: bool = False  # whether ACCELERATE_USE_CPU is set
     multinode_launcher: str | None = None  # accelerate's `deepspeed_multinode_launcher`
-    # Unknown keys under `deepspeed_config`, and the known ones that they resemble.
-    misspelt: Mapping[str, str] = field(default_factory=dict)
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # unknown DeepSpeed keys, likely ones
     flags_beside_json: tuple[str, ...] = ()  # flags that accelerate ignores next to a JSON
 
     @property

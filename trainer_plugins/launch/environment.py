@@ -79,8 +79,7 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 def _others(facts: LaunchFacts) -> Iterator[Export]:
     # TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
-    # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
-    # slower than too few.
+    # Without a card it is unknown how many ranks share the CPUs; too many threads are slow.
     if facts.num_cards:
         yield Export(
             "OMP_NUM_THREADS",

@@ -70,8 +70,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     launcher = find_launcher()
     flags = launcher.flags() if launcher is not None else None
     file = launcher.file(flags) if launcher is not None and flags is not None else None
-    # What accelerate exports of its file and flags counts even if the launcher cannot be found, or
-    # the file has changed since.
+    # What accelerate exports counts even without a launcher, or if the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
     document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})

@@ -44,8 +44,7 @@ class OutOfMemory:
 
 _COMPILED = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
 
-# After these errors every call on the device fails until the process restarts. They are not OOM,
-# but may follow one.
+# After these every call on the device fails until a restart. No OOM, but they may follow one.
 _STICKY = re.compile(
     r"illegal memory access|device-side assert triggered|unspecified launch failure"
     r"|misaligned address|illegal instruction|uncorrectable (?:ECC|NVLink)|the launch timed out"

@@ -86,8 +86,7 @@ RULES = (
         is_certain=False,
         follows_anything=True,
     ),
-    # Page-locked main memory: torch reports it in the driver's words, so we look for the call that
-    # asked for it.
+    # Page-locked main memory, in the driver's words: we look for the call that asked for it.
     _pinned(
         rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
         "torch, utils/data/_utils/pin_memory.py; unslothai/unsloth#1797",
@@ -118,8 +117,7 @@ RULES = (
         r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
         "HabanaAI/Model-References#10",
     ),
-    # torch asserts this only while it writes an OOM message: a failed malloc calls
-    # reportProcessMemoryInfo.
+    # torch asserts this only while it writes an OOM message (reportProcessMemoryInfo).
     Rule(
         "masked",
         r"NVML_SUCCESS == .{0,300}?INTERNAL ASSERT FAILED at \"[^\"\n]{0,300}CUDACachingAllocator",

@@ -114,8 +114,7 @@ def open_regular(path: Path, mode: str) -> FileIO:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a draft with a new file's mode, which replaces `path` if the block does not raise."""
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
-    # "x" is O_CREAT | O_EXCL: anything already there, even a symlink, is an error, so that no
-    # other file is overwritten.
+    # "x" is O_CREAT | O_EXCL: anything that is there already, even a symlink, is an error.
     with open(draft, "xb") as file:
         try:
             yield file

@@ -18,9 +18,8 @@ class MemoryMetrics:
 
     peak_bytes: int  # the peak of tensors, in training, evaluation or save
     reserved_bytes: int  # what this process's caching allocator held at the last reading
+    # Outside torch at the last reading, minus what this run took there while it warmed up.
     foreign_bytes: int
-    # outside torch at the last reading, minus what this run took there while it warmed up
-
     pressure_fraction: float  # the highest pressure (see `MemoryReading`), 0 to 1
     num_alloc_retries: int  # allocations that needed a flush of the allocator's cache
     flush_seconds: float  # how long training waited for releases of cached memory

@@ -292,8 +292,7 @@ class Timeline:
             logger.warning(message, *values)
 
 
-# All callbacks of a process that write to a file share its Timeline: two would have half the
-# history each.
+# The callbacks of a process share a file's Timeline: two would have half the history each.
 _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 

@@ -1,12 +1,13 @@
 """Renders a plan for the terminal: alone, next to another or its run; and what a search found."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer_plugins.planner.calibrate import Calibration
+from trainer_plugins.planner.compare.beside import Beside, Pair
 from trainer_plugins.planner.compare.changes import Saved
 from trainer_plugins.planner.compare.lines import (
     AS_GIVEN,
@@ -19,10 +20,6 @@ from trainer_plugins.planner.plan import MemoryPlan, at_least, peak_until_resume
 from trainer_plugins.report.page import plain_table, size_or_blank, to_paste
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import GIB, MIB, percent, size
-
-if TYPE_CHECKING:
-    from trainer_plugins.planner.calibrate import Calibration
-    from trainer_plugins.planner.compare.beside import Beside, Pair
 
 _SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 
@@ -183,7 +180,7 @@ def _tensors(plan: MemoryPlan) -> Table:
     return table
 
 
-def beside_report(found: "Beside") -> RenderableType:
+def beside_report(found: Beside) -> RenderableType:
     """Render the differences in what was planned, then the peaks by moment and by category."""
     lines: list[RenderableType] = [Text(f"A: {found.a}"), Text(f"B: {found.b}")]
     lines += [Text(f"{name}: {a or 'none'} | {b or 'none'}") for name, a, b in found.changes]
@@ -193,7 +190,7 @@ def beside_report(found: "Beside") -> RenderableType:
     return Group(*lines)
 
 
-def _pairs(heading: str, pairs: "tuple[Pair, ...]") -> Table:
+def _pairs(heading: str, pairs: tuple[Pair, ...]) -> Table:
     table = plain_table(heading, "A", "B", "B - A")
     for pair in pairs:
         if max(pair.a_bytes or 0, pair.b_bytes or 0) >= _SHOWN_BYTES:
@@ -202,7 +199,7 @@ def _pairs(heading: str, pairs: "tuple[Pair, ...]") -> Table:
     return table
 
 
-def _difference(pair: "Pair") -> str:
+def _difference(pair: Pair) -> str:
     if pair.a_bytes is None or pair.b_bytes is None:
         return ""
     change = pair.b_bytes - pair.a_bytes
@@ -210,7 +207,7 @@ def _difference(pair: "Pair") -> str:
     return f"{'+' if change >= 0 else '-'}{size(abs(change))}{share}"
 
 
-def calibration_report(calibration: "Calibration") -> RenderableType:
+def calibration_report(calibration: Calibration) -> RenderableType:
     """Render each counter of each moment, worst first, then the memory outside the allocator."""
     table = plain_table("moment", "", "predicted", "measured", "difference", left=("",))
     for each in calibration.differences:

@@ -8,8 +8,7 @@ from trainer_plugins.explain.text.frames import Frame
 
 _UNKNOWN = "YOUR LAUNCH COMMAND"
 _MOST_CHARACTERS = 2000
-# A line of a shell or a notebook, or one that names what it runs. Variables and wrappers before
-# the launcher are not repeated.
+# A line that is typed, or names what runs; what precedes the launcher is not repeated.
 _PROMPT = r"[^\n]{0,80}?[$#%>!] ?|\+ |(?i:[^\n:]{0,30}(?:running|command|cmd)[^\n:]{0,20}: ?)"
 _WRAPPER = (
     r"\w+=\S*|nohup|time|srun(?: -\S+)*|(?:uv|poetry|pixi) run"

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 Mapping = dict[str, Any]
-# No launch file comes near these limits: the largest one of accelerate, DeepSpeed, TRL and axolotl
-# has 5 KB and 5 levels.
+# The largest launch file of accelerate, DeepSpeed, TRL and axolotl has 5 KB and 5 levels.
 _MOST_BYTES = 1 << 20
 _MOST_LEVELS = 50
 _MOST_VALUES = 5_000
