@@ -30,14 +30,12 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 
 class LongestRows:
-    """Collates the longest rows of a data set as its loader would, and consumes none of them.
-
-    The collator is copied, since it may keep a generator; a model in it is not copied.
-    """
+    """Collates the longest rows of a data set as its loader would, and consumes none of them."""
 
     def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
         self._dataset = dataset
         self._rows = longest_rows(dataset, num) if collate is not None else []
+        # It may keep a generator, and a model, which is not copied.
         self._collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
 
     def __len__(self) -> int:

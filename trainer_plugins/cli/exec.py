@@ -52,13 +52,12 @@ def exec_(
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
     environment = launch_environment(os.environ, facts)
+    exports = environment.exports if _has_guards(given) else ()
     changed = {
         export.name: export.value
-        for export in environment.exports
+        for export in exports
         if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
     }
-    if not _has_guards(given):
-        changed = {}
     if changed:
         assigned = " ".join(f"{name}={value}" for name, value in changed.items())
         line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"

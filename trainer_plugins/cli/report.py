@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.finding import Finding
 
 if TYPE_CHECKING:
-    from trainer_plugins.finding import Finding
+    from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.record.history import History
 
 
@@ -55,7 +56,12 @@ def report(
             history = history.of_rank(rank)
     ending = how_it_ended(history, run_dir)
     if html is not None:
-        _write(history, run_dir, ending, html, plan, predicts)
+        from trainer_plugins.report.html.run_page import run_page
+
+        planned = None if plan is None else _read_plan(plan)
+        with bad_parameters(html):
+            page = run_page(history, run_dir, ending, planned, predicts)
+            html.write_text(page, encoding="utf-8")
     elif plan is not None:
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
     history = with_last_readings(history, run_dir)
@@ -65,7 +71,7 @@ def report(
         show(history_report(history, ending))
 
 
-def _print_json(history: "History", ending: "Finding | None") -> None:
+def _print_json(history: "History", ending: Finding | None) -> None:
     from trainer_plugins.report.summary import summary
 
     facts = {
@@ -77,24 +83,13 @@ def _print_json(history: "History", ending: "Finding | None") -> None:
     print(json.dumps(facts, indent=2))
 
 
-def _write(
-    history: "History",
-    run_dir: Path,
-    ending: "Finding | None",
-    html: Path,
-    plan: Path | None,
-    predicts: bool,
-) -> None:
+def _read_plan(plan: Path) -> "MemoryPlan":
     from trainer_plugins.planner.plan import MemoryPlan
-    from trainer_plugins.report.html.run_page import run_page
 
     try:
-        planned = None if plan is None else MemoryPlan.from_json(plan.read_text("utf-8"))
+        return MemoryPlan.from_json(plan.read_text("utf-8"))
     except OSError as error:
         raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         what = "not a plan printed with --json"
         raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
-    with bad_parameters(html):
-        page = run_page(history, run_dir, ending, planned, predicts)
-        html.write_text(page, encoding="utf-8")

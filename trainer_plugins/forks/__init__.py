@@ -57,10 +57,7 @@ Files: TypeAlias = Mapping[int, int]  # file descriptors that become 0, 1 and so
 
 
 class ForkServer:
-    """Starts processes that need the same imports; where fork is not safe, a new Python each time.
-
-    The server process ends when the last reference to this object goes.
-    """
+    """Starts processes that need the same imports, as long as anything refers to it."""
 
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)

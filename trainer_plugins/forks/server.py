@@ -22,8 +22,6 @@ from typing import NamedTuple
 READY = "ready"
 NUMBER = struct.Struct("=i")
 _IDLE_SECONDS = 60.0  # a server holds about 400 MiB, which a planned training may need
-
-
 _cpu_seconds_before = 0.0
 
 

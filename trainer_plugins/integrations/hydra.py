@@ -25,10 +25,7 @@ def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
 
 
 class AttachToJob(Callback):
-    """Gives every Trainer that a Hydra job builds the callbacks of the job's own config.
-
-    A wrong config ends the job with exit code 2: Hydra would only warn about an exception.
-    """
+    """Gives every Trainer that a Hydra job builds the callbacks of the job's own config."""
 
     def __init__(self) -> None:
         self._job = ExitStack()
@@ -39,7 +36,7 @@ class AttachToJob(Callback):
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sys.stderr.write(f"trainer_plugins: {_in_one_line(error)}\n")
-            sys.exit(2)
+            sys.exit(2)  # of an exception Hydra would only warn
         say_at_exit()
 
     def on_job_end(self, config: DictConfig, job_return: object, **kwargs: object) -> None:

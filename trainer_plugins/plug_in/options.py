@@ -124,7 +124,7 @@ class MemoryArguments:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
         self._check_types()
-        # Not only in the callbacks, but before anything begins and torch is imported.
+        # Not only in the callbacks: nothing has begun yet, and torch is not imported.
         for name in ("memory_every_steps", "memory_release_every_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is a number of optimizer steps, 1 or more, got {value}")

@@ -137,9 +137,8 @@ class RunSplitter:
         self._begun: set[type[Entry]] = set()
 
     def begins_run(self, entry: Entry) -> bool:
-        is_beginning = isinstance(entry, Beginning)
-        if isinstance(entry, Sample):
-            is_beginning = entry.moment == "begin"
+        begins = isinstance(entry, Sample) and entry.moment == "begin"
+        is_beginning = begins or isinstance(entry, Beginning)
         is_repeated = self._is_under_way or type(entry) in self._begun
         is_next_run = entry.step < self._step or (is_beginning and is_repeated)
         is_first = self._step < 0

@@ -126,9 +126,7 @@ class Webhook:
         return "", 0.0
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Turns a redirect into an error: urllib would follow it with a GET, without the message."""
-
+class _NoRedirect(HTTPRedirectHandler):  # urllib would follow with a GET, without the message
     def redirect_request(self, *_: object) -> None:
         return None
 

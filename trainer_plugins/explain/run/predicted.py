@@ -23,7 +23,6 @@ from trainer_plugins.units import size
 
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
-
 _OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
 _SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
 _LONGEST_SECONDS = 300

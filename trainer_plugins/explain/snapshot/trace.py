@@ -12,7 +12,6 @@ from trainer_plugins.explain.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 
 _SMALL_SEGMENT_BYTES = 2 * MIB
-
 _CHANGES = ("alloc", "free")
 
 State = Literal["used", "free", "unmapped"]

@@ -92,18 +92,18 @@ def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
     signs: dict[tuple[str, int], Sign] = {}
     before = 0.0
     for entry in entries:
-        if not isinstance(entry, Sample) or entry.moment in ("begin", "end"):
-            before = span.percent(entry.time_seconds) if isinstance(entry, Sample) else before
+        if not isinstance(entry, Sample):
             continue
         until = span.percent(entry.time_seconds)
-        key = (entry.moment, 0 if entry.moment == "train" else int(until * _AT_ONCE / 100))
-        begin = signs[key].at_percent if key in signs else before
-        signs[key] = Sign(
-            at_percent=begin,
-            width_percent=round(max(until - begin, 0.6), 2),
-            colour=colour_of(entry.moment),
-            title=f"{entry.moment}, step {entry.step}",
-        )
+        if entry.moment not in ("begin", "end"):
+            key = (entry.moment, 0 if entry.moment == "train" else int(until * _AT_ONCE / 100))
+            begin = signs[key].at_percent if key in signs else before
+            signs[key] = Sign(
+                at_percent=begin,
+                width_percent=round(max(until - begin, 0.6), 2),
+                colour=colour_of(entry.moment),
+                title=f"{entry.moment}, step {entry.step}",
+            )
         before = until
     ordered = sorted(signs.values(), key=lambda sign: sign.colour != "c-train")
     return [Lane(name="doing", signs=tuple(ordered))] if ordered else []
