@@ -29,8 +29,7 @@ from trainer_plugins.planner.plan import Streamed
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.report.plan_text import details
-from trainer_plugins.report.search import line_in_words
+from trainer_plugins.report.plan_text import details, line_in_words
 from trainer_plugins.units import MIB
 
 pytest.importorskip("peft")

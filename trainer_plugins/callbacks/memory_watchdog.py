@@ -14,8 +14,7 @@ from trainer_plugins.callbacks._run import Event, model_of, move_before_trackers
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
-from trainer_plugins.record.metrics import as_logs
-from trainer_plugins.record.prometheus import PrometheusFile
+from trainer_plugins.record.metrics import PrometheusFile, as_logs
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import is_running

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB, size
 
-_DEEP = 6
-"""How many frames above the failing one still say what it was for."""
-
+_DEEP = 6  # how many frames above the failing one still say what it was for
 EVALUATION = (
     r"\b(?:\w+\.)?(?:evaluate|evaluation|evaluation_loop|prediction_loop|prediction_step|predict"
     r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|val_(?:epoch|step|loop)|valid_\w+"
@@ -64,7 +62,6 @@ class ByFrame:
     within: str = ""  # a frame that must be there as well
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        """Judge the frames."""
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
             return None
