@@ -1,4 +1,4 @@
-"""Where blocks lie, as traces of real cards show it (docs/allocator_traces.md)."""
+"""Blocks lie where traces of real cards show them (docs/allocator_traces.md)."""
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping

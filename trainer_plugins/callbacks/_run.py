@@ -1,4 +1,4 @@
-"""What callbacks share: a run's device and timeline, errors that end no run, wrapped methods."""
+"""RunCallback and the rest of what callbacks share: device, timeline, wrapped methods."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""What texts, records and snapshots share: whose a frame is, words of causes, and remedies."""
+"""Texts, records and snapshots share these: whose a frame is, words of causes, and remedies."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""When a run raises, this writes what is known into its folder before the error goes on."""
+"""A run that raises gets what is known written into its folder before the error goes on."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What helps against the causes of a recorded error, in the order of `advice.for_causes`."""
+"""Remedies against the causes of a recorded error, in the order of `advice.for_causes`."""
 
 import re
 import shlex

@@ -30,7 +30,8 @@ _LAUNCHERS = (
     ("deepspeed", r"deepspeed[/\\]launcher|bin/deepspeed\b|\[launch\.py:"),
     (
         "torchrun --nproc-per-node gpu",
-        r"torch[/\\]distributed[/\\](?:run|launcher|elastic)|bin/torchrun\b|torch\.distributed\.run",
+        r"torch[/\\]distributed[/\\](?:run|launcher|elastic)|bin/torchrun\b"
+        r"|torch\.distributed\.run",
     ),
 )
 

@@ -1,6 +1,7 @@
 """Stand in for flash-attn 2.8.3: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp."""
 
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -125,8 +126,8 @@ def _attended(
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    made: torch.Tensor = _Attention.apply(query, key, value, begins)  # type: ignore[no-untyped-call]
-    return made
+    attend: Callable[..., torch.Tensor] = _Attention.apply
+    return attend(query, key, value, begins)
 
 
 class _Attention(torch.autograd.Function):

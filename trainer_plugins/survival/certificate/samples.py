@@ -92,7 +92,7 @@ def classes(inputs: Inputs) -> frozenset[int]:
 
 
 def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Sample]:
-    """For each of these classes, pair the row that has most of it with the one that has least."""
+    """Pair, for each of these classes, the row with most of it and the one with least."""
     samples: list[Sample] = []
     if not isinstance(layout, Rows):
         return samples

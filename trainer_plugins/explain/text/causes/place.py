@@ -132,7 +132,8 @@ shard_too_large = ByFrame(
 )
 adapter_delta = ByFrame(
     code="adapter-delta",
-    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py|get_weight_norm",
+    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py"
+    r"|get_weight_norm",
     doubt="The text does not show how large the delta is: all experts of a layer at once if"
     " target_parameters names them, however few rows there are",
 )
@@ -147,8 +148,8 @@ move_too_large = ByFrame(
 )
 before_training = ByFrame(
     code="load-too-large",
-    pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model|DistributedDataParallel\("
-    r"|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+    pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model"
+    r"|DistributedDataParallel\(|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
     innermost=8,
     unless=r"training_step|\bforward\b|backward|optim",
     summary="the weights, or a copy of them, do not fit before the first step",

@@ -1,4 +1,4 @@
-"""What helps against each cause that a text shows, in the order of `advice.for_causes`."""
+"""Remedies against each cause that a text shows, in the order of `advice.for_causes`."""
 
 import re
 from collections.abc import Iterable, Iterator

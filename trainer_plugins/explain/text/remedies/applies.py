@@ -1,4 +1,4 @@
-"""Where advice applies, as far as a text shows it: by frames, words and numbers."""
+"""Advice applies where a text shows that it does: by frames, words and numbers."""
 
 from collections.abc import Callable, Mapping
 
