@@ -28,7 +28,7 @@ def explain(
     is_json: AsJson = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a memory snapshot to this file, as a page."),
+        typer.Option(help="Write an HTML page of the snapshot to this file."),
     ] = None,
     predicts: Annotated[
         bool,

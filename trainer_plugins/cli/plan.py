@@ -35,7 +35,7 @@ class AnswerOptions:
         default=False,
         panel=MOST_USED,
     )
-    html: Path | None = option("Write the plan to this file, as a page.", panel=MOST_USED)
+    html: Path | None = option("Write an HTML page of the plan to this file.", panel=MOST_USED)
     search_lengths: str | None = option(
         "With --search: row lengths to try, with commas (default: --seq-length)."
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def report(
     run_dir: RunDir,
     html: Annotated[
-        Path | None, typer.Option(help="Write the last run to this file, as a page.")
+        Path | None, typer.Option(help="Write an HTML page of the last run to this file.")
     ] = None,
     plan: Annotated[
         Path | None,
