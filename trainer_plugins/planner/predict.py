@@ -314,7 +314,7 @@ def _how_it_ended(code: int, log: str) -> str:
     )
 
 
-# as `faulthandler.dump_traceback_later` writes
+# as `faulthandler.dump_traceback_later` writes, and `worker.py`
 _TIME_IS_OVER = re.compile(r"^Timeout \(\d+:.*\)!$", re.MULTILINE)
 
 

@@ -11,10 +11,12 @@ import json
 import os
 import pickle
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,6 +28,8 @@ from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.units import size
+
+_LOCKED_SECONDS = 3
 
 if TYPE_CHECKING:
     from trainer_plugins.hf_trainer import HfArguments
@@ -129,11 +133,30 @@ def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
     return run, read_arguments(run), foresight
 
 
+def _end_after(seconds: float) -> None:
+    """End this process then, and write where it is.
+
+    faulthandler reads the frames of a running thread without Python's lock, and may crash on the
+    way; it only has the last word, where native code holds the lock.
+    """
+
+    def end() -> None:
+        sys.stderr.write(f"Timeout ({timedelta(seconds=seconds)})!\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + _LOCKED_SECONDS, exit=True)
+
+
 if __name__ == "__main__":
     _requests, _results, _step, _seconds, _folder = sys.argv[1:]
     os.chdir(_folder)  # relative paths of the user begin there
     warnings.filterwarnings("ignore")
-    faulthandler.dump_traceback_later(float(_seconds), exit=True)
+    _end_after(float(_seconds))
     progress.write_to(Path(_step))
     main(_requests, _results)
     sys.stdout.flush()
