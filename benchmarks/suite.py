@@ -2,7 +2,7 @@
 
     scripts/test -p benchmarks.suite
 
-prints both after the tests, and single tests that take some. The files are what `tests/seconds.txt` holds.
+prints them after the tests. The files are what `tests/seconds.txt` holds.
 """
 
 import resource
