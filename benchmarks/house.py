@@ -148,6 +148,12 @@ def crowded_names(files: dict[Path, ast.Module]) -> list[str]:
     return [name for name, number in count.items() if number > 2 and name != "__init__.py"]
 
 
+def is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function has more than 60 lines, its docstring aside."""
+    docstring = len((ast.get_docstring(function, clean=False) or "").splitlines())
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring > 60
+
+
 def words_of_docs() -> int:
     """Return how many words the README and the pages of docs have."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -193,7 +199,7 @@ def measure() -> dict[str, float]:
         "base names in more than two folders": len(crowded_names(files)),
         "files over 400 lines": sum(length > 400 for length in lengths.values()),
         "functions": len(functions),
-        "functions over 60 lines": sum((f.end_lineno or 0) - f.lineno + 1 > 60 for f in functions),
+        "functions over 60 lines, docstring aside": sum(map(is_long, functions)),
         "Any per 1000 lines": 1000 * anys / len(lines),
         "lines over 100 columns": sum(len(line) > 100 for line in lines),
         "docstrings": len(docstrings),

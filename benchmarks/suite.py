@@ -1,8 +1,8 @@
-"""Count the CPU seconds of the tests by folder and file, with all processes that they start.
+"""Count the CPU seconds of the tests by folder, file and test, with all processes that they start.
 
     scripts/test -p benchmarks.suite
 
-prints both after the tests. The files are what `tests/seconds.txt` holds.
+prints them after the tests. The files are what `tests/seconds.txt` holds.
 """
 
 import resource
@@ -14,6 +14,7 @@ import pytest
 
 _ME = psutil.Process()
 _FILES: dict[str, float] = defaultdict(float)
+_TESTS: dict[str, float] = defaultdict(float)
 _LEAST_SECONDS = 5
 _told = 0.0
 
@@ -45,16 +46,18 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up what the reports say."""
-    _FILES[report.nodeid.partition("::")[0]] += getattr(report, "cpu_seconds", 0.0)
+    seconds = getattr(report, "cpu_seconds", 0.0)
+    _FILES[report.nodeid.partition("::")[0]] += seconds
+    _TESTS[report.nodeid] += seconds
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seconds of each folder, and of each file with some seconds."""
+    """Print the seconds of each folder, and of files and tests that take some."""
     folders: dict[str, float] = defaultdict(float)
     for name, seconds in _FILES.items():
         folders["/".join(name.split("/")[:-1][:2])] += seconds
     terminalreporter.section(f"CPU seconds: {sum(_FILES.values()):.0f}")
-    for counted in (folders, _FILES):
+    for counted in (folders, _FILES, _TESTS):
         for name, seconds in sorted(counted.items(), key=lambda each: -each[1]):
             if seconds >= _LEAST_SECONDS:
                 terminalreporter.write_line(f"{seconds:.0f} {name}")

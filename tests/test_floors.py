@@ -116,7 +116,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
         "check.gather_here",
         "record.timeline",
         "record.history",
-        "record.prometheus",
+        "record.metrics",
         "report.text",
         "report.top",
         "explain.run",

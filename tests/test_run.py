@@ -27,17 +27,23 @@ sys.exit(3)
 """
 
 
-def run(*arguments: object, cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, cwd: Path, path: str = "", fresh: str = ""
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainer_plugins.run", *map(str, arguments)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
-    return processes.run(command, cwd=cwd, environ=environ)
+    return processes.run(command, cwd=cwd, environ=environ, fresh=fresh)
 
 
 def test_a_script_trains_with_callbacks_and_nothing_else_is_different(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
 
-    done = run("--memory-every-steps", "2", "scripts/train.py", "--preset", "its own", cwd=tmp_path)
+    done = run(
+        *("--memory-every-steps", "2", "scripts/train.py", "--preset", "its own"),
+        cwd=tmp_path,
+        fresh="the script asks whether torch was imported before it",
+    )
 
     assert done.returncode == 3, done.stderr
     assert (

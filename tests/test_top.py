@@ -24,7 +24,7 @@ from tests.test_report import HOSTILE, obeyed
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.follow import NUM_PEAKS, Follower
+from trainer_plugins.record.history import NUM_PEAKS, Follower
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import (
     Beginning,

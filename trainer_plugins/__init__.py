@@ -40,7 +40,7 @@ _HOMES = {
     "draw": "report.html.run_page",
     "generation_memory": "upkeep.generation",
     "plan_run": "planner",
-    "protect": "plug_in.protection",
+    "protect": "plug_in.attachment",
     "read_timeline": "record.timeline",
     "rehearse": "survival",
     "released": "upkeep.released",
@@ -107,9 +107,8 @@ if TYPE_CHECKING:
     from trainer_plugins.finding import Finding
     from trainer_plugins.oom import classify
     from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError, plan_run
-    from trainer_plugins.plug_in.attachment import attach, attached, detach
+    from trainer_plugins.plug_in.attachment import attach, attached, detach, protect
     from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
-    from trainer_plugins.plug_in.protection import protect
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.report.html.run_page import draw
     from trainer_plugins.streaming.attach import stream_base

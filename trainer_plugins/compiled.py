@@ -1,7 +1,4 @@
-"""Compiles C and C++ once and keeps the result in the package's cache folder.
-
-Nothing is compiled at import. torch is imported only for the flags of a library that links to it.
-"""
+"""Compiles C and C++ once, never at import, and keeps the result in the package's cache folder."""
 
 import hashlib
 import os
@@ -48,10 +45,7 @@ def fingerprint(*parts: str | bytes) -> str:
 
 
 def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]:
-    """Return the command that compiles a C++ source into a library for the installed torch.
-
-    -O1 takes half as long as -O2 to compile, and a run spends its time in torch's kernels.
-    """
+    """Return the command for a C++ source that links to torch; -O1 takes half of -O2's time."""
     import torch
 
     root = Path(torch.__file__).parent
@@ -76,12 +70,8 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
 def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
     """Run `command` with `-o library` unless the library exists, and return the library's path.
 
-    One process builds while the others wait. The library appears complete or not at all. If the
-    compiler fails, a `.log` file next to the library has its command and output.
-
-    Raises:
-        OSError: the folder cannot be written.
-        CompileError: the compiler cannot be run, takes too long, or fails.
+    One process builds while the others wait. It appears complete or not at all. If the compiler
+    fails, CompileError is raised and a `.log` file next to the library has command and output.
     """
     if library.exists():
         return library
@@ -94,10 +84,7 @@ def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float)
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against other builders, without leaving a file behind.
-
-    Where a file system cannot lock folders, as NFS, several may build at once; the last one wins.
-    """
+    """Lock a folder against other builders; where that is impossible, as on NFS, the last wins."""
     import fcntl  # not on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)

@@ -29,8 +29,7 @@ class Finding:
     @classmethod
     def error(
         cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
-    ) -> "Finding":
-        """Report what ends a run, or makes its result useless."""
+    ) -> "Finding":  # ends a run, or makes its result useless
         return cls(
             code=code,
             severity=Severity.ERROR,
@@ -43,8 +42,7 @@ class Finding:
     @classmethod
     def warning(
         cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
-    ) -> "Finding":
-        """Report what may end a run, or wastes memory or time."""
+    ) -> "Finding":  # may end a run, or wastes memory or time
         return cls(
             code=code,
             severity=Severity.WARNING,
@@ -58,9 +56,7 @@ class Finding:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
 
     def as_json(self) -> dict[str, object]:
-        """Return the fields for JSON, with the severity by name."""
         return {**asdict(self), "severity": self.severity.name}
 
-    def worse_than(self, other: "Finding") -> bool:
-        """Return whether to report it again: higher severity, or an amount at least 10% up."""
+    def worse_than(self, other: "Finding") -> bool:  # more severe, or 10% up
         return self.severity > other.severity or self.amount >= 1.1 * other.amount > 0

@@ -1,8 +1,6 @@
-"""These protocols list the names of a Hugging Face Trainer that this package uses, with types.
+"""These protocols list the names of a Trainer that we use: mypy cannot read transformers in time.
 
-mypy does not read transformers: its annotations take minutes to read and contradict themselves. A
-name is listed here if every supported version has it (setup.cfg). A name that only some versions or
-some subclasses have is read with `getattr`.
+A name is listed if every supported version has it (setup.cfg); others are read with `getattr`.
 """
 
 from __future__ import annotations

@@ -22,34 +22,26 @@ _ANSWERS = (
     "chosen_input_ids",
     "rejected_input_ids",
 )
-_ANSWER_WITH_PROMPT = "chosen_labels"
-"""TRL's ORPO and CPO, which have this column, begin each answer with its prompt."""
+_ANSWER_WITH_PROMPT = "chosen_labels"  # TRL's ORPO and CPO begin each answer with its prompt
 _OTHER_INPUTS = ("labels", "input_values", "input_features", "pixel_values")
-_LENGTH = "length"
-"""A column that holds lengths, where none holds tokens."""
-
-_DECODES = "decode_example"
-"""The method of features of `datasets` that are files: pictures, sounds, films."""
-
+_LENGTH = "length"  # a column that holds lengths, where none holds tokens
+_DECODES = "decode_example"  # a method of features that are files: pictures, sounds, films
 _Numbers: TypeAlias = NDArray[np.int64]
 
 
 class LongestRows:
-    """Collates the longest rows of a data set as its loader would, and consumes none of them.
-
-    The collator is copied, since it may keep a generator; a model in it is not copied.
-    """
+    """Collates the longest rows of a data set as its loader would, and consumes none of them."""
 
     def __init__(self, dataset: Any, collate: Any, num: int, model: nn.Module) -> None:
         self._dataset = dataset
         self._rows = longest_rows(dataset, num) if collate is not None else []
+        # It may keep a generator, and a model, which is not copied.
         self._collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, num: int) -> Any:
-        """Collate the longest rows; the short one, which is padded, is the last of all."""
+    def batch(self, num: int) -> Any:  # the last of all is the short one, which is padded
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
@@ -58,14 +50,11 @@ class Lengths:
     """Holds how long the rows of a data set are that were read."""
 
     rows: _Numbers  # the indices of these rows
-    columns: Mapping[str, _Numbers]
-    """How many numbers each has in a column: tokens, or the numbers of a picture or a sound."""
-
+    columns: Mapping[str, _Numbers]  # of tokens, or of a picture's or sound's numbers
     num_rows: int  # how many rows the data set has, read or not
 
     @property
-    def tokens(self) -> _Numbers:
-        """Return the tokens of each row; of preference data, the prompt and the longer answer."""
+    def tokens(self) -> _Numbers:  # of preference data, the prompt and the longer answer
         answers = [each for name, each in self.columns.items() if name in _ANSWERS]
         if not answers:
             return self._sum(name for name in self.columns if _holds_tokens(name))
@@ -73,19 +62,16 @@ class Lengths:
         return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum(_PROMPTS)
 
     @property
-    def sizes(self) -> _Numbers:
-        """Return the order of rows: tokens and labels, or numbers of pictures and sounds."""
+    def sizes(self) -> _Numbers:  # tokens and labels, or numbers of a picture or sound
         has_answers = any(name in _ANSWERS for name in self.columns)
         return self.tokens if has_answers else self._sum(self.columns)
 
-    def longest(self, num: int) -> list[int]:
-        """Return the indices of the longest rows, the longest first; there may be fewer."""
+    def longest(self, num: int) -> list[int]:  # the longest first; maybe fewer
         order = np.argsort(-self.sizes, kind="stable")[:num]
         return [int(index) for index in self.rows[order]]
 
     @property
     def shortest(self) -> int:
-        """Return the index of the shortest row."""
         return int(self.rows[np.argmin(self.sizes)])
 
     def _sum(self, names: Iterable[str]) -> _Numbers:
@@ -101,9 +87,8 @@ def has_rows(dataset: object) -> bool:
 def longest_rows(dataset: Any, num: int) -> list[int]:
     """Return the indices of the longest rows, and last of all that of the shortest.
 
-    The shortest row makes a batch that is padded, as most in training are. Models take a cheaper
-    path if nothing is padded, and a rehearsal on that would promise too much. The list is empty for
-    a data set that gives no row without consuming it; there may be fewer rows than `num`.
+    The shortest makes a batch that is padded, as most are: models take a cheaper path without
+    padding, and a rehearsal on that would promise too much.
     """
     if not has_rows(dataset) or len(dataset) == 0:
         return []
@@ -117,10 +102,8 @@ def longest_rows(dataset: Any, num: int) -> list[int]:
 def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
     """Return the lengths of the rows of a data set for which `has_rows` holds.
 
-    A data set of `datasets` without a transform has them in the offsets of its Arrow columns: a
-    million rows of 500 tokens take 0.1 s. Other rows are fetched one by one for this many seconds,
-    in an order that is spread evenly over the data set wherever it ends: a million dicts of a list,
-    some 1,000 of a folder of pictures. If no column is known, all count.
+    Without a transform they are in Arrow's offsets (a million rows of 500 tokens take 0.1 s). Other
+    rows are fetched for these `seconds`, in an order that is spread evenly wherever it ends.
     """
     arrow = sys.modules.get("datasets")
     is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
@@ -133,7 +116,6 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
 
 
 def _of_columns(dataset: Any, names: list[str]) -> Lengths:
-    """Read the lengths of all rows from Arrow's offsets."""
     columns: dict[str, _Numbers] = {}
     for name in names:
         chunks = dataset.data.column(name).chunks
@@ -174,7 +156,6 @@ def _num(column: Any) -> _Numbers:
 
 
 def _of_rows(dataset: Any, seconds: float) -> Lengths:
-    """Fetch rows one by one until the time is over."""
     until, looked, found = time.monotonic() + seconds, [], []
     for index in _spread(len(dataset)):
         row = dataset[index]
@@ -191,21 +172,18 @@ def _of_rows(dataset: Any, seconds: float) -> Lengths:
     return Lengths(rows[order], columns, len(dataset))
 
 
-def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
-    """Return whether a row has names: a dict, or an object like one, as a `BatchEncoding`."""
+def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:  # a dict, or like one
     return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
-def _spread(num: int) -> Iterator[int]:
-    """Return all indices in an order whose beginnings are spread evenly: by the golden ratio."""
+def _spread(num: int) -> Iterator[int]:  # by the golden ratio
     step = max(1, round(num * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num) > 1:
         step += 1
     return (index * step % num for index in range(num))
 
 
-def _size(value: object) -> int:
-    """Count the numbers of a value, or the characters of a text; a single number counts 0."""
+def _size(value: object) -> int:  # numbers or characters; a single number counts 0
     if isinstance(value, Tensor | np.ndarray):
         return math.prod(value.shape) if value.ndim else 0
     if isinstance(value, str):
@@ -219,12 +197,10 @@ def _size(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _counted(names: list[str]) -> list[str]:
-    """Return the columns that count: those that a model is known to take; without any, all."""
+def _counted(names: list[str]) -> list[str]:  # the known ones; without any, all
     known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names
 
 
-def _holds_tokens(name: str) -> bool:
-    """Return whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
+def _holds_tokens(name: str) -> bool:  # `input_ids`, TRL's `prompt_ids`, ...
     return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,7 @@ class _Patch:
 
 
 class Patches(contextlib.ExitStack):
-    """Replaces attributes until its `with` block ends, or until `close`.
-
-    With `keeps_later`, what other code has put over ours meanwhile stays, with a warning.
-    """
+    """Replaces attributes until `close`; with `keeps_later`, what others put over ours stays."""
 
     def __init__(self, *, keeps_later: bool = False) -> None:
         super().__init__()
@@ -33,7 +31,6 @@ class Patches(contextlib.ExitStack):
         self.missing: list[str] = []  # functions that `wrap` did not find in the installed versions
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replace an attribute, or add one."""
         patch = _Patch(owner, name, vars(owner).get(name, _ABSENT), value)
         setattr(owner, name, value)
         self._patches.append(patch)
@@ -47,6 +44,17 @@ class Patches(contextlib.ExitStack):
         else:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
+    def surround(
+        self, owner: object, name: str, context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Let a function run inside a context that is made for each call."""
+
+        def inside(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+            with context():
+                return original(*args, **kwargs)
+
+        self.wrap(owner, name, inside)
+
     def set_item(self, mapping: dict[Any, Any], key: object, value: object) -> None:
         """Replace one entry of a mapping. Entries that others add meanwhile stay."""
         if key in mapping:
@@ -55,8 +63,7 @@ class Patches(contextlib.ExitStack):
             self.callback(mapping.pop, key, None)
         mapping[key] = value
 
-    def restore(self, owner: object) -> None:
-        """Restore the attributes of one owner now, the latest first."""
+    def restore(self, owner: object) -> None:  # the latest first
         for patch in reversed(self._patches):
             if patch.owner is owner:
                 self._restore(patch)

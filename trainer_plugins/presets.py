@@ -1,13 +1,10 @@
-"""Presets: names for sets of callbacks.
-
-The built-in ones are the tuple `PRESETS`; installed packages add theirs by entry points.
-"""
+"""Presets name sets of callbacks: those of `PRESETS`, and entry points of installed packages."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
-GROUP = "trainer_plugins.presets"  # entry points of packages that offer a `Preset`
+GROUP = "trainer_plugins.presets"  # the entry points that offer a `Preset`
 CUDA_CACHE = "trainer_plugins.callbacks.CudaCacheCallback"
 EVAL_CLEANUP = "trainer_plugins.callbacks.EvalGenerateCleanup"
 EVALUATION = "trainer_plugins.callbacks.EvaluationGuard"
@@ -53,11 +50,7 @@ PRESETS = (
 
 
 def preset(name: str) -> Preset:
-    """Return the preset of that name: a built-in one, else one of an installed package.
-
-    Raises:
-        ValueError: there is none, or the package's offer cannot be loaded or is not a `Preset`.
-    """
+    """Return a built-in or an installed package's preset, or raise ValueError."""
     for ours in PRESETS:
         if ours.name == name:
             return ours

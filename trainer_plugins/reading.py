@@ -5,17 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """Holds one reading of one device; all sizes are in bytes.
-
-    Raises:
-        ValueError: the numbers are impossible, such as more free memory than there is.
-
-    ```
-    |<------------------------- total ------------------------->|
-    | non-torch |<-------------- reserved ------------->|  free |
-    |           |<-- allocated -->|<----- cached ------>|       |
-    ```
-    """
+    """Holds one reading of one device in bytes, and refuses numbers that cannot be true."""
 
     device: str  # the device's name as torch writes it: `cuda:0`
     total_bytes: int  # what all processes together can use, without the GPU driver's own reserve

@@ -13,28 +13,21 @@ class Strategy:
 
     distributed_type: str  # accelerate's name: `DEEPSPEED`, `FSDP`, `MULTI_GPU`, `MULTI_CPU`, `NO`
     wrapped_class: str  # the class that training calls: `DeepSpeedEngine`, the model's own
-    family: str
-    """Its kind: `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown` (as on XLA)."""
-
+    family: str  # `DeepSpeed`, `FSDP`, `DDP`, `DataParallel`, `nothing`, or `unknown` (as on XLA)
     world_size: int  # number of ranks that train together, over all machines
     device: str  # device type: `cuda`, `cpu`
     num_params: int  # elements of all parameters of the full model; 4-bit weights count unpacked
     num_machines: int | None = None  # number of machines; None if the launcher does not say
     num_partitioned: int = 0  # elements of sharded parameters; each rank holds the others in full
     zero_stage: int | None = None  # the ZeRO stage; None without DeepSpeed
-    offload: Mapping[str, str] = field(default_factory=dict)
-    """What is offloaded, and where to: `{"optimizer": "cpu", "param": "nvme"}`; a streamed base."""
-
-    homes: Mapping[str, int] = field(default_factory=dict)
-    """Elements of this rank's parameters by device type (or `nvme`) between steps."""
-
+    offload: Mapping[str, str] = field(default_factory=dict)  # `{"param": "nvme"}`
+    homes: Mapping[str, int] = field(default_factory=dict)  # elements by device type
     optimizer_class: str | None = None  # it updates the weights: `AdamW`, `DeepSpeedCPUAdam`
     master_dtype: str | None = None  # in which the optimizer keeps weights; None if it trains none
     is_checkpointing: bool = False  # whether the model recomputes activations in the backward pass
 
     @property
-    def partitioned_fraction(self) -> float:
-        """Return the share of the model's elements that is sharded across ranks."""
+    def partitioned_fraction(self) -> float:  # of its elements, across ranks
         return self.num_partitioned / self.num_params if self.num_params else 0.0
 
     def __str__(self) -> str:

@@ -1,7 +1,4 @@
-"""Renders and reads sizes in bytes.
-
-Inside the package every size is an int of bytes; GiB exists only in text.
-"""
+"""Renders and reads sizes; inside the package every size is an int of bytes, GiB only in text."""
 
 import re
 

@@ -68,7 +68,8 @@ def test_what_cuda_will_show(tmp_path):
 @alone
 def test_who_is_on_the_cards(tmp_path):
     def child(*words: str, **environ: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", "import sys; sys.stdin.read()", *words]
+        python = f"{sys.prefix}/bin/python"  # `sys.executable` may be a shim (tests/forked)
+        command = [python, "-c", "import sys; sys.stdin.read()", *words]
         return subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environ})
 
     card = ScriptedNvml(tmp_path).card(ONE)

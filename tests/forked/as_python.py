@@ -14,6 +14,7 @@ def main(words: list[str]) -> None:
         name.write(os.environ.get(MARK, "python")[:15])  # as Linux cuts it
     sys.executable = os.environ.pop(SHIM)  # so that what it starts in turn is forked too
     sys.path.remove(ROOT)
+    sys.path.append(ROOT)  # an editable install is found last
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if words[:2] == ["-X", "faulthandler"]:  # the server has it
         del words[:2]

@@ -69,7 +69,9 @@ def building(extensions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
         "ENDS": str(ends),
         "PATH": path,
     }
-    process = processes.start([sys.executable, "-c", BUILD, source], environ=environ)
+    process = processes.start(
+        [sys.executable, "-c", BUILD, source], environ=environ, fresh="its number is asked for"
+    )
     try:
         assert began.read_text() == "compiling\n"
         yield process

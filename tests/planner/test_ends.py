@@ -36,7 +36,8 @@ class Crashing(Trainer):
 
 def planners() -> list[psutil.Process]:
     """The server of this process from which plans are forked, if there is one."""
-    return [each for each in psutil.Process().children() if _IMPORTS[-1] in each.cmdline()]
+    children = [each for each in psutil.Process().children() if _is_alive(each.pid)]
+    return [each for each in children if _IMPORTS[-1] in each.cmdline()]
 
 
 @pytest.fixture(autouse=True)

@@ -120,9 +120,8 @@ def test_an_evaluation_of_the_loss_makes_no_logits() -> None:
 def test_without_its_code_it_is_refused_with_what_to_install() -> None:
     script = (
         "import sys; sys.modules['liger_kernel'] = None\n"
-        "from trainer_plugins.planner.rehearse.refusals import refuse_arguments\n"
-        "from transformers import TrainingArguments\n"
-        "refuse_arguments(TrainingArguments(use_liger_kernel=True), 'cuda')"
+        "from trainer_plugins.planner.rehearse.liger import refuse_liger\n"
+        "refuse_liger('cuda')"
     )
     done = processes.run([sys.executable, "-c", script])
 

@@ -158,7 +158,7 @@ def test_on_cuda_log_probabilities_have_one_gradient_for_all_rows(outcomes):
     [
         (("--trainer", "bco"), f"--trainer is one of {', '.join(TRL_TRAINERS)}, got 'bco'"),
         (("--vllm-utilization", "0.3"), "--vllm-utilization is for --trainer grpo, rloo or gmpo"),
-        (("--trainer", "grpo", "--vllm-utilization", "3"), "a part of the card below 1, got 3"),
+        (("--trainer", "grpo", "--vllm-utilization", "3"), "a share of the card below 1, got 3"),
     ],
 )
 def test_a_wrong_flag_is_refused_at_once(tmp_path, flags, line):

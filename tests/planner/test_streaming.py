@@ -22,16 +22,14 @@ from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import value_of
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.compare.changes import explain
 from trainer_plugins.planner.compare.lines import STREAMED, SearchRequest
 from trainer_plugins.planner.compare.search import search
-from trainer_plugins.planner.compare.switches import source_of
+from trainer_plugins.planner.compare.switches import explain, source_of
 from trainer_plugins.planner.plan import Streamed
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.report.plan_text import details
-from trainer_plugins.report.search import line_in_words
+from trainer_plugins.report.plan_text import details, line_in_words
 from trainer_plugins.units import MIB
 
 pytest.importorskip("peft")

@@ -99,12 +99,13 @@ def run(
     prelude: str = PRELUDE,
     launcher: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    fresh: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a story and return its finished process; `facts` says what it reported."""
     script = tmp_path / "story.py"
     script.write_text(prelude + textwrap.dedent(story))
     command = [sys.executable, *launcher, *RUNNER, "--capacity", capacity, *options, str(script)]
-    return processes.run(command, cwd=tmp_path, environ=environment(**(env or {})))
+    return processes.run(command, cwd=tmp_path, environ=environment(**(env or {})), fresh=fresh)
 
 
 def facts(process: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -351,6 +352,7 @@ def test_two_processes_share_a_card(tmp_path):
         prelude=SMALL_REPORT,
         capacity="100MiB",
         env={"SIMGPU_CARD": str(tmp_path / "card")},
+        fresh="the number of a parent is asked for",
     )
     second, first = facts(process)
     assert (second["free"], second["total"]) == (40 * MIB, 100 * MIB)

@@ -1,9 +1,4 @@
-"""advice: what helps against an out-of-memory error, and how it is typed, written down once.
-
-`of_training.py`, `of_moments.py` and `of_machine.py` hold the remedies, `for_causes.py` says which
-comes first for a cause, `vendors.py` translates for cards that are not NVIDIA's. No other room
-spells a flag in a sentence; it writes `advice.CHECKPOINTING.flag(Door.TRAINER)`.
-"""
+"""advice: what helps against an out-of-memory error, and how it is typed, all in one place."""
 
 from trainer_plugins.advice.entry import Advice as Advice
 from trainer_plugins.advice.entry import Door as Door
@@ -11,5 +6,4 @@ from trainer_plugins.advice.of_machine import *  # noqa: F403
 from trainer_plugins.advice.of_moments import *  # noqa: F403
 from trainer_plugins.advice.of_training import *  # noqa: F403
 
-ALL = {name: each for name, each in globals().items() if isinstance(each, Advice)}
-"""Each remedy by its name."""
+ALL = {name: each for name, each in globals().items() if isinstance(each, Advice)}  # by name

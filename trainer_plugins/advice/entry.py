@@ -58,18 +58,13 @@ class Advice:
 
     @property
     def spellings(self) -> dict[Door, str]:
-        """Return each door's spelling, with its blanks unfilled."""
         found = {door: text for door in Door if (text := getattr(self, door.value))}
         if self.trainer:
             found.setdefault(Door.ARGUMENTS, as_arguments(self.trainer))
         return found
 
     def flag(self, door: Door, **values: object) -> str:
-        """Spell it for a door and fill its blanks: `flag(Door.TRAINER, rows=4, steps=16)`.
-
-        Raises:
-            ValueError: it cannot be typed there, or its spelling has no such blank.
-        """
+        """Spell it for a door and fill its blanks: `flag(Door.TRAINER, rows=4, steps=16)`."""
         spellings = self.spellings
         text = spellings.get(door, "")
         blanks = {each.lower() for each in _BLANK.findall(text)}

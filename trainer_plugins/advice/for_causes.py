@@ -1,5 +1,5 @@
 # ruff: noqa: F405 (the names of the table come in whole)
-"""For each cause of an OOM its remedies in order, and where a room begins with another one."""
+"""FOR_CAUSE lists the remedies of each cause in order, and where a room begins with another."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple

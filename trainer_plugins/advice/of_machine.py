@@ -114,8 +114,7 @@ CLOSE_OTHER_PROGRAMS = Advice(
     shell="close other programs that draw or compute",
 )
 
-# The share of an engine is filled in from what the run has now (`smaller_share`): a constant would
-# raise it for a run that has less already.
+# Filled in from the share that the run has now (`smaller_share`): a constant might raise it.
 SMALLER_ENGINE_SHARE = Advice(
     effect="the engine reserves this share of the card, for weights and KV cache together",
     price="fewer sequences at once in the engine",
@@ -171,8 +170,7 @@ def smaller_share(share: float, missing: float = 0.0) -> float:
     return floor(round(100 * max(share - step, share / 2), 3)) / 100
 
 
-# Before a larger /dev/shm: it works wherever the run is launched, also where the user may not
-# restart the container.
+# Before a larger /dev/shm: it works even where the user may not restart the container.
 FEWER_WORKERS = Advice(
     effect="each worker holds batches, libraries, a copy of the data set and /dev/shm",
     price="loading does not overlap with training",

@@ -19,8 +19,7 @@ class Vendor:
     visible: str = ""  # the variable that chooses cards
     expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
-    def translated(self, words: str) -> str:
-        """Translate words for CUDA; empty if they need what does not exist there."""
+    def translated(self, words: str) -> str:  # empty if untranslatable
         own = {
             _PROCESSES: self.processes,
             _MEMORY: self.memory,

@@ -1,9 +1,4 @@
-"""Where blocks lie: the addresses of new segments, and the pools of free blocks.
-
-The address of a segment decides which of two free blocks of one size is taken later. No source of
-CUDA's says where cudaMalloc puts memory. `ChunkedAddresses` is what traces of real cards show;
-`docs/allocator_traces.md` says how far that could be checked.
-"""
+"""Blocks lie where traces of real cards show them (docs/allocator_traces.md)."""
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
@@ -12,9 +7,8 @@ from typing import Literal, Protocol
 
 from trainer_plugins.units import MIB
 
+# as CUDA on Linux, as CUDA under Windows and WSL2, as Linux does for host memory (simgpu)
 Order = Literal["chunks", "rising", "falling"]
-"""How addresses are given out: as CUDA does on Linux, as it does under Windows and WSL2, and as
-Linux does for host memory (simgpu)."""
 
 _CHUNK_BYTES = 32 * MIB
 _TOP, _BOTTOM = 0x7F00_0000_0000, 0x10_0000_0000
@@ -48,11 +42,10 @@ class FallingAddresses:
 class ChunkedAddresses:
     """Places segments as the CUDA driver does: in chunks of address space, 32 MiB or a multiple.
 
-    A segment lies in the newest chunk that has room for it, at the lowest place there, else at the
-    base of a new chunk. On Linux a new chunk lies where mmap puts one: in the highest released
-    range that is large enough, else right below all others. Under Windows and WSL2 (`rising`) it
-    lies above all others, and the oldest chunk is filled first. A chunk is released with its last
-    segment.
+    A segment lies in the newest chunk with room for it, at the lowest place, else in a new chunk.
+    On Linux that is in the highest released range that is large enough, else right below all
+    others. Under Windows and WSL2 (`rising`) it is above all others, and the oldest chunk is filled
+    first.
     """
 
     def __init__(self, *, rising: bool = False) -> None:
@@ -63,10 +56,7 @@ class ChunkedAddresses:
         self._end = _BOTTOM if rising else _TOP  # where address space was never taken
 
     def hold(self, segments: Mapping[int, int]) -> None:
-        """Begin with the segments of a running process: sizes by address.
-
-        The ages of its chunks are unknown: the first ones count as the oldest.
-        """
+        """Begin with the segments of a running process: sizes by address, in chunks by age."""
         for address, num_bytes in sorted(segments.items()):
             low = address // _CHUNK_BYTES * _CHUNK_BYTES
             high = -(-(address + num_bytes) // _CHUNK_BYTES) * _CHUNK_BYTES
@@ -195,8 +185,8 @@ class Pool:
         self.is_small = is_small
         self.keys: list[tuple[int, int]] = []
         self.blocks: dict[tuple[int, int], Block] = {}
+        # by address: parts of expandable segments without memory
         self.unmapped: dict[int, Block] = {}
-        """By address: parts of expandable segments that have no memory mapped."""
 
     def add(self, block: Block) -> None:
         key = (block.size_bytes, block.address)

@@ -7,8 +7,7 @@ from trainer_plugins.allocator.machine import Machine, expandable_blocker
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
 from trainer_plugins.finding import Severity
 
-OURS = "expandable_segments:True"
-"""torch's own cure for fragmentation (pytorch#113481), alone: `lint` says what must not join it."""
+OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch#113481)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +19,9 @@ class Choice:
 
 
 def choose(variables: Variables, machine: Machine) -> Choice:
-    """Choose the allocator settings of a launch.
+    """Choose the allocator settings of a launch; what the user set is kept, under both names.
 
-    Settings of the user are kept: never changed and never extended. They are exported under both
-    names, so that every version of torch reads them, and so do programs that look at one name only
-    (vLLM: vllm#54351). Exceptions are texts that torch refuses and pairs of options that hurt.
-
-    If the user set nothing and nothing speaks against it, the answer is `expandable_segments:True`
-    under the one name that this torch reads: 2.9 only reads the old one (pytorch#183387).
+    torch 2.9 reads only the old one (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
     own = variables.of_platform(machine)
     if not own:

@@ -10,10 +10,7 @@ from trainer_plugins.allocator.machine import Machine, read_torch_version
 
 
 def gather_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine and its torch; if none is installed, assume the newest tested one.
-
-    vLLM counts as running in this process if it is imported already; a launcher has to be told.
-    """
+    """Look at this machine and its torch (if none, the newest tested); vLLM counts if imported."""
     machine = Machine(
         is_windows=platform.system() == "Windows",
         is_wsl="microsoft" in platform.release().lower(),

@@ -14,8 +14,7 @@ from trainer_plugins.allocator.verify import InForce, verify
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import MIB
 
-Reported = Mapping[str, Any]
-"""Holds `_snapshot()["allocator_settings"]` of torch: options by name, whatever their type."""
+Reported = Mapping[str, Any]  # `_snapshot()["allocator_settings"]` of torch
 
 
 def check(asked: str | None = None, environ: Mapping[str, str] | None = None) -> Finding | None:
@@ -38,11 +37,7 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
 
 
 def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether torch was told to use expandable segments, by a variable it reads or a call.
-
-    Args:
-        environ: the variables; None takes those of this process.
-    """
+    """Return whether a variable that torch reads, or a call, asked for expandable segments."""
     environ = os.environ if environ is None else environ
     variables = Variables.of(environ)
     texts = [variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")]
@@ -55,8 +50,7 @@ def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
 def read_in_force() -> InForce | None:
     """Read what the allocator uses; None if this build cannot tell (no CUDA, before torch 2.12).
 
-    Since torch 2.12 every build tells the text. A build with CUDA also tells values, with or
-    without a card, through a snapshot of its memory: ask early in a run, while that is small.
+    The snapshot of a build with CUDA grows with the run: ask early.
     """
     core = torch._C
     snapshot = getattr(core, "_cuda_memorySnapshot", None)

@@ -3,23 +3,15 @@
 import re
 from dataclasses import dataclass
 
-TESTED = (2, 13)
-"""The newest torch whose own parser this package was checked against."""
+TESTED = (2, 13)  # the newest torch whose own parser this package was checked against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Holds the facts of one launch.
+    """Holds the facts of one launch; the defaults are Linux, CUDA and the newest tested torch."""
 
-    The defaults describe a Linux machine with CUDA and the newest torch that was tested.
-    """
-
-    torch: tuple[int, int] = TESTED
-    """Major and minor version; nothing about allocator settings changed in a patch release."""
-
-    rocm: tuple[int, int] | None = None
-    """The ROCm that torch was built for; None for any other build."""
-
+    torch: tuple[int, int] = TESTED  # patch releases changed no allocator settings
+    rocm: tuple[int, int] | None = None  # the ROCm that torch was built for, if any
     is_windows: bool = False
     is_wsl: bool = False
     is_mig: bool = False  # whether the process will see slices of a card instead of whole cards
@@ -32,13 +24,10 @@ class Machine:
 
 
 def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Read the version of a torch build: (major, minor), and the same of ROCm if built for it.
+    """Read (major, minor) of a torch build, and the same of ROCm if it is built for it.
 
     >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
     (((2, 13), None), ((2, 10), (7, 0)))
-
-    Raises:
-        ValueError: the text does not start with two numbers.
     """
     version = re.match(r"(\d+)\.(\d+)", text)
     if version is None:
@@ -48,11 +37,7 @@ def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | No
 
 
 def expandable_blocker(machine: Machine) -> str | None:
-    """Say why this machine should run without expandable segments; None if they may be used.
-
-    The rules come from torch's headers and from the threads named here; no such machine was there
-    to try them.
-    """
+    """Say why this machine should run without expandable segments; None if it may use them."""
     rules = (
         # CUDAAllocatorConfig.h: without the driver API torch warns once and ignores the option.
         (

@@ -1,10 +1,7 @@
 """AllocatorModel computes which segments CUDA's caching allocator takes, without a card.
 
-It follows c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, rule by
-rule and in their names: rounding, the small and the large pool of each stream, best fit, splitting
-and merging, expandable segments, `max_split_size_mb`, `garbage_collection_threshold`,
-`roundup_power2_divisions`, the memory fraction of a process, and what happens when a card is full.
-Not modelled: private pools of CUDA graphs, and blocks that wait for another stream.
+It follows CUDACachingAllocator.cpp and AllocatorConfig.h of torch 2.13, rule by rule and in their
+names. Not modelled: private pools of CUDA graphs, and blocks that wait for another stream.
 """
 
 from bisect import bisect_left
@@ -23,9 +20,7 @@ from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
 
-MIN_BLOCK_BYTES = 512
-"""All sizes are rounded up to a multiple of this."""
-
+MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
 _SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
@@ -36,21 +31,13 @@ _ROUND_LARGE_BYTES = 2 * MIB
 class AllocatorFull(Exception):  # noqa: N818
     """The card does not have that much left, not even after the cache was released."""
 
-    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(requested_bytes, allocated_bytes, reserved_bytes)
-        self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
+    def __init__(self, requested_bytes: int, reserved_bytes: int) -> None:
+        super().__init__(requested_bytes, reserved_bytes)
+        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
 
 
 class AllocatorModel:
-    """Models the allocator of one card.
-
-    Args:
-        capacity_bytes: what the process can reserve in all; None is a card of unlimited memory.
-        rules: the allocator's settings.
-        addresses: where new segments lie; None is as the rules say.
-    """
+    """Models the allocator of one card; without a capacity it has unlimited memory."""
 
     def __init__(
         self,
@@ -65,9 +52,7 @@ class AllocatorModel:
         self._allowed_bytes = int(self.capacity_bytes * fraction) if fraction is not None else None
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0
-        """Releases of the whole cache because the card was full, as torch's `num_alloc_retries`."""
-
+        self.num_retries = 0  # as torch's `num_alloc_retries`
         self._left: dict[int, Block] = {}
         self._num_left = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
@@ -81,18 +66,11 @@ class AllocatorModel:
 
     def reset_peaks(self) -> None:
         """Restart the peaks at what is held now, as `reset_peak_memory_stats` does."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = (
-            self.allocated_bytes,
-            self.reserved_bytes,
-        )
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Allocate a block of at least `num_bytes`.
-
-        Raises:
-            AllocatorFull: a retry with an empty cache failed too. Nothing is allocated then, and
-                the cache is empty.
-        """
+        """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
         size = self.round_size(num_bytes)
         is_small = size <= _SMALL_BYTES
         pool = self._pools.setdefault((stream, is_small), Pool(is_small))
@@ -107,7 +85,7 @@ class AllocatorModel:
             self.num_retries += 1
             block = self._grow(pool, size)
         if block is None:
-            raise AllocatorFull(size, self.allocated_bytes, self.reserved_bytes)
+            raise AllocatorFull(size, self.reserved_bytes)
         if self._should_split(block, size):
             self._split(block, size)
         block.in_use = True
@@ -121,12 +99,10 @@ class AllocatorModel:
         self._give_back(block)
 
     def leave(self, block: Block) -> int:
-        """Free a block that another stream may still read; it cannot be used again before that.
+        """Free a block that another stream may still read; return a number for `come_back`.
 
-        A card that is full, or whose cache is emptied, waits for such streams:
-        c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `synchronize_and_free_events`.
-
-        Returns a number for `come_back`.
+        A full card, or one whose cache is emptied, waits for such streams:
+        CUDACachingAllocator.cpp, `insert_events` and `synchronize_and_free_events`.
         """
         self.allocated_bytes -= block.size_bytes
         self._num_left += 1

@@ -1,8 +1,6 @@
 """Lists every option of PYTORCH_ALLOC_CONF in torch 2.13: its type, its range, and since when.
 
-Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.h and .cpp, and how the
-CUDA builds of torch 2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0 answer to each key (their parser runs
-without a card).
+Source: AllocatorConfig.h and .cpp of c10/core and c10/cuda, and the parsers of torch 2.9 to 2.13.
 """
 
 from dataclasses import dataclass
@@ -25,12 +23,8 @@ class Option:
 
     key: str
     kind: Kind
-    since: tuple[int, int] = (0, 0)
-    """The first version that knows it; no version before 2.9 was checked."""
-
-    cuda_only: bool = False
-    """Whether only CUDA and ROCm builds read it; others ignore it like a misspelt key."""
-
+    since: tuple[int, int] = (0, 0)  # the first version that knows it, from 2.9 on
+    cuda_only: bool = False  # other builds ignore it like a misspelt key
     minimum: int = 0
     power_of_2: bool = False
     maximum: int | None = None

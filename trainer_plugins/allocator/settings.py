@@ -1,9 +1,7 @@
 """Read the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it, and what it means for memory.
 
-It reports two things that torch does not. torch reads a number as far as it goes, so `128MB`
-is 128 and `-1` is 2**64 - 1: here the value carries `misread`, and in a list it is an error. And
-torch ignores which sign stands between a key and its value, so `expandable_segments,True` works by
-accident: here that is an error.
+torch reads a number as far as it goes: `128MB` is 128, and `-1` is 2**64 - 1. Such a value carries
+`misread`; in a list, and with another sign than `:` after the key, it is an error here.
 """
 
 import re
@@ -18,8 +16,8 @@ from trainer_plugins.units import MIB
 
 Value = bool | int | float | str | tuple[int, ...]
 
+# `roundup_power2_divisions`: one number for each power of 2 from 1 MiB to 32 GiB
 NUM_INTERVALS = 16
-"""`roundup_power2_divisions` holds one number for each power of 2 from 1 MiB to 32 GiB."""
 
 LARGE_SEGMENT_BYTES = 20 * MIB
 UNLIMITED = 1 << 62
@@ -33,8 +31,7 @@ _RULES = {
     "garbage_collection_threshold": "garbage_collection_threshold",
     "roundup_power2_divisions": "roundup_divisions",
     "per_process_memory_fraction": "memory_fraction",
-}
-"""The fields of `AllocatorRules`, by option."""
+}  # the fields of `AllocatorRules`, by option
 
 
 class SettingsError(ValueError):
@@ -52,8 +49,7 @@ class Setting:
     key: str
     text: str
     value: Value
-    misread: bool = False
-    """Whether torch reads only part of the text, or wraps a negative number around."""
+    misread: bool = False  # torch reads only part of the text, or wraps a negative number
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +73,15 @@ class AllocatorRules:
 
     expandable_segments: bool = False
     max_split_bytes: int = UNLIMITED
-    garbage_collection_threshold: float = 0.0
-    """It has no effect without `memory_fraction`, as in torch."""
-
+    garbage_collection_threshold: float = 0.0  # only with `memory_fraction`, as in torch
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
-    memory_fraction: float | None = None
-    """The fraction of the card that this process may reserve; None is all of it."""
-
+    memory_fraction: float | None = None  # of the card, for this process; None: all
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    segments: Order = "chunks"
-    """Where new segments lie, which decides between free blocks of one size."""
+    segments: Order = "chunks"  # where new segments lie
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
-        """Read the rules from parsed PYTORCH_ALLOC_CONF settings.
-
-        Raises:
-            ValueError: the settings name another backend than the native one.
-        """
+        """Read the rules from parsed settings; ValueError for another backend than native."""
         values = settings.values
         if values.get("backend", "native") != "native":
             raise ValueError(
@@ -110,14 +97,10 @@ class AllocatorRules:
 
 
 def parse(text: str) -> AllocatorSettings:
-    """Read the text of PYTORCH_ALLOC_CONF.
+    """Read the text of PYTORCH_ALLOC_CONF; of several errors the first is raised.
 
     >>> parse("expandable_segments:True, garbage_collection_threshold:0.8").values
     {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
-
-    Raises:
-        SettingsError: a setting is wrong; it names the option, the rule and what was given. Of
-            several errors the first is raised.
     """
     settings, errors = read(text)
     if errors:
@@ -215,8 +198,7 @@ def _fraction(option: Option, text: str) -> Setting:
 def _divisions(key: str, text: str) -> tuple[int, ...]:
     """Return the divisions of the sixteen intervals as torch 2.10 and later fill them.
 
-    The first interval named also stands for those below it, and `>` for those above the last one
-    named, or for all but the first if it is alone. torch 2.9 counts `>` as the last one named.
+    The first interval named also stands for those below it, and `>` for those above the last one.
     """
     if not text.startswith("["):
         return (_power_of_2(key, text, "divisions"),) * NUM_INTERVALS

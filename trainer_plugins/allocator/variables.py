@@ -13,10 +13,9 @@ HIP = "PYTORCH_HIP_ALLOC_CONF"
 def names_read(machine: Machine) -> tuple[str, ...]:
     """Return the names that this torch reads; the first that is set wins, even if set to nothing.
 
-    Up to 2.9 the CUDA allocator only reads the old name (pytorch#183387); from 2.10 on it also
-    reads the unified one, last (`CUDAAllocatorConfig::instance`). Checked in the CUDA builds of
-    2.9.0, 2.10.0, 2.11.0, 2.12.0 and 2.13.0; the HIP name is from the header, which puts it between
-    the two.
+    Up to 2.9 CUDA's allocator only reads the old name (pytorch#183387); from 2.10 on the unified
+    one too, last. Checked in CUDA builds of 2.9 to 2.13; the place of the HIP name is from the
+    header.
     """
     hip = (HIP,) if machine.rocm else ()
     return (CUDA, *hip, UNIFIED) if machine.torch >= (2, 10) else (CUDA, *hip)

@@ -24,9 +24,8 @@ class InForce:
     """Holds what the allocator of this process uses."""
 
     text: str = ""  # the text that torch read last, from a variable or a call
+    # what the allocator reports: it wins over the text; None: not set
     known: dict[str, Value | None] = field(default_factory=dict)
-    """Values that the allocator itself reports; they win over the text. None means: not set."""
-
     is_initialized: bool = False  # whether the allocator has started its work
     refusal: str | None = None  # torch's error if it could not read its settings
 
@@ -38,14 +37,7 @@ class InForce:
 
 
 def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine) -> Finding | None:
-    """Judge whether the settings that were asked for are the ones in use.
-
-    Args:
-        asked: the text that should be in force.
-        in_force: what the allocator uses, see `in_force.read_in_force`.
-        variables: what the variables of this process hold now.
-        machine: the torch that read them.
-    """
+    """Judge whether the settings that were asked for are the ones in use."""
     wanted = read(asked)[0].values
     differing = [key for key in wanted if in_force.value(key) != wanted[key]]
     if in_force.refusal is None and not differing:

@@ -1,7 +1,4 @@
-"""Callbacks for `transformers.Trainer`.
-
-Each translates its events into calls on the floors below.
-"""
+"""Callbacks for `transformers.Trainer`, which call the floors below at its events."""
 
 from trainer_plugins.callbacks.cuda_cache import CudaCacheCallback as CudaCacheCallback
 from trainer_plugins.callbacks.eval_cleanup import EvalGenerateCleanup as EvalGenerateCleanup

@@ -11,15 +11,11 @@ from trainer_plugins.upkeep.generation import inside_training
 
 
 class EvaluationCallback(RunCallback):
-    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it.
+    """Tells a callback of the end of every evaluation, even if a Trainer's subclass hides it."""
 
-    `on_evaluate` alone is not reliable: a subclass that overrides `evaluate` may not fire it, as
-    open-unlearning's FinetuneTrainer does not. `control.should_evaluate` is set before each
-    evaluation inside training, so the next event that no evaluation fires shows that it has ended.
-    Outside training, as in a final `trainer.evaluate()`, the wrapped method itself shows it. Inside
-    training the beginning is reported twice, by an event and by the method: other callbacks act in
-    between.
-    """
+    # A subclass that overrides `evaluate` may not fire `on_evaluate` (open-unlearning's
+    # FinetuneTrainer). Inside training the next event shows the end, outside the wrapped method.
+    # The beginning comes twice inside, by event and method: other callbacks act in between.
 
     def at_rest(self) -> None:
         super().at_rest()
@@ -33,9 +29,7 @@ class EvaluationCallback(RunCallback):
     def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         """Handle the end of an evaluation (`eval`) or a prediction (`predict`), anywhere."""
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_init_end(self, *_: object, **__: object) -> None:
         _wrap_evaluate()
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
@@ -43,9 +37,7 @@ class EvaluationCallback(RunCallback):
         if args.eval_on_start:
             self._begin(args, state, event)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_step_begin(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self._settle(args, state, event)
 
     on_save = on_train_end = on_step_begin
@@ -63,19 +55,14 @@ class EvaluationCallback(RunCallback):
         if control.should_evaluate:
             self._begin(args, state, event)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_evaluate(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self._end(args, state, "eval", event)
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_predict(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self._end(args, state, "predict", event)
 
     @contextmanager
     def evaluating(self, args: HfArguments, state: HfState, event: Event) -> Iterator[None]:
-        """Surround a call of the Trainer's `evaluate`, inside training or outside."""
         self.is_inside = True
         self._begin(args, state, event)
         try:
@@ -99,7 +86,6 @@ class EvaluationCallback(RunCallback):
 
 
 def _wrap_evaluate() -> None:
-    """Have `evaluate` tell the callbacks of its Trainer when it begins and ends."""
     classes = type(calling_trainer()).__mro__
     owner = next((each for each in classes if "evaluate" in vars(each)), Trainer)
     wrap_once("evaluate", EvaluationCallback, _telling, owner)

@@ -1,4 +1,4 @@
-"""What callbacks share: a run's device and timeline, errors that end no run, wrapped methods."""
+"""RunCallback and the rest of what callbacks share: device, timeline, wrapped methods."""
 
 import functools
 import logging
@@ -9,7 +9,7 @@ from uuid import uuid4
 from weakref import ref
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
@@ -59,9 +59,7 @@ class RunCallback(TrainerCallback):
         """Undo what was done for the run. A second call does nothing."""
         self.undo.close()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **event: Any) -> None:
         self.begin_run()
         if not self.is_second(state):
             self.run_begins(args, state, event)
@@ -69,9 +67,7 @@ class RunCallback(TrainerCallback):
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         """Act when training begins, unless another callback of this class has precedence."""
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
         self.end_run()
 
     def vote_every(self, num_steps: int, args: HfArguments) -> StepEndVote:
@@ -83,8 +79,8 @@ class RunCallback(TrainerCallback):
 
     def device_for(self, args: HfArguments) -> Device | None:
         """Return the device, opened at first use; None, logged once, if it cannot be read."""
-        # Not earlier: a callback that was added to a finished Trainer never gets on_init_end, and
-        # trainer.evaluate() alone never fires on_train_begin.
+        # Not earlier: added late, or for evaluate() alone, it gets no on_init_end or
+        # on_train_begin.
         if self._device is None and not self._cannot_read:
             self._cannot_read = True
             with self.harmless():
@@ -108,11 +104,9 @@ class RunCallback(TrainerCallback):
 
     @contextmanager
     def harmless(self) -> Iterator[None]:
-        """Guard work inside training: log any exception once, and let training go on.
-
-        This is the one place that catches everything: a monitor must not end a run that costs days.
-        The callback goes on too: if one rank fell silent, the others would wait for its votes.
-        """
+        """Guard work inside training: log any exception once, and let training go on."""
+        # The one place that catches everything: a monitor must not end a run that costs days. The
+        # callback goes on too: if one rank fell silent, the others would wait for its votes.
         try:
             yield
         except NoModelError as error:
@@ -136,11 +130,7 @@ class RunCallback(TrainerCallback):
         ]
 
     def is_second(self, state: HfState) -> bool:
-        """Return whether another callback of this class has precedence in this run.
-
-        Two would each see half of the peaks. If this very callback was given twice, its second
-        place in the Trainer's list is emptied.
-        """
+        """Return whether another callback of this class has precedence; two would each see half."""
         if any(isinstance(one, type(self)) for one in self._users_own()):
             return True
         # All callbacks of a run get the same state; what is not a field of it is never saved.
@@ -206,18 +196,14 @@ def calling_trainer() -> HfTrainer | None:
 
 
 def move_before_trackers(callback: TrainerCallback) -> bool:
-    """Move a callback before the trackers of `report_to`, so that they see what it adds to logs.
-
-    Call it from an event: the list is taken from the call in progress. False if there is no list.
-    """
+    """Move a callback, in an event, before the trackers of `report_to`; False without a list."""
     callbacks = _callbacks_being_called()
     if not any(one is callback for one in callbacks):
         return False
     place = callbacks.index(callback)
     trackers = tuple(INTEGRATION_TO_CALLBACK.values())
     first = next((index for index, one in enumerate(callbacks) if isinstance(one, trackers)), place)
-    # The list is being iterated, and is at this callback: moving it forward neither skips nor
-    # repeats any.
+    # The list is being iterated, at this callback: moving it forward skips and repeats none.
     if first < place:
         callbacks.insert(first, callbacks.pop(place))
     return True
@@ -225,8 +211,7 @@ def move_before_trackers(callback: TrainerCallback) -> bool:
 
 def _callbacks_being_called() -> list[TrainerCallback]:
     for frame in frames_above():
-        # Check the name first: reading the variables of other frames, such as the training loop's,
-        # would keep them alive.
+        # Check the name first: reading the variables of other frames would keep them alive.
         if frame.f_code.co_name == "call_event":
             handler = frame.f_locals.get("self")
             if isinstance(handler, CallbackHandler):
@@ -238,10 +223,7 @@ def _callbacks_being_called() -> list[TrainerCallback]:
 def put_around(
     name: str, kind: type[Kind], around: Callable[..., AbstractContextManager[object]]
 ) -> None:
-    """Surround a method of each Trainer that has a callback of this kind, which has no event.
-
-    `around` gets the callback, the Trainer and the arguments of the call.
-    """
+    """Surround a method of each Trainer that has a callback of this kind, which has no event."""
 
     def surrounded(method: Method) -> Method:
         def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
@@ -257,12 +239,8 @@ def put_around(
 def wrap_once(
     name: str, kind: type, wrap: Callable[[Method], Method], owner: type = Trainer
 ) -> None:
-    """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks.
-
-    The class is wrapped, once in a process, and not the instance: so the methods of a copied
-    Trainer are its own, a callback that is added late counts, and a Trainer without such a callback
-    is left alone.
-    """
+    """Wrap a method of `transformers.Trainer`, or a subclass, for a class of callbacks."""
+    # The class and not the instance: a copied Trainer's methods stay its own, and late ones count.
     method = getattr(owner, name)
     known: frozenset[type] = getattr(method, "wrapped_for", frozenset())
     if kind not in known:

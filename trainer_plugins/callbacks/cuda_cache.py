@@ -2,8 +2,6 @@
 
 import logging
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
-
 from trainer_plugins.callbacks._run import Event, RunCallback
 from trainer_plugins.devices import Device
 from trainer_plugins.hf_trainer import HfArguments, HfState
@@ -64,9 +62,7 @@ class CudaCacheCallback(RunCallback):
             with self.harmless():
                 self._release.notice(state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_step_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         if self._release is None or state.global_step % self.interval:
             return
         flush = None

@@ -17,9 +17,8 @@ from trainer_plugins.upkeep.release import AgreedRelease
 
 logger = logging.getLogger(__name__)
 
-# How often several ranks ask each other, at the end of a step, whether a release pays. A single
-# process asks right after an evaluation, and at this interval only notices memory outside torch, so
-# that a process that came long ago does not count as growth.
+# How often several ranks ask each other, at a step's end, whether a release pays. A single process
+# only notices memory outside torch then: what came long ago does not count as growth.
 ASK_EVERY_STEPS = 10
 
 
@@ -58,10 +57,8 @@ class EvalGenerateCleanup(EvaluationCallback):
             self.undo.callback(guard_generate(model_of(event), self._mark_generation))
         super().run_begins(args, state, event)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_step_begin(args, state, control, **event)
+    def on_step_begin(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_step_begin(args, state, **event)
         # A generation outside an evaluation may be this rank's alone, such as a preview on rank 0:
         # so no vote, and no comparison with a time before an optimizer step.
         if self._has_generated:
@@ -80,10 +77,8 @@ class EvalGenerateCleanup(EvaluationCallback):
             else:
                 self._release.notice(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_train_end(args, state, control, **event)
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_train_end(args, state, **event)
         with self.harmless():
             self._drop(state, "generate", model_of(event))
         self.end_run()

@@ -12,18 +12,15 @@ from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import any_rank
+from trainer_plugins.upkeep.agreement import RollCall, any_rank
 from trainer_plugins.upkeep.kept_outputs import (
     judge_kept,
     kept_bytes,
     metrics_of_argmax,
     why_not_argmax,
 )
-from trainer_plugins.upkeep.roll_call import RollCall
 
 logger = logging.getLogger(__name__)
-
-_PLACES = ("cpu", "argmax")
 
 
 class EvaluationGuard(RunCallback):
@@ -55,7 +52,7 @@ class EvaluationGuard(RunCallback):
         device: Device | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        if logits_to is not None and logits_to not in _PLACES:
+        if logits_to not in ("cpu", "argmax", None):
             raise ValueError(f"logits_to is cpu, argmax or None, got {logits_to!r}")
         super().__init__(device, timeline)
         self.logits_to = logits_to
@@ -67,14 +64,8 @@ class EvaluationGuard(RunCallback):
 
     @contextmanager
     def around_loop(
-        self,
-        trainer: HfTrainer,
-        dataloader: object,
-        description: str,
-        *args: object,
-        **kwargs: object,
+        self, trainer: HfTrainer, dataloader: object, description: str, *_: object, **__: object
     ) -> Iterator[None]:
-        """Watch one evaluation or prediction of a Trainer."""
         device = self.device_if_first(trainer.args, trainer.state)
         if device is None:
             yield
@@ -100,8 +91,6 @@ class EvaluationGuard(RunCallback):
 
 
 class _Watch:
-    """Sees the outputs of each batch of one evaluation."""
-
     def __init__(
         self,
         guard: EvaluationGuard,
@@ -120,7 +109,6 @@ class _Watch:
         self._takes_argmax = False
 
     def see(self, outputs: Any, labels: Any) -> Any:
-        """Return what is to be kept of a batch."""
         if self._users_preprocess is not None:
             outputs = self._users_preprocess(outputs, labels)
         with self._guard.harmless():
@@ -151,7 +139,6 @@ class _Watch:
             self._guard.report(finding, self._trainer)
 
     def _are_on_card(self) -> bool:
-        """Return whether what is kept stays on the card until the end."""
         return self._device.name != "cpu" and self._trainer.args.eval_accumulation_steps is None
 
     def _forecast(self, outputs: object) -> Finding | None:
@@ -171,7 +158,6 @@ class _Watch:
         )
 
     def _may_take_argmax(self, outputs: object, labels: object, is_needed: bool) -> bool:
-        """Return whether the argmax is kept, on all ranks or on none."""
         metrics, timeout = self._trainer.compute_metrics, self._trainer.args.ddp_timeout
         roll = RollCall("EvaluationGuard")
         roll.sign()

@@ -37,7 +37,6 @@ class Headroom(RunCallback):
 
     @contextmanager
     def around_train(self, trainer: HfTrainer, *args: object, **kwargs: object) -> Iterator[None]:
-        """Limit the allocator while a Trainer trains."""
         device = trainer.args.device
         module = torch.get_device_module(device)
         if not hasattr(module, "get_per_process_memory_fraction"):

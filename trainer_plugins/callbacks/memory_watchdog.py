@@ -14,8 +14,7 @@ from trainer_plugins.callbacks._run import Event, model_of, move_before_trackers
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
-from trainer_plugins.record.metrics import as_logs
-from trainer_plugins.record.prometheus import PrometheusFile
+from trainer_plugins.record.metrics import PrometheusFile, as_logs
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import is_running
@@ -76,7 +75,12 @@ class MemoryWatchdog(EvaluationCallback):
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         with self.harmless():
-            self._move_before_trackers()
+            if not move_before_trackers(self):
+                logger.info(
+                    "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers"
+                    " run before it: memory numbers go to state.log_history alone. Give it to the"
+                    " Trainer with callbacks=[...] or add_callback"
+                )
         if self.stop:
             self._stop_vote = self.vote_every(self.every_steps, args)
         self._look(args, state, "begin")
@@ -94,8 +98,12 @@ class MemoryWatchdog(EvaluationCallback):
         if is_due or control.should_evaluate or control.should_save:
             self._look(args, state, "train")
         super().on_step_end(args, state, control, **event)
+        worst = None
         if self._stop_vote is not None and is_due:
-            self._stop_if_any_rank_must(self._stop_vote, state.global_step, control)
+            with self.harmless():
+                worst = self._stop_vote.highest(self._worst, state.global_step)
+        if worst is not None and worst >= Severity.ERROR:
+            control.should_save = control.should_training_stop = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
@@ -118,30 +126,20 @@ class MemoryWatchdog(EvaluationCallback):
     def evaluation_ends(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
         self._look(args, state, moment)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_save(args, state, control, **event)
+    def on_save(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_save(args, state, **event)
         self._look(args, state, "save")
 
     def on_log(
-        self,
-        args: HfArguments,
-        state: HfState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **event: object,
+        self, args: HfArguments, state: HfState, *_: object, logs: dict[str, float], **__: object
     ) -> None:
-        # Only training's own line has both. What is added to other lines would be returned by
-        # train() or evaluate().
-        if logs is not None and "loss" in logs and "learning_rate" in logs:
+        # Only training's own line has both: train() and evaluate() would return the others.
+        if {"loss", "learning_rate"} <= logs.keys():
             with self.harmless():
                 self._publish(state, logs)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
-        super().on_train_end(args, state, control, **event)
+    def on_train_end(self, args: HfArguments, state: HfState, *_: object, **event: object) -> None:
+        super().on_train_end(args, state, **event)
         self._look(args, state, "end")
         self.end_run()
 
@@ -187,14 +185,6 @@ class MemoryWatchdog(EvaluationCallback):
         run_timeline = timeline_of_run(args.output_dir, args.process_index)
         return MemoryWatch(device, timeline, self.budget, flushes=(timeline, run_timeline))
 
-    def _move_before_trackers(self) -> None:
-        if not move_before_trackers(self):
-            logger.info(
-                "MemoryWatchdog is not in the Trainer's own list of callbacks, and trackers run"
-                " before it: memory numbers go to state.log_history alone. Give it to the Trainer"
-                " with callbacks=[...] or add_callback"
-            )
-
     def _publish(self, state: HfState, logs: dict[str, float]) -> None:
         metrics = None if self._watch is None else self._watch.metrics()
         if metrics is None:
@@ -206,10 +196,3 @@ class MemoryWatchdog(EvaluationCallback):
             state.log_history[-1].update(numbers)
         if self._prometheus is not None:
             self._prometheus.write(metrics)
-
-    def _stop_if_any_rank_must(self, vote: StepEndVote, step: int, control: TrainerControl) -> None:
-        worst = None
-        with self.harmless():
-            worst = vote.highest(self._worst, step)
-        if worst is not None and worst >= Severity.ERROR:
-            control.should_save = control.should_training_stop = True

@@ -28,8 +28,14 @@ from trainer_plugins.record.folder import folder_of_run, write_new
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
-from trainer_plugins.upkeep.post_mortem import Scene, first_line, record_oom
-from trainer_plugins.upkeep.snapshot import forget_history, keep_snapshot, record_history
+from trainer_plugins.upkeep.post_mortem import (
+    Scene,
+    first_line,
+    forget_history,
+    keep_snapshot,
+    record_history,
+    record_oom,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +62,7 @@ class OOMReporter(RunCallback):
     """
 
     def __init__(
-        self,
-        snapshot: bool = False,
-        device: Device | None = None,
-        timeline: Timeline | None = None,
+        self, snapshot: bool = False, device: Device | None = None, timeline: Timeline | None = None
     ) -> None:
         super().__init__(device, timeline)
         self.snapshot = snapshot
@@ -88,10 +91,7 @@ class OOMReporter(RunCallback):
                     )
 
     def report(self, trainer: HfTrainer, call: str, error: BaseException) -> None:
-        """Note in the timeline that this Trainer raised, and record it if it was out of memory.
-
-        Call it while the error is handled. It raises nothing, and keeps no reference to the error.
-        """
+        """Note in the timeline, while it is handled, what was raised; record an OOM error."""
         with self.harmless():
             found = classify(error)
             failure = Failure(
@@ -176,10 +176,7 @@ def _reporting(name: str, method: Method) -> Method:
 
 
 def _is_inside_another(trainer: HfTrainer) -> bool:
-    """Return whether the error goes on to another of these methods of this Trainer.
-
-    An evaluation inside training does. Only the outermost method sees the complete traceback.
-    """
+    """Return whether an outer one of these methods of this Trainer will see the whole traceback."""
     frames = frames_above()
     code = next(frames).f_code
     return any(frame.f_code is code and frame.f_locals["self"] is trainer for frame in frames)

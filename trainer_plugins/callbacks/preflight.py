@@ -10,8 +10,7 @@ from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.timeline import Remark, Timeline
-from trainer_plugins.upkeep.agreement import any_rank
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall, any_rank
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +50,7 @@ class Preflight(RunCallback):
         self.refuse_on = refuse_on
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
-        """Check the run, and refuse it if this rank or another one has to.
-
-        Raises:
-            PreflightError: a rank has findings as severe as `refuse_on`.
-        """
+        """Check the run; PreflightError refuses it if this rank or another one has to."""
         roll = RollCall("Preflight")
         if self.refuse_on is not None:
             roll.sign()
@@ -66,7 +61,12 @@ class Preflight(RunCallback):
             self._report(found, args, state)
         if self.refuse_on is not None:
             mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
-            if _does_any_rank_refuse(roll, bool(mine), args.ddp_timeout):
+            refuses = bool(mine)
+            if missing := roll.missing():
+                logger.warning("Preflight refuses on single ranks only: %s", missing)
+            else:
+                refuses = any_rank(refuses, args.ddp_timeout, if_unknown=refuses)
+            if refuses:
                 raise PreflightError(refusal(mine))
 
     def _check(self, args: HfArguments, event: Event) -> Checklist | None:
@@ -81,14 +81,6 @@ class Preflight(RunCallback):
                 self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
             if args.process_index == 0 or finding.severity >= Severity.ERROR:
                 logger.log(finding.severity, "%s", finding)
-
-
-def _does_any_rank_refuse(roll: RollCall, refuses: bool, timeout_seconds: float) -> bool:
-    """Ask all ranks; if one does not check, this rank decides for itself."""
-    if missing := roll.missing():
-        logger.warning("Preflight refuses on single ranks only: %s", missing)
-        return refuses
-    return any_rank(refuses, timeout_seconds, if_unknown=refuses)
 
 
 def refusal(mine: list[Finding]) -> str:

@@ -70,7 +70,6 @@ def _with_room(method: Method) -> Method:
 
 
 def _is_training(trainer: HfTrainer) -> bool:
-    """Return whether any thread of this process is in the `train()` of this Trainer."""
     code = code_of(Trainer.train)
     return any(
         frame.f_code is code and frame.f_locals["self"] is trainer

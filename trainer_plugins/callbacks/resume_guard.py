@@ -26,7 +26,6 @@ class ResumeGuard(RunCallback):
 
     @contextmanager
     def around_load(self, trainer: HfTrainer, checkpoint: str | None) -> Iterator[None]:
-        """Drop an optimizer's states when it loads new ones in this block."""
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         if checkpoint is None or not isinstance(optimizer, Optimizer):
             yield

@@ -5,7 +5,6 @@ import os
 
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
@@ -40,9 +39,7 @@ class StrategyInForce(RunCallback):
 
     _found_before: tuple[Finding, ...] = ()
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_init_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         with self.harmless():
             if _asked(args).family == "DeepSpeed":  # the one that builds before step 1
                 self._found_before = tuple(lock_findings(read_locks(os.environ)))
@@ -55,22 +52,18 @@ class StrategyInForce(RunCallback):
         with self.harmless():
             trainer = calling_trainer()
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped
-            self._compare(args, state.global_step, wrapper, event.get("optimizer"))
-
-    def _compare(self, args: HfArguments, step: int, wrapper: nn.Module, optimizer: object) -> None:
-        strategy = strategy_of(wrapper, optimizer, args)
-        timeline = self.timeline_for(args)
-        timeline.add(Beginning(step=step, strategy=strategy))
-        found = [*verify(_asked(args), strategy)]
-        if (wrong := allocator.check()) is not None:
-            found.append(wrong)
-        if args.process_index == 0:
-            logger.info("training runs as %s", strategy)
-        for finding in self._found_before:  # logged already
-            timeline.add(Remark(step=step, finding=finding))
-        for finding in found:
-            timeline.add(Remark(step=step, finding=finding))
-            _log_on_first_rank(finding, args)
+            strategy = strategy_of(wrapper, event.get("optimizer"), args)
+            timeline = self.timeline_for(args)
+            timeline.add(Beginning(step=state.global_step, strategy=strategy))
+            found = [*verify(_asked(args), strategy)]
+            if (wrong := allocator.check()) is not None:
+                found.append(wrong)
+            if args.process_index == 0:
+                logger.info("training runs as %s", strategy)
+            for finding in found:
+                _log_on_first_rank(finding, args)
+            for finding in (*self._found_before, *found):  # the first were logged already
+                timeline.add(Remark(step=state.global_step, finding=finding))
 
 
 def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Callable
 
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
@@ -66,15 +65,10 @@ class StreamBase(RunCallback):
 
     @property
     def asked_to_stream(self) -> tuple[int, bool] | None:
-        """Return how many layers stay on the card, and whether embeddings are streamed, for plans.
-
-        None if it streams only where needed.
-        """
+        """Return resident layers and whether embeddings are streamed; None: only if needed."""
         return (self._resident_layers, self._with_embeddings) if self._is_asked else None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **event: object
-    ) -> None:
+    def on_init_end(self, *_: object, **__: object) -> None:
         self._stream_now()
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
@@ -114,10 +108,7 @@ class StreamBase(RunCallback):
 
 
 def _why_not_moved(move: Callable[[], object], args: HfArguments, is_asked: bool) -> str:
-    """Move a model; return the first line of an out-of-memory error, of this or another rank.
-
-    No reference to the error is kept: its frames hold tensors.
-    """
+    """Move a model; return why not: the first line of an out-of-memory error of any rank."""
     why = ""
     try:
         move()
@@ -152,7 +143,6 @@ def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:
 
 
 def _given_to_constructors() -> list[list[object]]:
-    """Return the lists of callbacks that the running constructors were given."""
     frames = (frame for frame in frames_above() if frame.f_code.co_name == "__init__")
     given = (
         frame.f_locals.get("callbacks")

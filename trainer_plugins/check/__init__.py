@@ -27,13 +27,11 @@ class Checklist:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return all findings, the worst first."""
         found = [each for _, lines in self.groups for line in lines for each in line.findings]
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 
     @property
-    def worst(self) -> Severity:
-        """Return the highest severity; INFO if nothing was found."""
+    def worst(self) -> Severity:  # INFO if nothing was found
         return max((finding.severity for finding in self.findings), default=Severity.INFO)
 
 
@@ -50,8 +48,7 @@ def judge(facts: Facts) -> Checklist:
     return Checklist(tuple(groups))
 
 
-def _line(check: Check, facts: Facts) -> Line | None:
-    """Make one check; if it fails, training and the other checks go on."""
+def _line(check: Check, facts: Facts) -> Line | None:  # its failure stops nothing
     try:
         return check(facts)
     except Exception as error:

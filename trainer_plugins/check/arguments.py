@@ -184,7 +184,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    """Judge the logits that an evaluation keeps, on the card or in main memory."""
     assert facts.data is not None
     assert facts.shape is not None
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows
@@ -221,7 +220,6 @@ def _folder(run: RunSettings) -> Iterator[Finding]:
 
 
 def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    """Compare the free space with the least size of a checkpoint on this rank's disk."""
     model, free = facts.model, run.disk_free_bytes
     if model is None or free is None:
         return

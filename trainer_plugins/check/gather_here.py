@@ -41,7 +41,6 @@ class Notes:
         self.failed: list[str] = []
 
     def tried(self, what: str, read: Callable[[], T], default: T) -> T:
-        """Read one fact; if that fails, note the reason and return the default."""
         try:
             return read()
         except Exception as error:
@@ -152,8 +151,7 @@ def _card(card: InstalledCard) -> CardFacts:
     return replace(facts, reading=reading, owners=owners)
 
 
-def _is_orphan(process: psutil.Process) -> bool:
-    """Return whether it is a rank of this user whose launcher is gone."""
+def _is_orphan(process: psutil.Process) -> bool:  # a rank whose launcher is gone
     parent = process.parent()
     is_alone = parent is None or parent.name() in _FIRST_PROCESSES
     is_mine = process.username() == psutil.Process().username()

@@ -16,8 +16,8 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.check.gather_here import folder_trouble, gather_here
 from trainer_plugins.check.machine import cards_in_use
-from trainer_plugins.launch.argument_names import unknown_argument
 from trainer_plugins.launch.lint import read_document, training_arguments
+from trainer_plugins.launch.lint.training import unknown_argument
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
@@ -34,12 +34,7 @@ def gather_launch(
     inputs: RunInputs,
     timeout_seconds: float,
 ) -> Facts:
-    """Look at this machine, and gather what a command line names; without a model, only flags.
-
-    Raises:
-        ConfigError: the launch file or the flags cannot be read.
-        PlanError: an input of the plan is wrong.
-    """
+    """Look at this machine, and gather what a command line names; without a model, only flags."""
     assert isinstance(details.training_args, Sequence)
     values = training_arguments(details.training_args)
     # With a model, the plan reads them, and knows TRL's too.
@@ -74,7 +69,6 @@ def gather_launch(
 
 
 def _with_card(facts: Facts, gpu: str | None) -> Facts:
-    """Add the size of the named card, or else of the fullest card that the run will see."""
     if gpu is not None:
         card = card_of(gpu)
         return replace(
@@ -99,8 +93,7 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
 
 def _with_plan(
     facts: Facts, model: str, details: ConfigInputs, inputs: RunInputs, timeout_seconds: float
-) -> Facts:
-    """Add a plan, and if it does not fit, one with its frozen base streamed."""
+) -> Facts:  # and a second one, with its frozen base streamed, if the first does not fit
     if inputs.gpu is None and facts.device_bytes is not None:
         inputs = replace(inputs, gpu=f"{facts.device_bytes // MIB}MiB")
     try:

@@ -125,8 +125,7 @@ def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
     )
 
 
-def _gathers_on_save(state: Any) -> str:
-    """Say which setting gathers all weights on the first rank to save them; empty if none does."""
+def _gathers_on_save(state: Any) -> str:  # which setting does it; empty if none
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
     key = "stage3_gather_16bit_weights_on_model_save"
@@ -169,8 +168,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
     )
 
 
-def _optimizer_name(optimizer: object) -> str:
-    """Name the class of an optimizer, with its package: those of bitsandbytes are called alike."""
+def _optimizer_name(optimizer: object) -> str:  # with its package, if not torch's
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 
@@ -218,19 +216,16 @@ def _others(trainer: HfTrainer, model: nn.Module, device_type: str) -> Iterator[
 
 
 def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
-    """Return the storages of a module's parameters on a device: their sizes by address."""
     found = (storage_of(_local(each), device_type) for each in module.parameters())
     return dict(storage for storage in found if storage is not None)
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
+def _local(tensor: Any) -> torch.Tensor:  # of a DTensor, of a parameter of ZeRO-3
     shard = getattr(tensor, "ds_tensor", None)
     return shard if shard is not None else local_tensor(tensor)
 
 
-def _tensor_bytes(values: object) -> int:
-    """Return the size of the tensors in a mapping; 0 for anything else."""
+def _tensor_bytes(values: object) -> int:  # 0 for anything but a mapping of them
     tensors = values.values() if isinstance(values, Mapping) else ()
     return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
 
@@ -288,8 +283,7 @@ def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataF
     return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))
 
 
-def _lengths(dataset: Any) -> Lengths:
-    """Return the lengths of rows; of no row if rows have no tokens, as images."""
+def _lengths(dataset: Any) -> Lengths:  # of no row if rows have no tokens
     first = lengths_of([dataset[0]] if len(dataset) else [])
     return lengths_of(dataset, _SECONDS) if first.tokens.any() else lengths_of([])
 
@@ -309,7 +303,6 @@ def _mask_of(row: object) -> list[int]:
 
 
 def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) -> tuple[int, str]:
-    """Return the size of the batch of some rows, and the collator's error."""
     if collate is None or not indices:
         return 0, ""
     try:  # the collator is copied, since it may keep a generator; a model that it keeps is not

@@ -165,8 +165,7 @@ def _left(owner: Owner) -> Finding | None:
     return None
 
 
-def _strays(facts: Facts) -> Iterator[Finding]:
-    """Find ranks that hold a context on a card other than their own."""
+def _strays(facts: Facts) -> Iterator[Finding]:  # on a card other than their own
     held = [
         (owner, owner.process.used_bytes or 0, card)
         for card in facts.cards
@@ -225,7 +224,6 @@ def _kind(entry: str) -> str:
 
 
 def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str]:
-    """Return the UUID that an entry names, or why it names none."""
     if _kind(entry) == _NUMBER:
         if entry.isdecimal() and int(entry) < len(cards):
             return cards[int(entry)].uuid, ""

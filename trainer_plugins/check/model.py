@@ -186,8 +186,7 @@ def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) 
     return rows * per_token * (_longest(facts) if length is None else length)
 
 
-def _device(facts: Facts) -> int:
-    """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
+def _device(facts: Facts) -> int:  # for training (a sleeping vLLM returns its part)
     run, total = facts.run, facts.device_bytes or 1 << 50
     if run is None or run.flag("vllm_enable_sleep_mode"):
         return total
@@ -203,7 +202,6 @@ def _rows(facts: Facts) -> int:
 
 
 def _dtype(facts: Facts, model: ModelFacts) -> str:
-    """Return the dtype of matrix products."""
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
         if facts.flag(flag):
             return dtype
@@ -220,8 +218,7 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
     return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
 
 
-def _is_whole(facts: Facts) -> bool:
-    """Return whether each rank has all weights, gradients and states on its card."""
+def _is_whole(facts: Facts) -> bool:  # has all weights and states on each card
     families = ("nothing", "DDP", "DataParallel")
     return facts.strategy is not None and facts.strategy.family in families
 

@@ -1,7 +1,4 @@
-"""The command `trainer-plugins`.
-
-Each command is a file of its own, and imports what is heavy only when it runs.
-"""
+"""The command `trainer-plugins`; each command imports what is heavy only when it runs."""
 
 import sys
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -28,9 +25,7 @@ from trainer_plugins.plug_in.flags import (
 from trainer_plugins.printable import printable
 
 
-class _Commands(TyperGroup):
-    """Runs the commands; bad input to any of them is reported in one harmless line."""
-
+class _Commands(TyperGroup):  # reports bad input in one harmless line
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

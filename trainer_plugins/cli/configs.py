@@ -6,15 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
+from trainer_plugins.cli.typed_options import AsJson
+from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.finding import Finding
 
 configs = typer.Typer(
     no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
@@ -33,7 +32,6 @@ def _names() -> list[str]:
 Name = Annotated[
     str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
 @configs.command("list")
@@ -131,7 +129,6 @@ def check(
     import shlex
 
     from trainer_plugins.devices.host import HostDevice
-    from trainer_plugins.finding import Severity
     from trainer_plugins.launch.extensions import lock_findings, read_locks
     from trainer_plugins.launch.lint import judge, read_document, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
@@ -159,8 +156,7 @@ def check(
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Report bad input on one line that can be copied and searched for."""
+def _one_line_errors() -> Iterator[None]:  # can be copied, and searched for
     try:
         yield
     except ValueError as error:
@@ -168,7 +164,7 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _print_findings(file: Path, findings: "tuple[Finding, ...]", as_json: bool) -> None:
+def _print_findings(file: Path, findings: tuple[Finding, ...], as_json: bool) -> None:
     if as_json:
         print(json.dumps([each.as_json() for each in findings], indent=2))
     else:

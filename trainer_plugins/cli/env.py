@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.printable import printable
 
 
@@ -25,9 +26,7 @@ def env(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of shell lines.")
     ] = False,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
-    ] = False,
+    vllm: Vllm = False,
     info: Annotated[
         bool,
         typer.Option("--info", help="Print what a bug report needs: versions, cards, settings."),
@@ -72,6 +71,5 @@ def _print_info(as_json: bool) -> None:
             print(f"  {name}: {printable(text)}")
 
 
-def _fish_quoted(text: str) -> str:
-    """Quote for fish: inside its single quotes a backslash escapes itself and the quote."""
+def _fish_quoted(text: str) -> str:  # a backslash escapes itself and the quote
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
 from trainer_plugins.printable import printable
 
@@ -22,9 +23,7 @@ class ExecCommand(CommandInFront):
 @with_memory_options
 def exec_(
     context: typer.Context,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="vLLM will run inside the training process.")
-    ] = False,
+    vllm: Vllm = False,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -53,13 +52,12 @@ def exec_(
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
     environment = launch_environment(os.environ, facts)
+    exports = environment.exports if _has_guards(given) else ()
     changed = {
         export.name: export.value
-        for export in environment.exports
+        for export in exports
         if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
     }
-    if not _has_guards(given):
-        changed = {}
     if changed:
         assigned = " ".join(f"{name}={value}" for name, value in changed.items())
         line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
@@ -77,8 +75,7 @@ def exec_(
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
 
 
-def _has_guards(given: dict[str, object]) -> bool:
-    """Return whether the preset does more than observe, which changes nothing."""
+def _has_guards(given: dict[str, object]) -> bool:  # it does more than observe
     from trainer_plugins.plug_in.options import DEFAULT_PRESET
     from trainer_plugins.presets import preset
 
@@ -87,10 +84,7 @@ def _has_guards(given: dict[str, object]) -> bool:
 
 
 def _asks_for_vllm(words: list[str]) -> bool:
-    """Return whether a command has TRL's `--use_vllm`, and no vLLM server.
-
-    trl/trainer/grpo_config.py: the default of `vllm_mode` is "colocate".
-    """
+    """Return whether a command has TRL's `--use_vllm`, by default colocated, and no vLLM server."""
     text = " ".join(words).lower().replace("-", "_").replace("=", " ")
     refused = ("use_vllm false", "vllm_mode server")
     return "use_vllm" in text and not any(each in text for each in refused)

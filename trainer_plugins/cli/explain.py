@@ -4,12 +4,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.cli.typed_options import AsJson, bad_parameters
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.printable import printable
 
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
@@ -24,10 +25,10 @@ def explain(
             " compared (default: standard input, as with -).",
         ),
     ] = None,
-    is_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    is_json: AsJson = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a memory snapshot to this file, as a page."),
+        typer.Option(help="Write an HTML page of the snapshot to this file."),
     ] = None,
     predicts: Annotated[
         bool,
@@ -48,16 +49,12 @@ def explain(
             "give a log, the output_dir of a run or a snapshot, or pipe a log in"
         )
     paths = paths or ["-"]
-    try:
+    with bad_parameters(paths[0]):
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if html is not None:
             answer = _drawn(paths, html)
         else:
             answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if is_json:
         print(json.dumps(asdict(answer), indent=2))
     else:
@@ -74,7 +71,7 @@ def _is_pickle(path: Path) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _explained(path: str, predicts: bool) -> "Explanation":
+def _explained(path: str, predicts: bool) -> Explanation:
     from trainer_plugins.explain.log import explain_log
     from trainer_plugins.record.oom_record import read_oom_record
 
@@ -97,8 +94,7 @@ def _explained(path: str, predicts: bool) -> "Explanation":
     return explain_snapshot(Path(path))
 
 
-def _drawn(paths: list[str], html: Path) -> "Explanation":
-    """Write the page of a snapshot, and return its explanation."""
+def _drawn(paths: list[str], html: Path) -> Explanation:
     from trainer_plugins.explain.snapshot.explained import explained_case
     from trainer_plugins.report.html.snapshot_page import snapshot_page
 
@@ -112,7 +108,7 @@ def _drawn(paths: list[str], html: Path) -> "Explanation":
     return answer
 
 
-def _grown(paths: list[str]) -> "Explanation":
+def _grown(paths: list[str]) -> Explanation:
     from trainer_plugins.explain.snapshot import compare_snapshots
 
     if len(paths) > 2:
@@ -120,12 +116,10 @@ def _grown(paths: list[str]) -> "Explanation":
     return compare_snapshots(Path(paths[0]), Path(paths[1]))
 
 
-def _print(answer: "Explanation", is_snapshot: bool) -> None:
-    """Print causes and remedies; without a cause the facts, those of a snapshot first."""
+def _print(answer: Explanation, is_snapshot: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from trainer_plugins.printable import printable
     from trainer_plugins.report.page import Indented, show
     from trainer_plugins.report.words import GRADES
 

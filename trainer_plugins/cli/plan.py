@@ -35,7 +35,7 @@ class AnswerOptions:
         default=False,
         panel=MOST_USED,
     )
-    html: Path | None = option("Write the plan to this file, as a page.", panel=MOST_USED)
+    html: Path | None = option("Write an HTML page of the plan to this file.", panel=MOST_USED)
     search_lengths: str | None = option(
         "With --search: row lengths to try, with commas (default: --seq-length)."
     )
@@ -107,8 +107,7 @@ def command_of(context: typer.Context) -> str:
     return shlex.join([*words, *context.args])
 
 
-def _refuse_contradictions(answer: AnswerOptions) -> None:
-    """Refuse options that exclude each other, and places that cannot be written or read."""
+def _refuse_contradictions(answer: AnswerOptions) -> None:  # or cannot be written or read
     from trainer_plugins.planner.calibrate import timelines_of
     from trainer_plugins.planner.plan import PlanError
 
@@ -128,7 +127,6 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
 def _show_plan(
     request: "PlanRequest", answer: AnswerOptions, timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print one plan, and return whether the run fits."""
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.predict import predict_one
     from trainer_plugins.report.html.plan_page import plan_page

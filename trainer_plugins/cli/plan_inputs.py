@@ -14,11 +14,7 @@ _LARGEST_LORA_RANK = 1 << 20
 
 
 def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, RunInputs]:
-    """Return the planner's inputs; `flags` are those of TrainingArguments.
-
-    Raises:
-        PlanError: two options contradict each other, or one is out of range.
-    """
+    """Return the planner's inputs; `flags` are those of TrainingArguments."""
     model, data, adapter, machine = options.model, options.data, options.adapter, options.machine
     quantisation = {name: value for name, value in asdict(options.quantisation).items() if value}
     details = ConfigInputs(
@@ -53,7 +49,6 @@ def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, 
 
 
 def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
-    """Return the flags of TRL's config for a vLLM on the training card."""
     if share is None:
         return ()
     if trainer not in ("grpo", "rloo", "gmpo"):
@@ -65,7 +60,6 @@ def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
 
 
 def _adapter(options: AdapterOptions) -> dict[str, object] | None:
-    """Return the fields of the adapter's config; None if no adapter is trained."""
     rank, target = options.lora_r, options.lora_target
     if options.peft_config is not None:
         if rank is not None:

@@ -53,7 +53,9 @@ class DataOptions:
         "Whether batches have padding (default: if a batch has several rows)."
     )
     eval_batches: int = option("Number of batches in an evaluation.", default=8)
-    metrics: bool = option("A compute_metrics makes evaluations keep all outputs.", default=False)
+    metrics: bool = option(
+        "The Trainer has a compute_metrics, so an evaluation keeps all outputs.", default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,9 @@ class MachineOptions:
     panel: ClassVar[str] = "Machine"
 
     gpu: str | None = option(
-        "The card: a name as in h100-80gb, or a size as in 24GiB.", panel=MOST_USED
+        "The card: a name (t4, l4, rtx4090, a100-80gb, h100-80gb, ...), or what torch can use of it"
+        " as in 23.5GiB.",
+        panel=MOST_USED,
     )
     num_gpus: int | None = option(
         "Cards that train together (default: from --accelerate-config, else 1).", panel=MOST_USED

@@ -12,18 +12,18 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from trainer_plugins.planner.compare.changes import changes_of, explain
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
+from trainer_plugins.planner.compare.switches import changes_of, explain
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.report.page import show
-from trainer_plugins.report.plan_text import verdict
-from trainer_plugins.report.search import (
+from trainer_plugins.report.plan_text import (
     changes_report,
     line_in_words,
     lines_table,
     search_report,
+    verdict,
 )
 
 _EXIT_INTERRUPTED = 130
@@ -32,11 +32,7 @@ _EXIT_INTERRUPTED = 130
 def search_batches(
     run: PlanRequest, lengths: str | None, timeout_seconds: float, as_json: bool
 ) -> bool:
-    """Print the largest micro-batches that fit, and return whether there is one.
-
-    Raises:
-        PlanError: the input is wrong, or nothing can be predicted.
-    """
+    """Print the largest micro-batches that fit, and return whether there is one."""
     assert isinstance(run.source, ConfigSource)
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
     if run.card is None:
@@ -61,9 +57,7 @@ def search_batches(
 
 
 @contextmanager
-def _ended_by_a_signal() -> Iterator[None]:
-    """Let SIGTERM end the search as Ctrl-C does, so that its subprocess ends with it."""
-
+def _ended_by_a_signal() -> Iterator[None]:  # as Ctrl-C does, with its subprocess
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -87,11 +81,7 @@ def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
 def explain_changes(
     run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
 ) -> bool | None:
-    """Print the savings of switches, and return whether the run fits as it is.
-
-    Raises:
-        PlanError: there is no such switch, or the run as it is cannot be predicted.
-    """
+    """Print the savings of switches, and return whether the run fits as it is."""
     plan, saved = explain(
         run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds)
     )

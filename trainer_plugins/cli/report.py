@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.finding import Finding
+
 if TYPE_CHECKING:
-    from trainer_plugins.finding import Finding
+    from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.record.history import History
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+    run_dir: RunDir,
     html: Annotated[
-        Path | None, typer.Option(help="Write the last run to this file, as a page.")
+        Path | None, typer.Option(help="Write an HTML page of the last run to this file.")
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="With --html: the plan of this run, from plan --json."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Print only this rank (default: all).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: AsJson = False,
     predicts: Annotated[
         bool,
         typer.Option(
@@ -47,17 +50,18 @@ def report(
     from trainer_plugins.report.summary import with_last_readings
     from trainer_plugins.report.text import history_report
 
-    try:
+    with bad_parameters(run_dir):
         history = read_history(run_dir)
         if rank is not None:
             history = history.of_rank(rank)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     ending = how_it_ended(history, run_dir)
     if html is not None:
-        _write(history, run_dir, ending, html, plan, predicts)
+        from trainer_plugins.report.html.run_page import run_page
+
+        planned = None if plan is None else _read_plan(plan)
+        with bad_parameters(html):
+            page = run_page(history, run_dir, ending, planned, predicts)
+            html.write_text(page, encoding="utf-8")
     elif plan is not None:
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
     history = with_last_readings(history, run_dir)
@@ -67,7 +71,7 @@ def report(
         show(history_report(history, ending))
 
 
-def _print_json(history: "History", ending: "Finding | None") -> None:
+def _print_json(history: "History", ending: Finding | None) -> None:
     from trainer_plugins.report.summary import summary
 
     facts = {
@@ -79,28 +83,13 @@ def _print_json(history: "History", ending: "Finding | None") -> None:
     print(json.dumps(facts, indent=2))
 
 
-def _write(
-    history: "History",
-    run_dir: Path,
-    ending: "Finding | None",
-    html: Path,
-    plan: Path | None,
-    predicts: bool,
-) -> None:
+def _read_plan(plan: Path) -> "MemoryPlan":
     from trainer_plugins.planner.plan import MemoryPlan
-    from trainer_plugins.report.html.run_page import run_page
 
     try:
-        planned = None if plan is None else MemoryPlan.from_json(plan.read_text("utf-8"))
+        return MemoryPlan.from_json(plan.read_text("utf-8"))
     except OSError as error:
         raise typer.BadParameter(f"--plan: {plan}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         what = "not a plan printed with --json"
         raise typer.BadParameter(f"--plan: {plan} is {what}: {error}") from error
-    try:
-        page = run_page(history, run_dir, ending, planned, predicts)
-        html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename or html}: {error.strerror}") from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error

@@ -5,23 +5,23 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from time import sleep, time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.typed_options import RunDir, bad_parameters
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
-    from trainer_plugins.record.follow import Follower, RankRun
+    from trainer_plugins.record.history import Follower, RankRun
     from trainer_plugins.report.top import TopPage
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
 
 def top(
-    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")],
+    run_dir: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     is_json: Annotated[
         bool, typer.Option("--json", help="With --once: print JSON for machines.")
@@ -38,7 +38,7 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    from trainer_plugins.record.follow import Follower
+    from trainer_plugins.record.history import Follower
 
     if is_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")
@@ -49,13 +49,11 @@ def top(
         raise typer.BadParameter("standard output is no terminal to draw in: give --once")
     if run_dir.exists() and not run_dir.is_dir():
         raise typer.BadParameter(f"{run_dir}: not a folder")
-    try:
+    with bad_parameters(run_dir):
         if once:
             _show_once(Follower(run_dir), is_json=is_json)
         else:
             _show_live(Follower(run_dir), every)
-    except OSError as error:
-        raise typer.BadParameter(f"{error.filename or run_dir}: {error.strerror}") from error
 
 
 def _show_once(follower: "Follower", *, is_json: bool) -> None:

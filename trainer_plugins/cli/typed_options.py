@@ -1,14 +1,31 @@
 """Turns the fields of dataclasses into options of a command."""
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field, fields, is_dataclass
 from functools import update_wrapper
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 MOST_USED = "Most used"  # the first panel of a long help
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Vllm = Annotated[bool, typer.Option("--vllm", help="vLLM will run inside the training process.")]
+RunDir = Annotated[Path, typer.Argument(help="The output_dir of a run with MemoryWatchdog.")]
+
+
+@contextmanager
+def bad_parameters(path: Path | str) -> Iterator[None]:
+    """Report what cannot be read or written, by default this path, as a bad parameter."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.filename or path}: {error.strerror or error}"
+        raise typer.BadParameter(why) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def option(
@@ -21,10 +38,7 @@ def option(
 def with_options(
     shown: Container[str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take dataclasses: each of their fields is an option of the command line.
-
-    The help lists the panel `MOST_USED` first, and only the options in `shown`, if that is given.
-    """
+    """Let a command take dataclasses: each field is an option, listed in the help if in `shown`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = Signature.from_callable(command).parameters.values()

@@ -1,7 +1,4 @@
-"""Devices: where memory numbers come from.
-
-Importing this opens no device, and imports torch only with the first name that needs it.
-"""
+"""Devices: where memory numbers come from; torch comes with the first name that needs it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

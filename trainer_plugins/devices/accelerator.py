@@ -22,25 +22,17 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_SECONDS = 60.0
 
-# A healthy driver answers in microseconds, and opens in milliseconds once the process has a CUDA
-# context.
+# A healthy driver answers in microseconds, and opens in milliseconds after CUDA has.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
 
 _logged: set[tuple[str, str]] = set()  # by card: one that is opened again fails the same way
 
-# All callbacks of a process share a card's AcceleratorDevice: so a failing driver is asked and
-# reported once.
+# All callbacks of a process share a card's device: a failing driver is reported once.
 _open_cards: WeakValueDictionary[str, "AcceleratorDevice"] = WeakValueDictionary()
 
 
 def open_device(device: torch.device | str) -> Device:
-    """Open the device on which a run trains: a card by torch's name, or main memory for `cpu`.
-
-    A card that is already open is returned as the same object.
-
-    Raises:
-        ValueError: torch has no such device here, or does not count its memory.
-    """
+    """Open a run's device, a card by torch's name or `cpu`; ValueError if it cannot be read."""
     device = torch.device(device)
     if device.type == "cpu":
         return HostDevice()
@@ -68,13 +60,10 @@ def open_device(device: torch.device | str) -> Device:
 
 
 class AcceleratorDevice:
-    """Reads one card of this process, of any kind that `torch.accelerator` drives.
+    """Reads one card of this process, of any kind that `torch.accelerator` drives."""
 
-    torch's allocator knows what this process holds. NVML knows what all processes hold together,
-    without a device sync. Where NVML cannot answer (missing, a MIG slice, no permission),
-    `get_memory_info` does, which counts the same bytes. A failing driver is logged once, asked
-    again later if that may help, and never raises.
-    """
+    # torch's allocator knows what this process holds, and NVML what all hold, without a device
+    # sync. Where NVML cannot answer (missing, a MIG slice, no permission) `get_memory_info` does.
 
     def __init__(self, device: torch.device) -> None:
         self._index = (
@@ -139,7 +128,6 @@ class AcceleratorDevice:
         return total_bytes, free_bytes
 
     def _driver_memory(self) -> tuple[int, int] | None:
-        """Return NVML's total and free bytes of the card; None if it cannot answer."""
         if monotonic() < self._ask_nvml_at:
             return None
         try:
@@ -155,7 +143,6 @@ class AcceleratorDevice:
         return memory
 
     def _call_nvml(self, call: Callable[[], T]) -> T:
-        """Ask the driver; a timeout becomes an `NvmlError`."""
         try:
             return _nvml_calls.call(call)
         except TimeoutError as error:

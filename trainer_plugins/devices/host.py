@@ -26,15 +26,10 @@ class HostFacts:
 
 
 class HostDevice:
-    """Reads main memory as the kernel's OOM killer counts it for this process.
+    """Reads main memory as the kernel's OOM killer counts it for this process."""
 
-    `total` is the machine's memory, or the tightest limit of a control group (v1 or v2) around this
-    process if that is smaller. `allocated` is the resident set, and nothing counts as cached.
-
-    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat,
-    memory.events), https://docs.kernel.org/admin-guide/cgroup-v1/memory.html,
-    proc_pid_clear_refs(5).
-    """
+    # Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.stat, memory.events),
+    # docs.kernel.org/admin-guide/cgroup-v1/memory.html, proc_pid_clear_refs(5).
 
     name = "cpu"
     uuid = None
@@ -89,7 +84,6 @@ class HostDevice:
         return int(self._process.memory_info().rss)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the process: a copy reads the process it is in."""
         return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
@@ -120,8 +114,6 @@ _V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Reads the files of one control group around this process."""
-
     folder: Path
     names: _Names
 

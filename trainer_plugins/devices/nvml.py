@@ -43,7 +43,6 @@ class NvmlError(RuntimeError):
 
     @property
     def permanent(self) -> bool:
-        """Return whether asking again in this process is useless."""
         return self.kind is not NvmlErrorKind.TIMEOUT
 
 
@@ -105,8 +104,7 @@ _EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
         " with `nvidia-smi -L`, and check whether this container was given that card",
         "GPU_NOT_FOUND": "there is no NVIDIA card here; check whether this container was given one",
     },
-}
-"""What each code of pynvml means for the user, by kind; `NVML_ERROR_` is left out."""
+}  # what each code of pynvml means for the user, by kind; `NVML_ERROR_` is left out
 
 
 class _MemoryInfo(Protocol):
@@ -124,11 +122,9 @@ class _ProcessRow(Protocol):
 
 
 class NvmlDevice:
-    """Reads one card, or one MIG slice, from its driver; needs neither torch nor CUDA.
+    """Reads one card, or one MIG slice, from its driver; a failure is an `NvmlError`."""
 
-    It finds the card by UUID, never by index: NVML numbers cards by PCI address, CUDA by speed
-    unless told otherwise (pytorch #86539). Every failure is an `NvmlError`.
-    """
+    # By UUID, never by index: NVML numbers cards by PCI address, CUDA by speed (pytorch #86539).
 
     def __init__(self, uuid: str, name: str | None = None) -> None:
         """Open the card with exactly this UUID; `open` also accepts torch's bare form."""
@@ -142,12 +138,9 @@ class NvmlDevice:
 
     @classmethod
     def open(cls, uuid: str, name: str | None = None) -> "NvmlDevice":
-        """Open a card by its complete UUID: `GPU-…`, `MIG-…`, or bare as torch has it.
-
-        In a MIG slice `torch.cuda.get_device_properties(i).uuid` is the slice's
-        (cuDeviceGetUuid_v2), elsewhere the card's. NVML does not take a prefix of a UUID, which
-        CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
-        """
+        """Open a card by its complete UUID: `GPU-…`, `MIG-…`, or bare as torch has it."""
+        # In a MIG slice torch's uuid is the slice's (cuDeviceGetUuid_v2). NVML takes no prefix of
+        # one, which CUDA_VISIBLE_DEVICES may hold (vLLM #51677).
         if uuid.startswith(("GPU-", "MIG-")):
             return cls(uuid, name)
         try:
@@ -173,12 +166,8 @@ class NvmlDevice:
         return self.uuid.startswith("MIG-")
 
     def memory(self) -> tuple[int, int]:
-        """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104).
-
-        The total is what processes can use, without the 300 to 600 MiB that the driver keeps for
-        itself. Drivers before 510 only have version 1 of the call: its total includes that part,
-        which counts as used.
-        """
+        """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104)."""
+        # Drivers before 510 count their own 300 to 600 MiB in the total, as used.
         info = self._ask("memory", self._ask_memory)
         total_bytes, free_bytes = info.total - getattr(info, "reserved", 0), info.free
         if not 0 <= free_bytes <= total_bytes or not total_bytes:
@@ -190,10 +179,7 @@ class NvmlDevice:
         return total_bytes, free_bytes
 
     def read(self) -> MemoryReading:
-        """Take a reading; `reserved_bytes` is what the driver lists for us, including the context.
-
-        It asks for the list of processes; `memory` is cheaper.
-        """
+        """Take a reading; `reserved_bytes` is what the driver lists for us, with the context."""
         total_bytes, free_bytes = self.memory()
         processes = self._processes(total_bytes, named=False) or ()
         own_bytes = sum(each.used_bytes or 0 for each in processes if each.pid == os.getpid())
@@ -211,17 +197,12 @@ class NvmlDevice:
         self._peak_bytes = 0
 
     def release_cached(self) -> int:
-        """Return 0: only a process's own allocator can release its memory."""
         return 0
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
-        """List the compute processes on the card; None if they are unknown.
-
-        None means no permission, not supported, or a list with impossible numbers. An empty list
-        does not mean an idle card: drivers leave out processes outside the container. We do not ask
-        for graphics processes: that call holds the driver's lock for milliseconds, during which no
-        process can launch a kernel (MangoHud #2104).
-        """
+        """List the compute processes on the card; None if not permitted, or impossible."""
+        # Drivers leave out processes outside the container. A question for graphics processes would
+        # hold the driver's lock for milliseconds (MangoHud #2104).
         return self._processes(self.memory()[0], named=True)
 
     def close(self) -> None:
@@ -232,7 +213,6 @@ class NvmlDevice:
                 pynvml.nvmlShutdown()
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the handle: a copy opens the card for itself."""
         return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
 
     def _processes(self, total_bytes: int, *, named: bool) -> tuple[GpuProcess, ...] | None:
@@ -249,9 +229,9 @@ class NvmlDevice:
                 return None
             if row.pid == 0:
                 continue  # a process without a number in this container
-            # A process may be listed several times, each time with all its memory, because the
-            # driver compares pids of different namespaces (open-gpu-kernel-modules, gpu_rmapi.c).
-            # So take the largest, not the sum.
+            # The largest, not the sum: a process may be listed several times with all its memory,
+            # since the driver compares pids of different namespaces (open-gpu-kernel-modules,
+            # gpu_rmapi.c).
             listed = (used_bytes.get(row.pid), row.usedGpuMemory)
             used_bytes[row.pid] = max((each for each in listed if each is not None), default=None)
         return tuple(
@@ -280,10 +260,9 @@ class NvmlDevice:
         return info
 
     def _ask_processes(self, handle: object) -> Sequence[_ProcessRow]:
-        # Version 2 has the same layout in all drivers; version 3 had another one from 535.43 to
-        # 535.86 (gpustat #161). pynvml's unversioned name is version 3; if that is missing, it
-        # raises something other than NVMLError. The detail list of pynvml 13.615 raises TypeError
-        # if bytes are N/A.
+        # Version 2 has one layout in all drivers; 3, pynvml's unversioned one, had two (535.43 to
+        # 535.86, gpustat #161), and raises no NVMLError if missing. The detail list of pynvml
+        # 13.615 raises TypeError for bytes that are N/A.
         rows: Sequence[_ProcessRow]
         try:
             rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
@@ -301,7 +280,6 @@ class NvmlDevice:
         return bool(current)
 
     def _connect(self) -> None:
-        """Initialise NVML in this process and find the card."""
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:

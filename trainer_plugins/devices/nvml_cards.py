@@ -49,7 +49,6 @@ def cards_in_words() -> list[str]:
 
 @contextmanager
 def _nvml(what: str, uuid: str) -> Iterator[None]:
-    """Initialise NVML for a block, and explain its errors."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

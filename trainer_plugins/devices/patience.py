@@ -13,11 +13,9 @@ Job = tuple[Callable[[], object], SimpleQueue[Answer]]
 
 
 class Patience:
-    """Runs calls on a thread of its own, so that a call that hangs blocks only that thread.
+    """Runs calls on a thread of its own, so that a call that hangs blocks only that thread."""
 
-    The thread is a daemon, because an executor's would keep Python from ending. A forked child
-    creates its own. A call costs some tens of microseconds more.
-    """
+    # A daemon, because an executor's thread would keep Python from ending.
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -26,10 +24,7 @@ class Patience:
         self._pending: SimpleQueue[Answer] | None = None
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises.
-
-        It raises TimeoutError if that took too long, or if an earlier call has still not returned.
-        """
+        """Return what `work` returns; TimeoutError if it, or an earlier call, takes too long."""
         if self._pid != os.getpid():
             self._jobs, self._pending, self._pid = SimpleQueue(), None, os.getpid()
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name=self.name).start()

@@ -28,11 +28,7 @@ class _Named(NamedTuple):
 
 
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
-    """Explain the first OOM of a log, or the record of `OOMReporter` that the log names.
-
-    Raises:
-        ValueError: it is empty, or is not text.
-    """
+    """Explain the first OOM of a log, or the record of `OOMReporter` that the log names."""
     excerpt = find_first(stream)
     named = list(dict.fromkeys(_named(excerpt)))
     for each in named:

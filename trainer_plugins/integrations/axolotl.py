@@ -1,7 +1,4 @@
-"""A plugin for axolotl: `plugins: [trainer_plugins.integrations.axolotl.MemoryPlugin]` in its YAML.
-
-It follows the documentation of `axolotl.integrations.base.BasePlugin`; it has not run in axolotl.
-"""
+"""A plugin for axolotl, by the documentation of `BasePlugin`; it has not run in axolotl."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import create_model
 
+from trainer_plugins.plug_in.attachment import protect
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
-from trainer_plugins.plug_in.protection import protect
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -24,18 +21,15 @@ MemoryInput = create_model("MemoryInput", **_OPTIONS)  # type: ignore[call-overl
 class MemoryPlugin(BasePlugin):
     """Gives axolotl's Trainer the callbacks of `memory_preset`, with the `memory_` options."""
 
-    def register(self, cfg: Mapping[str, object]) -> None:
-        """Refuse a bad option with a ValueError before axolotl loads anything."""
+    def register(self, cfg: Mapping[str, object]) -> None:  # before axolotl loads anything
         memory_arguments(**_given(cfg))
 
-    def get_input_args(self) -> str:
-        """Return the name of the pydantic model of our keys, as axolotl asks for it."""
+    def get_input_args(self) -> str:  # the name of the pydantic model of our keys
         return f"{__name__}.MemoryInput"
 
     def add_callbacks_post_trainer(
         self, cfg: Mapping[str, object], trainer: "Trainer"
     ) -> "list[TrainerCallback]":
-        """Protect the Trainer that axolotl has built."""
         protect(trainer, **_given(cfg))
         return []  # axolotl would add them after its trackers
 

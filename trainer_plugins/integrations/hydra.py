@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 
 def callbacks_of(config: DictConfig) -> "list[TrainerCallback]":
-    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls.
-
-    Raises:
-        ValueError: a key is misspelt.
-        hydra.errors.InstantiationException: an entry cannot be instantiated.
-    """
+    """Make new callbacks from `trainer_plugins.callbacks` of a config, in order, skipping nulls."""
     refuse_unknown(OmegaConf.select(config, "trainer_plugins"))
     entries = OmegaConf.select(config, "trainer_plugins.callbacks") or {}
     return [instantiate(entry) for entry in entries.values() if entry is not None]
 
 
 class AttachToJob(Callback):
-    """Gives every Trainer that a Hydra job builds the callbacks of the job's config.
-
-    Jobs of a multirun that share a process each have their own. If a config is wrong, the job ends
-    before it begins, with one line and exit code 2: Hydra would only warn about an exception.
-    """
+    """Gives every Trainer that a Hydra job builds the callbacks of the job's own config."""
 
     def __init__(self) -> None:
         self._job = ExitStack()
@@ -45,14 +36,13 @@ class AttachToJob(Callback):
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             sys.stderr.write(f"trainer_plugins: {_in_one_line(error)}\n")
-            sys.exit(2)
+            sys.exit(2)  # of an exception Hydra would only warn
         say_at_exit()
 
     def on_job_end(self, config: DictConfig, job_return: object, **kwargs: object) -> None:
         self._job.close()
 
 
-def _in_one_line(error: Exception) -> str:
-    """Describe an error and its entry without the layers that Hydra wraps around it."""
+def _in_one_line(error: Exception) -> str:  # without the layers around it
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

@@ -36,13 +36,11 @@ class Asked:
     one_process_for: str | None = None  # why `accelerate launch` starts only one process: `--cpu`
     use_cpu: bool = False  # whether ACCELERATE_USE_CPU is set
     multinode_launcher: str | None = None  # accelerate's `deepspeed_multinode_launcher`
-    # Unknown keys under `deepspeed_config`, and the known ones that they resemble.
-    misspelt: Mapping[str, str] = field(default_factory=dict)
+    misspelt: Mapping[str, str] = field(default_factory=dict)  # unknown DeepSpeed keys, likely ones
     flags_beside_json: tuple[str, ...] = ()  # flags that accelerate ignores next to a JSON
 
     @property
-    def family(self) -> str | None:
-        """Return the requested wrapper, as in `Strategy.family`; None if it is not specified."""
+    def family(self) -> str | None:  # as in `Strategy.family`; None if not specified
         kind = self.distributed_type or ""
         if self.one_process_for == "--cpu":
             return "nothing"
@@ -62,11 +60,10 @@ _KIND_FLAGS = {
 
 
 def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: object = None) -> Asked:
-    """Read the request of `accelerate launch`, the environment and TrainingArguments.
+    """Read the request from the launcher's command line, the environment and TrainingArguments.
 
-    `accelerate launch` passes neither its flags nor its file to the script, so they are read from
-    the command line of the process that launched this one; without one, the environment counts.
-    `deepspeed` and `fsdp` are TrainingArguments, which override the launch file in transformers.
+    The script gets neither flags nor file of `accelerate launch`; without a launcher, the
+    environment counts. transformers lets `deepspeed` and `fsdp` override the launch file.
     """
     launcher = find_launcher()
     asked = of_launcher(launcher) if launcher is not None else None
@@ -147,7 +144,6 @@ class _File(NamedTuple):
 
 
 def _read_file(launcher: Launcher, flags: Namespace) -> _File:
-    """Read the launch file, if there is one, and correct its misspelt keys."""
     path = launcher.file(flags)
     try:
         config = read_mapping(path)[0] if path is not None else {}
@@ -167,16 +163,14 @@ def _read_file(launcher: Launcher, flags: Namespace) -> _File:
     return _File(path.name, config | {"deepspeed_config": corrected}, misspelt)
 
 
-def _prefixed(section: object, name: str) -> dict[str, Any]:
-    """Name the keys of a section as flags do: accelerate adds `fsdp_` to those that lack it."""
+def _prefixed(section: object, name: str) -> dict[str, Any]:  # as flags are: with `fsdp_`
     if not isinstance(section, dict):
         return {}
     prefix = "fsdp_" if name == "fsdp_config" else ""
     return {prefix + str(key).removeprefix(prefix): value for key, value in section.items()}
 
 
-def _plain(value: object) -> object:
-    """Convert the value of a flag to the value that YAML would have."""
+def _plain(value: object) -> object:  # of a flag, as YAML would have it
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
@@ -222,8 +216,7 @@ def _of_environment(environ: Mapping[str, str]) -> Asked:
     return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
-def _of_json(given: object) -> Document | None:
-    """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
+def _of_json(given: object) -> Document | None:  # also of a path or of text
     if isinstance(given, dict) and given:
         return Document(name="deepspeed", deepspeed=given)
     if not isinstance(given, str) or not given or given == "none":

@@ -22,11 +22,7 @@ def names() -> tuple[str, ...]:
 
 
 def path(name: str) -> Path:
-    """Return the path of a shipped file.
-
-    Raises:
-        ConfigError: there is none of this name; the message names the nearest one.
-    """
+    """Return the path of a shipped file, or raise ConfigError, which names the nearest one."""
     known, stem = names(), name.removesuffix(".yaml")
     if stem not in known:
         near = get_close_matches(name, known, 1, 0.4)
@@ -46,14 +42,7 @@ def headline(name: str) -> str:
 
 
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
-    """Write a copy of a shipped file into a folder, with changed values; an error leaves no file.
-
-    An override is `key=value`: `num_processes`, `fsdp_config.fsdp_offload_params`, or one of
-    DeepSpeed (`zero_optimization.reduce_bucket_size`).
-
-    Raises:
-        ConfigError: the name, an override or the folder is wrong, or the file exists.
-    """
+    """Write a copy of a shipped file, with `key=value` overrides; an error leaves no file."""
     target = folder / f"{path(name).stem}.yaml"
     text = read(name)
     for override in overrides:
@@ -98,8 +87,7 @@ def _overridden(text: str, override: str, name: str) -> str:
     return _with_json(text, key, value)
 
 
-def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:
-    """Suggest a key: one that ends with the given name, else a similar one."""
+def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:  # by its end, else by similarity
     sections = keys.ACCELERATE_SECTIONS.items()
     in_sections = [f"{section}.{name}" for section, known in sections for name in known]
     choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
@@ -118,7 +106,6 @@ def _value(written: str) -> object:
 
 
 def _with_line(text: str, key: str, value: object, section: str | None) -> str:
-    """Replace or add one line of YAML; every comment stays where it is."""
     indent = "  " if section else ""
     line = f"{indent}{key}: {json.dumps(value)}"
     present = re.compile(rf"^{indent}{key}:.*$", re.MULTILINE)

@@ -50,15 +50,13 @@ def gather(environ: Mapping[str, str], with_vllm: bool = False) -> LaunchFacts:
     """Look at this machine; `with_vllm`: vLLM will run inside the training process."""
     machine = gather_machine(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        num_cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    else:
-        num_cards = len([name for name in visible.split(",") if name])
+    there = map(str, Path("/dev").glob("nvidia[0-9]*"))
+    cards = [name for name in (there if visible is None else visible.split(",")) if name]
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
     return LaunchFacts(
         machine=replace(machine, has_vllm=machine.has_vllm or with_vllm),
         num_cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
-        num_cards=num_cards,
+        num_cards=len(cards),
         vllm_is_installed=find_spec("vllm") is not None,
         extension_locks=read_locks(environ),
     )
@@ -79,8 +77,7 @@ def launch_environment(environ: Mapping[str, str], facts: LaunchFacts) -> Launch
 
 def _others(facts: LaunchFacts) -> Iterator[Export]:
     # TORCH_NCCL_ASYNC_ERROR_HANDLING is missing because its default is right.
-    # Without a card it is unknown how many ranks share the CPUs, and too many threads are far
-    # slower than too few.
+    # Without a card it is unknown how many ranks share the CPUs; too many threads are slow.
     if facts.num_cards:
         yield Export(
             "OMP_NUM_THREADS",

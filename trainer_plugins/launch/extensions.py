@@ -1,8 +1,7 @@
 """Finds interrupted builds of torch's C++ extensions, which block later launches.
 
-`torch.utils.cpp_extension.load`, which DeepSpeed uses on first use of CPUAdam and others, makes a
-file named `lock`, for whose end all others wait (`FileBaton.wait`). A process that is killed while
-it compiles leaves the file behind. While a build runs, its process has the file open.
+`torch.utils.cpp_extension.load` makes a file named `lock`, for whose end others wait. A process
+killed while it compiles leaves it behind; while a build runs, its process has it open.
 """
 
 import functools
@@ -138,8 +137,7 @@ def _read_lock(file: Path) -> ExtensionLock | None:
     return ExtensionLock(path=file, age_seconds=age_seconds, holder=holder, unseen=unseen)
 
 
-def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
-    """Return the process that has a file open, or why it may be invisible."""
+def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:  # or why it is unseen
     unseen = _why_unseen(file)
     for process in psutil.process_iter(["uids", "status"]):
         try:
@@ -155,8 +153,7 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
     return None, unseen
 
 
-def _may_hold(process: psutil.Process, owner: int) -> bool:
-    """Return whether a process with unreadable open files may have created this user's file."""
+def _may_hold(process: psutil.Process, owner: int) -> bool:  # if its files are unreadable
     is_first = process.pid == 1 and _sees_all_processes()
     if is_first or process.info["status"] == psutil.STATUS_ZOMBIE:
         return False
@@ -171,8 +168,7 @@ def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
         return False  # it was closed
 
 
-def _why_unseen(file: Path) -> str:
-    """Say why processes that may use a folder are invisible here; empty if they are visible."""
+def _why_unseen(file: Path) -> str:  # empty if its users are visible here
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -185,8 +181,7 @@ def _why_unseen(file: Path) -> str:
     return ""
 
 
-def _sees_all_processes() -> bool:
-    """Return whether process 1 is the system's first, so this container has no pids of its own."""
+def _sees_all_processes() -> bool:  # process 1 is the system's first
     return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
 
 

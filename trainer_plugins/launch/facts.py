@@ -103,8 +103,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
     )
 
 
-def _built_class(model: object) -> str:
-    """Name the class of a model without the class that FSDP2 puts in front of it."""
+def _built_class(model: object) -> str:  # without the one that FSDP2 puts in front
     kinds = type(model).__mro__
     own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), kinds[0])
     return f"{own.__module__}.{own.__qualname__}"
@@ -148,11 +147,7 @@ def _driver() -> str:
 
 
 def override_of(names: Collection[str]) -> str:
-    """Return the prefix of a Hydra override of these names, such as `++trainer.args.`, or nothing.
-
-    It is the part of the job's config that has most of them, by the file that Hydra writes before a
-    job begins.
-    """
+    """Return the prefix under which Hydra's job config has most of these names, if any."""
     module: Any = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return ""

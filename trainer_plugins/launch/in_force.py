@@ -24,11 +24,7 @@ _FAMILIES = {
 def read_in_force(
     wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
-    """Read the strategy from the objects that do the work, not from their settings.
-
-    `wrapper` is `trainer.model_wrapped`. `world_size` is accelerate's count: the process group may
-    be larger, if each rank trains alone. `device` is a type, such as `cuda`.
-    """
+    """Read the strategy from the objects that do the work; `world_size` is accelerate's."""
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))
@@ -74,8 +70,7 @@ def _family(wrapper: nn.Module) -> str:
     return next((family for name, family in _FAMILIES.items() if name in names), "nothing")
 
 
-def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
-    """Return the stage that the optimizer implements, by the module of DeepSpeed's class."""
+def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:  # by the module of its class
     homes = {cls.__module__ for cls in type(optimizer).__mro__}
     if any(home.endswith("zero.stage3") for home in homes):
         return 3

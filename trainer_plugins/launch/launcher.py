@@ -26,8 +26,7 @@ class Launcher:
     arguments: tuple[str, ...]  # the arguments after `launch`
     folder: Path  # the folder where it was started; its paths are relative to that
 
-    def flags(self) -> Namespace | None:
-        """Parse the arguments as accelerate does; None if its version does not know them."""
+    def flags(self) -> Namespace | None:  # None if accelerate does not know them
         from accelerate.commands.launch import launch_command_parser
 
         try:
@@ -37,8 +36,7 @@ class Launcher:
         except (SystemExit, ValueError):
             return None
 
-    def file(self, flags: Namespace) -> Path | None:
-        """Return the launch file: the named one, or the user's default if accelerate reads that."""
+    def file(self, flags: Namespace) -> Path | None:  # also the user's default
         from accelerate.commands.config.config_args import default_config_file
 
         if flags.config_file:
@@ -72,8 +70,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     launcher = find_launcher()
     flags = launcher.flags() if launcher is not None else None
     file = launcher.file(flags) if launcher is not None and flags is not None else None
-    # What accelerate exports of its file and flags counts even if the launcher cannot be found, or
-    # the file has changed since.
+    # What accelerate exports counts even without a launcher, or if the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
     document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})
@@ -105,8 +102,7 @@ def launcher_words(command: list[str]) -> list[str]:
     return []
 
 
-def _commands_above() -> Iterator[tuple[list[str], Path]]:
-    """Yield command line and folder of the processes above, as far as they may be read."""
+def _commands_above() -> Iterator[tuple[list[str], Path]]:  # as far as they may be read
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from trainer_plugins.units import MIB, parse_size, size
 
+# Of a rank, for Python and its libraries: 452 MiB after import, 600 to 700 after a training step.
+# Measured on the CPU (docs/plan_measured.md); CUDA's libraries and context are extra.
 PROCESS_BYTES = 600 * MIB
-"""Main memory of a rank for Python, torch, transformers, accelerate and DeepSpeed: 452 MiB after
-import, 600 to 700 after a training step. Measured on the CPU (docs/plan_measured.md); CUDA's
-libraries and context are extra, and not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,6 @@ class HostNeed:
 
     @property
     def process_bytes(self) -> int:
-        """Return the memory of the processes without tensors."""
         return self.num_ranks * PROCESS_BYTES
 
     @property
@@ -40,19 +38,13 @@ class HostLimits:
     @classmethod
     def of(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
-    ) -> "HostLimits":
-        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default.
-
-        Raises:
-            ValueError: one of them is no size.
-        """
+    ) -> "HostLimits":  # `here_bytes` is the default
         return cls(
             total_bytes=here_bytes if host_memory is None else _size("--host-memory", host_memory),
             pinned_bytes=None if pinned_memory is None else _size("--pinned-memory", pinned_memory),
         )
 
-    def shortage(self, need: HostNeed) -> str | None:
-        """Say in a few words what is short; None if nothing is, or if the limits are unknown."""
+    def shortage(self, need: HostNeed) -> str | None:  # None if there is none or it is unknown
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
             what = f"it needs {size(need.total_bytes)} of main memory on a machine, which has"
             what += f" {size(self.total_bytes)}"

@@ -17,42 +17,24 @@ class OutOfMemory:
     """
 
     source: Source
-
+    # False if a full device is only the usual cause of these words: check how much is free.
     is_certain: bool
-    """False if a full device is the usual cause of these words but not the only one.
-
-    Then check first how much is free.
-    """
-
+    # Why this process cannot go on; empty if it can, with less memory in use. It is also set if the
+    # numbers of the message contradict each other, so that they are not used.
     fatal: str
-    """Why this process cannot go on; empty if it can, with less memory in use.
-
-    It is also set if the numbers of the message contradict each other, so that they are not used.
-    """
-
     text: str  # the lines of the message, at most six
+    # In the process's own numbering: `GPU 0` under CUDA_VISIBLE_DEVICES=3 is card 3.
     device: int | None = None
-    """The index in the message, in the process's own numbering.
-
-    `GPU 0` under CUDA_VISIBLE_DEVICES=3 is card 3.
-    """
-
     requested_bytes: int | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
-    limit_bytes: int | None = None
-    """How much the process may use, if it is limited to a part of the device."""
-
+    limit_bytes: int | None = None  # how much it may use, if that is a part of the device
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    unused_bytes: int | None = None
-    """Bytes reserved by the allocator but in no tensor; a large value means fragmentation."""
-
+    unused_bytes: int | None = None  # reserved, in no tensor; if large, it is fragmented
+    # Pairs (pid, bytes) of the processes in the message; pid None is the failed process. In a
+    # container torch prints a wrong pid for itself, so the failed process is found by its bytes.
     process_bytes: tuple[tuple[int | None, int], ...] = ()
-    """Pairs (pid, bytes) of the processes in the message; pid None is the failed process.
-
-    In a container torch prints a wrong pid for itself, so the failed process is found by its bytes.
-    """
 
     @property
     def is_survivable(self) -> bool:
@@ -62,8 +44,7 @@ class OutOfMemory:
 
 _COMPILED = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in RULES)
 
-# After these errors every call on the device fails until the process restarts. They are not OOM,
-# but may follow one.
+# After these every call on the device fails until a restart. No OOM, but they may follow one.
 _STICKY = re.compile(
     r"illegal memory access|device-side assert triggered|unspecified launch failure"
     r"|misaligned address|illegal instruction|uncorrectable (?:ECC|NVLink)|the launch timed out"
@@ -151,8 +132,7 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
     return next((found for text in all_texts if (found := _read(text, all_texts))), None)
 
 
-def _chain(error: BaseException) -> Iterator[Exception]:
-    """Yield the error and its causes, once each (a chain may be circular)."""
+def _chain(error: BaseException) -> Iterator[Exception]:  # once each: it may be circular
     waiting: list[object] = [error]
     seen: set[int] = set()
     while waiting:
@@ -217,7 +197,6 @@ def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | N
 
 
 def _head(text: str, end: int) -> str:
-    """Return what precedes a position in its line."""
     start = max(0, end - _HEAD_CHARACTERS)
     return text[max(start, text.rfind("\n", start, end) + 1) : end]
 
@@ -244,13 +223,11 @@ def _found(rule: Rule, message: str, fatal: str) -> OutOfMemory:
 
 
 def _number(patterns: tuple[str, ...], message: str) -> int | None:
-    """Return the bytes that the first fitting pattern finds."""
     matches = (re.search(pattern, message) for pattern in patterns)
     return next((_bytes(*match.groups()) for match in matches if match), None)
 
 
-def _contradiction(found: OutOfMemory) -> str:
-    """Say why the numbers of a message cannot all be true; empty if they can."""
+def _contradiction(found: OutOfMemory) -> str:  # empty if there is none
     numbers = (
         found.total_bytes,
         found.free_bytes,
@@ -283,11 +260,7 @@ def _contradiction(found: OutOfMemory) -> str:
 
 
 def _own_marked(found: OutOfMemory) -> list[tuple[int | None, int]]:
-    """Return the processes of a message, with pid None for the one that failed.
-
-    In a container torch does not know its own pid outside. The failed process holds what torch has
-    reserved plus a context; of those that fit, the smallest is taken.
-    """
+    """Set pid None for the failed process, whose pid differs in a container, by what torch has."""
     holders = list(found.process_bytes)
     own_bytes = (found.allocated_bytes or 0) + (found.unused_bytes or 0)
     if found.allocated_bytes is None or any(pid is None for pid, _ in holders):

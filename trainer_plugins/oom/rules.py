@@ -3,31 +3,18 @@
 from functools import partial
 from typing import Literal, NamedTuple
 
-Source = Literal[
-    "allocator",
-    "masked",
-    "driver",
-    "library",
-    "nccl",
-    "deepspeed",
-    "pinned",
-    "shared",
-    "host",
-    "engine",
+Source = Literal[  # what could not get memory
+    "allocator",  # torch's caching allocator, of a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
+    "masked",  # the same, hidden behind an error in reporting it
+    "driver",  # a call of the CUDA, HIP or Level Zero driver outside the allocator
+    "library",  # cuBLAS, cuDNN, cuSOLVER, cuFFT
+    "nccl",  # a collective
+    "deepspeed",  # the workspace of its inference kernels
+    "pinned",  # page-locked main memory
+    "shared",  # `/dev/shm`
+    "host",  # main memory, and everything that kills a process for it
+    "engine",  # vLLM or SGLang, which refuse to start before anything is allocated
 ]
-"""What could not get memory.
-
-- `allocator`: torch's caching allocator, on a CUDA, HIP, XPU, MPS, NPU, HPU or simulated card
-- `masked`: the same, hidden behind an error in reporting it
-- `driver`: a call of the CUDA, HIP or Level Zero driver outside the allocator
-- `library`: cuBLAS, cuDNN, cuSOLVER, cuFFT
-- `nccl`: a collective
-- `deepspeed`: the workspace of its inference kernels
-- `pinned`: page-locked main memory
-- `shared`: `/dev/shm`
-- `host`: main memory, and everything that kills a process for it
-- `engine`: vLLM or SGLang, which refuse to start before anything is allocated
-"""
 
 
 class Rule(NamedTuple):
@@ -38,8 +25,7 @@ class Rule(NamedTuple):
     seen: str  # where the words were seen: an issue, or the file that writes them
     fatal: str = ""  # why the process cannot go on afterwards; empty if it can
     is_certain: bool = True
-    follows_anything: bool = False
-    """Whether the words count regardless of what precedes them in their line."""
+    follows_anything: bool = False  # whatever precedes the words in their line
 
 
 LOST_CONTEXT = "a device error came with it, after which the CUDA context is lost"
@@ -100,8 +86,7 @@ RULES = (
         is_certain=False,
         follows_anything=True,
     ),
-    # Page-locked main memory: torch reports it in the driver's words, so we look for the call that
-    # asked for it.
+    # Page-locked main memory, in the driver's words: we look for the call that asked for it.
     _pinned(
         rf"(?:{PINS})(?:.{{0,500}}\n){{1,4}}?.{{0,100}}Error: CUDA error: out of memory",
         "torch, utils/data/_utils/pin_memory.py; unslothai/unsloth#1797",
@@ -132,8 +117,7 @@ RULES = (
         r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
         "HabanaAI/Model-References#10",
     ),
-    # torch asserts this only while it writes an OOM message: a failed malloc calls
-    # reportProcessMemoryInfo.
+    # torch asserts this only while it writes an OOM message (reportProcessMemoryInfo).
     Rule(
         "masked",
         r"NVML_SUCCESS == .{0,300}?INTERNAL ASSERT FAILED at \"[^\"\n]{0,300}CUDACachingAllocator",

@@ -7,13 +7,10 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.record.folder import read_json
+from trainer_plugins.record.folder import from_json, read_json
 from trainer_plugins.record.oom_record import Planned
-from trainer_plugins.record.typed import from_json
 
-FILE = "plan.json"
-"""The plan of a run, in its output_dir."""
-
+FILE = "plan.json"  # the plan of a run, in its output_dir
 _plans: WeakKeyDictionary[object, MemoryPlan] = WeakKeyDictionary()
 
 

@@ -18,31 +18,22 @@ MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "predict": ("evaluation", "generation"),
     "generate": ("generation",),
     "save": ("save",),
-}
-"""The moments that the watchdog distinguishes, and those of a plan that each of them covers.
-
-What comes before and after them has no steps. In a run that reports generation separately, `eval`
-covers no generation: see `tells_generation`.
-"""
+}  # What the watchdog distinguishes, with a plan's moments; if it tells generation, eval has none.
 
 _SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
 # more than this includes memory of other processes
 _LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29
 
-_Ranks: TypeAlias = Mapping[int, Sequence[Entry]]
-"""The timelines of a run, by rank."""
+_Ranks: TypeAlias = Mapping[int, Sequence[Entry]]  # by rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Holds the predicted and the measured value of one counter in one moment. Sizes in bytes."""
 
-    moment: str
-    """The moment, as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`."""
-
+    moment: str  # as the watchdog names it: `train`, `eval`, `predict`, `generate`, `save`
+    # `allocated`, `reserved`, or `card`: all memory of the card in use, by any process
     counter: str
-    """`allocated`, `reserved`, or `card`: all memory of the card in use, by any process."""
-
     predicted_bytes: int
     measured_bytes: int
 
@@ -59,12 +50,9 @@ class Calibration:
     """Holds the comparison of a plan with a run."""
 
     differences: tuple[Difference, ...]  # all differences, the worst first
+    # the most memory of the card in use outside the allocator: context, NCCL, other processes
     context_bytes: int
-    """The most memory of the card in use outside the allocator: context, NCCL, other processes."""
-
-    kept_in: Path | None
-    """The file in which that context is kept for later plans; None if it is not kept."""
-
+    kept_in: Path | None  # the file that keeps that context for later plans; None if none does
     remarks: tuple[str, ...]  # notes on how to read these numbers
 
 
@@ -140,10 +128,7 @@ def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
 
 
 def tells_generation(ranks: _Ranks) -> bool:
-    """Return whether these timelines have generation as a separate moment.
-
-    Those of earlier versions do not, nor of runs that generate nothing, or only after training.
-    """
+    """Return whether these timelines have generation apart, which earlier versions do not."""
     return any(isinstance(each, Sample) and each.moment == "generate" for each in _all(ranks))
 
 
@@ -165,13 +150,10 @@ def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
 
 
 def readings_in(ranks: _Ranks, moment: str, before_evaluation: bool = False) -> list[MemoryReading]:
-    """Return the readings of all ranks in a moment.
+    """Return the readings of all ranks in a moment; if asked, only those before an evaluation.
 
-    In a plan, evaluation comes after the training. In a run it may come in between, and what it has
-    reserved stays reserved: with `before_evaluation`, only readings before the first one count.
-
-    A run reports generation separately only inside training: an evaluation after that is both in
-    one, and is left out.
+    What an evaluation has reserved stays reserved. A run reports generation separately only inside
+    training: an evaluation after that is both in one, and is left out.
     """
     found = []
     is_apart = moment == "eval" and tells_generation(ranks)

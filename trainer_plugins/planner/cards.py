@@ -1,8 +1,4 @@
-"""List cards by name: their memory, what a process loses before its first tensor, their kernels.
-
-A context that was measured on this machine is kept in a small file per card and torch version;
-delete the file to forget the measurement. Imports no torch.
-"""
+"""List cards by name: their memory, what a process loses before its first tensor, their kernels."""
 
 import json
 import os
@@ -19,31 +15,22 @@ from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
 
+# an attention kernel, or what torch falls back to
 Kernel = Literal["flash", "memory-efficient", "all scores"]
-"""An attention kernel, or what torch falls back to: all scores in memory, as in eager attention."""
 
 _FLASH_MAX_HEAD = 256
 _AMPERE = (8, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Card:
     """Describes one kind of card. Sizes in bytes."""
 
     name: str
-    capacity_bytes: int
-    """The total memory that torch reports, which is less than the card is sold with."""
-
+    capacity_bytes: int  # that torch reports, less than the card is sold with
     capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 132
-    """Kernels of Triton divide their work by it; each may keep a sum of its own."""
-
-    context_bytes: int = GUESSED_CONTEXT_BYTES
-    """What CUDA, its libraries and their code take in one process.
-
-    It depends on the driver and on what the process imports.
-    """
-
+    num_multiprocessors: int = 132  # kernels of Triton may keep a sum for each
+    context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
     context_source: str | None = None  # who measured the context; None if it is a guess
 
 
@@ -72,44 +59,33 @@ def about_size(card: Card) -> str:
     )
 
 
-def _card(
-    name: str,
-    capacity_gib: float,
-    capability: tuple[int, int],
-    num_multiprocessors: int,
-    context_bytes: int = GUESSED_CONTEXT_BYTES,
-    context_source: str | None = None,
-) -> Card:
-    return Card(
-        name=name,
-        capacity_bytes=int(capacity_gib * GIB),
-        capability=capability,
-        num_multiprocessors=num_multiprocessors,
-        context_bytes=context_bytes,
-        context_source=context_source,
-    )
-
-
 # Each capacity is from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB").
 # Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
 # A6000, which has as many memory chips. Multiprocessors are those of NVIDIA's data sheets.
 CARDS = (
-    _card("t4", 14.56, (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
-    _card("v100-16gb", 15.77, (7, 0), 80),
-    _card("v100-32gb", 31.73, (7, 0), 80),
-    _card("rtx3090", 23.68, (8, 6), 82),
-    _card("rtx4090", 23.51, (8, 9), 128),
-    _card("rtx5090", 31.36, (12, 0), 170),
-    _card("rtxa6000", 47.40, (8, 6), 84, 750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
-    _card("rtx6000ada", 47.40, (8, 9), 142),
-    _card("a10g", 21.98, (8, 6), 80),
-    _card("l4", 21.95, (8, 9), 58),
-    _card("l40s", 44.34, (8, 9), 142),
-    _card("a100-40gb", 39.38, (8, 0), 108),
-    _card("a100-80gb", 79.14, (8, 0), 108),
-    _card("h100-80gb", 79.10, (9, 0), 132),
-    _card("h200-141gb", 139.72, (9, 0), 132),
-    _card("b200-180gb", 178.35, (10, 0), 148),
+    Card("t4", int(14.56 * GIB), (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
+    Card("v100-16gb", int(15.77 * GIB), (7, 0), 80),
+    Card("v100-32gb", int(31.73 * GIB), (7, 0), 80),
+    Card("rtx3090", int(23.68 * GIB), (8, 6), 82),
+    Card("rtx4090", int(23.51 * GIB), (8, 9), 128),
+    Card("rtx5090", int(31.36 * GIB), (12, 0), 170),
+    Card(
+        "rtxa6000",
+        int(47.40 * GIB),
+        (8, 6),
+        84,
+        750 * 10**6,
+        "what vramcalc 0.1.2 counts on an RTX A6000",
+    ),
+    Card("rtx6000ada", int(47.40 * GIB), (8, 9), 142),
+    Card("a10g", int(21.98 * GIB), (8, 6), 80),
+    Card("l4", int(21.95 * GIB), (8, 9), 58),
+    Card("l40s", int(44.34 * GIB), (8, 9), 142),
+    Card("a100-40gb", int(39.38 * GIB), (8, 0), 108),
+    Card("a100-80gb", int(79.14 * GIB), (8, 0), 108),
+    Card("h100-80gb", int(79.10 * GIB), (9, 0), 132),
+    Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
+    Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),
 )
 _BY_NAME = {card.name: card for card in CARDS}
 
@@ -119,9 +95,6 @@ def card_of(text: str) -> Card:
 
     >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
     ((9, 0), 24576)
-
-    Raises:
-        PlanError: the text is neither a known name nor a size.
     """
     name = re.sub(r"[\s_]", "", text).lower()
     if name in _BY_NAME:
@@ -174,21 +147,10 @@ def attention_kernel(
     has_mask: bool,
     has_groups: bool = False,
 ) -> Kernel:
-    """Return the kernel that `scaled_dot_product_attention` takes on a card.
+    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp).
 
-    In half precision without a mask, that is flash, which can share keys among groups of heads.
-    With a mask or in float32 it is the memory-efficient kernel, which cannot. On compute capability
-    9 and 10 some builds prefer cuDNN's kernel, which keeps the same as flash.
-
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-
-    Args:
-        dtype: what is computed in, as torch names it: `bfloat16`.
-        head_size: the numbers of a head in a query.
-        value_size: the numbers of a head in a value.
-        capability: the compute capability of the card.
-        has_mask: whether there is a mask other than a causal one.
-        has_groups: whether groups of heads share keys.
+    Flash can share keys among groups of heads, the memory-efficient kernel cannot. On compute
+    capability 9 and 10 some builds prefer cuDNN's kernel, which keeps the same as flash.
     """
     is_half = dtype in ("float16", "bfloat16")
     fits_flash = is_half and value_size == head_size <= _FLASH_MAX_HEAD

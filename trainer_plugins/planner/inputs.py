@@ -1,11 +1,9 @@
-"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card.
-
-The command line and `plan_run` both build their requests here.
-"""
+"""Make a PlanRequest from what users give: a config, flags or arguments, and the name of a card."""
 
 import json
 import os
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +15,6 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of, with_measured_context
-from trainer_plugins.planner.hub import config_file, may_be_a_name
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
@@ -30,6 +27,8 @@ from trainer_plugins.planner.request import (
     fields_of,
 )
 
+_NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_CONFIG = "config.json"
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _ITS_MODEL = "its model is planned as it is"
 _OF_A_TRAINER = {
@@ -47,8 +46,7 @@ _OF_A_TRAINER = {
         "how it is launched is read from the process that made it; "
         "num_gpus changes the number of cards"
     ),
-}
-"""What belongs to a config, and why a Trainer does not take it."""
+}  # what belongs to a config, and why a Trainer does not take it
 
 _COUNTS = (
     "per_device_train_batch_size",
@@ -61,20 +59,14 @@ _OF_BITSANDBYTES = {
     "bnb_4bit_quant_type": ("nf4", "fp4"),
     "bnb_4bit_compute_dtype": _FLOATS,
     "bnb_4bit_quant_storage": ("uint8", "int8", *_FLOATS),
-}
-"""The words that fields of a BitsAndBytesConfig may have."""
+}  # the words that fields of a BitsAndBytesConfig may have
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigInputs:
-    """Holds what is given with the config of a model, and not with a Trainer.
+    """Holds what is given with the config of a model and not with a Trainer; see `plan_run`."""
 
-    The fields are options of `trainer-plugins plan`, and most are arguments of `plan_run`.
-    """
-
-    training_args: object = None
-    """TrainingArguments, a dict of their fields, or a sequence of flags."""
-
+    training_args: object = None  # TrainingArguments, a dict of their fields, or flags
     seq_length: int | None = None
     target_length: int | None = None
     dtype: str | None = None
@@ -88,15 +80,10 @@ class ConfigInputs:
     images_per_row: int | None = None
     image_size: str | None = None  # height and width of a picture, as in "448x672"
     sound_seconds: float | None = None
-    resident_layers: int | None = None
-    """Layers of the frozen base on the card, if it is streamed; None: all of it is there."""
-
+    resident_layers: int | None = None  # of a streamed base, on the card; None: all of it
     streams_embeddings: bool = False
-    trainer: str | None = None
-    """One of TRL's Trainers, as in "grpo", with flags of its config; None is transformers' own."""
-
-    from_hub: bool = False
-    """Whether the config of a model that is given by name is fetched from the hub."""
+    trainer: str | None = None  # one of TRL's Trainers, as in "grpo"; None is transformers' own
+    from_hub: bool = False  # whether the config of a model that is given by name is fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +100,7 @@ class RunInputs:
 
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
-    """Make the request for a run: of a Trainer before training, or of the config of a model.
-
-    Raises:
-        PlanError: an input is wrong, or a Trainer comes with what belongs to a config.
-        NotPredicted: the planner cannot predict this Trainer.
-    """
+    """Make the request for a run: of a Trainer before training, or of the config of a model."""
     for given in (details, run):
         check_kinds(type(given), fields_of(given))
     if run.num_gpus is not None and run.num_gpus < 1:
@@ -241,15 +223,11 @@ def allocator_text() -> str:
 
 
 def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:
-    """Read a config.json from its path, from its folder, or by the model's name on the hub.
-
-    Raises:
-        PlanError: there is no such file, or it is not a mapping in JSON.
-    """
+    """Read a config.json from its path, from its folder, or by the model's name on the hub."""
     path, name = Path(given), os.fspath(given)
     if not path.exists() and may_be_a_name(name):
         path = config_file(name, from_hub)
-    file = path / "config.json" if path.is_dir() else path
+    file = path / _CONFIG if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
     except OSError as error:
@@ -262,6 +240,38 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     if not isinstance(content, dict):
         raise PlanError(f"{file} is not the config of a model: it holds no mapping")
     return content
+
+
+def may_be_a_name(text: str) -> bool:
+    """Return whether a model on the hub may have this name.
+
+    >>> may_be_a_name("org/name"), may_be_a_name("gpt2"), may_be_a_name("./org/name")
+    (True, True, False)
+    """
+    return _NAME_ON_HUB.fullmatch(text) is not None and not text.endswith(".json")
+
+
+def config_file(name: str, from_hub: bool) -> Path:
+    """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
+    # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    try:
+        if from_hub:
+            return Path(hf_hub_download(name, _CONFIG))
+        found = try_to_load_from_cache(name, _CONFIG)
+    except (OSError, ValueError) as error:
+        one_line = " ".join(str(error).split())
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
+        raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
+    if isinstance(found, str):
+        return Path(found)
+    raise PlanError(
+        f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
+        " that name. Give a file or folder on disk, or add --from-hub: it fetches the model's"
+        f" {_CONFIG} and nothing else"
+    )
 
 
 def _config(given: object, from_hub: bool) -> dict[str, object]:

@@ -28,16 +28,12 @@ from trainer_plugins.units import size
 _TOP_TENSORS = 10
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
+# storages that are live at the peak, with the sizes of their blocks
 _Live: TypeAlias = list[tuple[Storage, int]]
-"""Storages that are live at the peak, with the sizes of their blocks."""
 
 
 def rules_of(request: PlanRequest) -> AllocatorRules:
-    """Read the allocator settings of a request.
-
-    Raises:
-        PlanError: torch would refuse them, or they name a backend that is not modelled.
-    """
+    """Read the allocator settings of a request; PlanError if they are wrong or not modelled."""
     rules = AllocatorRules()
     try:
         if request.allocator:
@@ -50,10 +46,7 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
 
 
 def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
-    """Replay a rehearsal through the allocator of the card, and make a plan of it.
-
-    Of several cards it is the plan of the worst: one that is full, else the one that holds most.
-    """
+    """Replay a rehearsal through the allocator; of several cards, plan the one that is worst."""
     progress.step("replaying its allocations")
     plans = {
         card: _judge_card(request, replace(watched, trace=trace), rules)

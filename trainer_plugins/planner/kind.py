@@ -1,9 +1,4 @@
-"""Ask once what kind of run is planned, and say it in words.
-
-The planner enters only the rooms of that kind. What the request alone says is needed before the
-card is pretended (`needs_flash_attn`). The rest, a `Kind`, also depends on TrainingArguments, which
-ask the card what it can do.
-"""
+"""Ask once what kind of run is planned, and say it in words."""
 
 import os
 from collections.abc import Mapping
@@ -38,20 +33,14 @@ class Kind:
     """Describes what kind of run is planned."""
 
     wrapper: Wrapper
-    deepspeed: object
-    """The DeepSpeed config as it was given, of the arguments or of a launcher; None without one."""
-
-    sizes: Mapping[str, int]
-    """The sizes in accelerate's ParallelismConfig, as in `cp_size`; empty without one."""
-
+    deepspeed: object  # the DeepSpeed config as it was given; None without one
+    sizes: Mapping[str, int]  # of accelerate's ParallelismConfig, as in `cp_size`
     optimizer: str  # the optimizer, as in `--optim adamw_torch`
     device: str
     is_quantised: bool  # whether bitsandbytes may have quantised the base
     is_streamed: bool
     has_liger: bool
-    trains_on_completions: bool
-    """Whether the run generates what it trains on, as TRL's GRPO and RLOO do."""
-
+    trains_on_completions: bool  # generates what it trains on, as TRL's GRPO and RLOO
     evaluates: bool
     saves: bool
     resumes: bool
@@ -124,8 +113,8 @@ def _wrapper(
 def _fsdp_version(request: PlanRequest, args: HfArguments) -> int | None:
     """Return the version of FSDP that the launch and the arguments ask for; None is no FSDP.
 
-    The arguments win, and transformers 5 says in them what it makes of them. Otherwise accelerate
-    reads the environment, to which transformers 4 writes.
+    The arguments win, and transformers 5 says in them what it makes of them. transformers 4 writes
+    to the environment.
     """
     if not args.fsdp and request.environment.get("ACCELERATE_USE_FSDP") != "true":
         return None

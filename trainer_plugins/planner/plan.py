@@ -14,8 +14,7 @@ Moment = Literal[
     "generation",
     "save",
     "resume",
-]
-"""A moment of a run."""
+]  # of a run
 
 Category = Literal[
     "weights",
@@ -29,35 +28,23 @@ Category = Literal[
     "sharding buffers",
     "vLLM",
     "workspaces",
-]
-"""What memory is used for, in the breakdown at the peak."""
+]  # what memory is used for, in the breakdown at the peak
 
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
-"""All moments, in the order in which a run has them."""
-
+MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order in which a run has them
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""All categories of memory."""
 
 _Name = TypeVar("_Name", bound=str)
 
 
 def known_moment(name: _Name) -> _Name:
-    """Return the name of a moment unchanged.
-
-    Raises:
-        ValueError: there is no such moment, and the plan would leave its peak out.
-    """
+    """Return the name of a moment unchanged; ValueError if a plan would leave its peak out."""
     if name not in MOMENTS:
         raise ValueError(f"a run has no moment {name!r}; it has {', '.join(MOMENTS)}")
     return name
 
 
 def known_category(name: _Name) -> _Name:
-    """Return the name of a category of memory unchanged.
-
-    Raises:
-        ValueError: there is no such category.
-    """
+    """Return the name of a category of memory unchanged; ValueError if there is none."""
     if name not in CATEGORIES:
         raise ValueError(f"memory has no category {name!r}; it has {', '.join(CATEGORIES)}")
     return name
@@ -81,11 +68,7 @@ class NotPredicted(PlanError):  # noqa: N818 - what it says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAtPeak:
-    """Describes one storage that is allocated at the peak.
-
-    Raises:
-        ValueError: there is no such category or moment.
-    """
+    """Describes one storage that is allocated at the peak."""
 
     num_bytes: int
     category: Category
@@ -102,11 +85,7 @@ class TensorAtPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtPeak:
-    """Describes equal storages at the peak: one size, one use, one part of the model.
-
-    Raises:
-        ValueError: there is no such category or moment.
-    """
+    """Describes equal storages at the peak: one size, one use, one part of the model."""
 
     count: int
     num_bytes: int  # the size of each
@@ -153,9 +132,8 @@ class Proposal:
     host_ram_bytes_per_node: int
 
 
+# PCIe 4.0 x16, pinned: an A100 by nvbandwidth (forums.developer.nvidia.com/t/352186)
 BUS_BYTES_PER_SECOND = 25_000_000_000
-"""What a card reads of pinned main memory over PCIe 4.0 x16: 24.8 GB/s on an A100, by nvbandwidth
-(forums.developer.nvidia.com/t/352186)."""
 
 
 def at_least(copy_seconds: float) -> str:
@@ -196,112 +174,50 @@ class MemoryPlan:
         ValueError: a moment or a category does not exist.
     """
 
-    allocated_peak_bytes: int
-    """What `max_memory_allocated` will return."""
-
+    allocated_peak_bytes: int  # what `max_memory_allocated` will return
+    # what `max_memory_reserved` will return; of a run that does not fit, on an unlimited card
     reserved_peak_bytes: int
-    """What `max_memory_reserved` will return; of a run that does not fit, on an unlimited card."""
-
-    nvidia_smi_peak_bytes: int
-    """What the driver will show for the process: reserved memory and the context."""
-
-    host_ram_bytes_per_node: int
-    """The peak of all ranks' tensors in a node's main memory."""
-
-    host_pinned_bytes_per_node: int = 0
-    """The part of the tensors in main memory that is pinned."""
-
-    host_process_bytes_per_node: int = 0
-    """What Python and its libraries take of main memory, in all ranks of a node."""
-
+    nvidia_smi_peak_bytes: int  # what the driver will show: reserved memory and the context
+    host_ram_bytes_per_node: int  # the peak of all ranks' tensors in a node's main memory
+    host_pinned_bytes_per_node: int = 0  # the part of them that is pinned
+    host_process_bytes_per_node: int = 0  # of Python and its libraries, in all ranks of a node
+    # the peak of the tensors in main memory by moment, for the moments that add some
     host_moments: Mapping[Moment, int] = field(default_factory=dict)
-    """The peak of the tensors in main memory by moment, for the moments that add some."""
-
-    host_capacity_bytes: int | None = None
-    """The main memory of a node; None if unknown."""
-
-    host_shortage: str | None = None
-    """What does not fit in main memory, in words; None if nothing is known to be short."""
-
-    capacity_bytes: int | None = None
-    """The memory of the card; None if no card was named."""
-
+    host_capacity_bytes: int | None = None  # the main memory of a node; None if unknown
+    host_shortage: str | None = None  # what does not fit in main memory, in words
+    capacity_bytes: int | None = None  # the memory of the card; None if no card was named
+    # whether the run completes on that card and in that main memory; None if neither is known
     fits: bool | None = None
-    """Whether the run completes on that card and in that main memory; None if neither is known."""
-
-    moment: Moment
-    """The moment of the allocated peak."""
-
-    breakdown: Mapping[Category, int]
-    """Bytes at the allocated peak by category. They add up to `allocated_peak_bytes`."""
-
-    top_tensors: tuple[TensorAtPeak, ...]
-    """The ten largest tensors at the allocated peak."""
-
-    moments: Mapping[Moment, MomentPeak]
-    """The peak of each moment of the run."""
-
-    num_flushes: int = 0
-    """How often a full card makes the allocator release its cache (`num_alloc_retries`)."""
-
-    failed_request_bytes: int | None = None
-    """Size of the allocation that fails; None if the run fits."""
-
-    failed_request: str | None = None
-    """The operation, module and moment of the allocation that fails."""
-
-    not_predicted: tuple[str, ...] = ()
-    """Memory of the run that this plan leaves out."""
-
-    not_reliable: tuple[str, ...] = ()
-    """Figures that are less reliable than usual, each with the reason."""
-
-    assumptions: tuple[str, ...] = ()
-    """What the planner assumed where the input says nothing."""
-
-    known_error: str = ""
-    """How far earlier plans were from measured figures."""
-
-    device: str = "cuda"
-    """`cuda`, or `simgpu` for the simulated card."""
-
-    gpu: str | None = None
-    """The name of the card; None if no card was named."""
-
-    num_gpus: int = 1
-    """How many cards train together, or processes if each has several cards."""
-
+    moment: Moment  # the moment of the allocated peak
+    breakdown: Mapping[Category, int]  # at the allocated peak; adds up to it
+    top_tensors: tuple[TensorAtPeak, ...]  # the ten largest at the allocated peak
+    moments: Mapping[Moment, MomentPeak]  # the peak of each moment of the run
+    num_flushes: int = 0  # how often a full card releases its cache (`num_alloc_retries`)
+    failed_request_bytes: int | None = None  # of the allocation that fails; None if the run fits
+    failed_request: str | None = None  # its operation, module and moment
+    not_predicted: tuple[str, ...] = ()  # memory of the run that this plan leaves out
+    not_reliable: tuple[str, ...] = ()  # figures that are less reliable than usual, and why
+    assumptions: tuple[str, ...] = ()  # of the planner, where the input says nothing
+    known_error: str = ""  # how far earlier plans were from measured figures
+    device: str = "cuda"  # or `simgpu` for the simulated card
+    gpu: str | None = None  # the name of the card; None if no card was named
+    num_gpus: int = 1  # cards that train together, or processes if each has several cards
+    # the peaks of each card of a process with several, by index; all else is of the fullest
     cards: tuple[MomentPeak, ...] = ()
-    """The peaks of each card of a process with several, by index; all else is of the fullest."""
-
-    context_bytes: int = 0
-    """The part of `nvidia_smi_peak_bytes` that is outside torch's allocator."""
-
+    context_bytes: int = 0  # the part of `nvidia_smi_peak_bytes` that is outside torch's allocator
     num_parameters: int = 0
     num_trainable_parameters: int = 0
+    # of torch, transformers and other packages that the run was rehearsed with
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of torch, transformers and other packages that the run was rehearsed with."""
-
+    # in order, each the maximum of up to some hundred events: moment, allocated, reserved bytes
     timeline: tuple[tuple[Moment, int, int], ...] = ()
-    """Points of the run in order: the moment, the allocated bytes and the reserved bytes.
-
-    A point holds the maximum of up to some hundred consecutive events.
-    """
-
-    groups_at_peak: tuple[TensorsAtPeak, ...] = ()
-    """What takes most at the allocated peak, with equal tensors as one entry."""
-
+    groups_at_peak: tuple[TensorsAtPeak, ...] = ()  # what takes most, equal tensors as one entry
+    # what was planned, by name: the model, rows, length, dtype, optimizer, launch, command
     planned: Mapping[str, str] = field(default_factory=dict)
-    """What was planned, by name: the model, rows, length, dtype, optimizer, launch, command."""
-
-    streamed: Streamed | None = None
-    """How the frozen base is streamed; None if it is not."""
-
+    streamed: Streamed | None = None  # how the frozen base is streamed, if it is
+    # changes with which the run would fit, if asked for; the least costly first
     proposals: tuple[Proposal, ...] = ()
-    """Changes with which the run would fit, if asked for; the least costly first."""
-
-    tried_without_success: tuple[str, ...] = ()
-    """Changes that were tried and do not make the run fit, each with what is missing."""
+    tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing
 
     def __post_init__(self) -> None:
         for moment in (self.moment, *self.moments, *self.host_moments):
@@ -363,5 +279,4 @@ _LISTS: dict[str, Callable[..., object]] = {
     "groups_at_peak": TensorsAtPeak,
     "proposals": Proposal,
     "cards": MomentPeak,
-}
-"""The fields of a plan that are lists of values of one class."""
+}  # fields of a plan that are lists of values of one class

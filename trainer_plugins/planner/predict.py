@@ -33,12 +33,11 @@ _MOST_BYTES = 16 * GIB
 """A plan of 405 billion parameters in 126 layers needs 1 GiB. A prediction that takes more than
 this, or than half of the machine, is stopped before the kernel kills another program."""
 
+# judge imports most of the planner, and accelerate DeepSpeed
 _IMPORTS = ("transformers.trainer", "trainer_plugins.planner.judge", "deepspeed")
-"""What each prediction imports: judge imports most of the planner, and accelerate DeepSpeed."""
 
 _LOOK_EVERY_SECONDS = 0.2
-_GRACE_SECONDS = 10
-"""The subprocess stops itself at the time limit. It is killed if it still runs this much later."""
+_GRACE_SECONDS = 10  # a subprocess that does not stop itself in time is killed
 
 
 def plan_run(
@@ -113,16 +112,7 @@ def predict_one(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     say: Callable[[str], None] = lambda text: None,
 ) -> MemoryPlan:
-    """Predict one run in a subprocess.
-
-    Args:
-        request: the run.
-        timeout_seconds: the time limit of the prediction.
-        say: is called with a line about what is known long before the plan is done.
-
-    Raises:
-        PlanError: there is no plan for it, or the subprocess ended early.
-    """
+    """Predict one run in a subprocess; `say` gets early a line about what is known."""
     (result,) = _results([request], timeout_seconds, lambda line: say(line["said"]))
     outcome = _outcome(result)
     if isinstance(outcome, PlanError):
@@ -133,13 +123,7 @@ def predict_one(
 def predict_all(
     requests: Sequence[PlanRequest], timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> list[MemoryPlan | PlanError]:
-    """Predict several runs on one type of device in one subprocess.
-
-    Returns a plan for each run, or the error that says why there is none.
-
-    Raises:
-        PlanError: the subprocess ended early; the message says how.
-    """
+    """Predict runs on one type of device in one subprocess: plans, or why there is none."""
     return [_outcome(result) for result in _results(requests, timeout_seconds)]
 
 
@@ -148,16 +132,7 @@ def search_run(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show: Callable[[SearchLine], None] = lambda line: None,
 ) -> SearchResult:
-    """Find the largest micro-batches of a run, in one subprocess.
-
-    Args:
-        request: what to search.
-        timeout_seconds: the time limit for each way to run; the search may take the sum of these.
-        show: is called with each line as soon as it is found.
-
-    Raises:
-        PlanError: the input is wrong, or the subprocess ended early.
-    """
+    """Find the largest micro-batches, in the time limit of a plan for each way to run."""
     timeout_seconds *= request.num_ways
     (result,) = _results([request], timeout_seconds, lambda line: show(SearchLine(**line)))
     if "search" not in result:
@@ -206,10 +181,7 @@ def _all_answered(answered: Path, num_requests: int) -> bool:
 
 
 class _Work:
-    """Holds the files of one subprocess, in a folder that is deleted after it.
-
-    TMPDIR is this folder too: what a killed subprocess leaves behind is deleted with it.
-    """
+    """Holds the files of one subprocess, in a folder that is its TMPDIR and is deleted after it."""
 
     def __init__(self, folder: Path, requests: Sequence[PlanRequest | SearchRequest]) -> None:
         self.folder, self.first = folder, requests[0]
@@ -231,14 +203,7 @@ class _Work:
 
 
 def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
-    """Run the subprocess, and kill all that it started.
-
-    Returns its exit code, the negative number of the signal that ended it, or None after the
-    time limit.
-
-    Raises:
-        PlanError: it took more of main memory than a prediction needs.
-    """
+    """Run the subprocess, and kill all that it started; return its exit code, None if late."""
     server = forks.server_for(_IMPORTS, _environment(work.first))
     process: forks.Running | None = None
     begun, most = time.monotonic(), min(_MOST_BYTES, psutil.virtual_memory().total // 2)
@@ -319,11 +284,10 @@ def _environment(request: PlanRequest | SearchRequest) -> dict[str, str]:
 
 
 def _path(request: PlanRequest | SearchRequest) -> str:
-    """Return the folders in which the subprocess finds modules.
+    """Return this process's folders of modules.
 
-    They are those of this process, so that the modules of the user's Trainer are found. A command
-    line needs no module of the user; without the current folder, a `timeit.py` in it cannot shadow
-    Python's.
+    Without the current folder, which a command line does not need, a `timeit.py` in it cannot
+    shadow Python's.
     """
     run = request.run if isinstance(request, SearchRequest) else request
     folders = [os.path.abspath(folder) for folder in sys.path]
@@ -350,8 +314,8 @@ def _how_it_ended(code: int, log: str) -> str:
     )
 
 
+# as `faulthandler.dump_traceback_later` writes, and `worker.py`
 _TIME_IS_OVER = re.compile(r"^Timeout \(\d+:.*\)!$", re.MULTILINE)
-"""The line that `faulthandler.dump_traceback_later` writes when the time is over."""
 
 
 def _it_was_at(log: str) -> str:

@@ -9,9 +9,7 @@ from typing import Any
 
 _STARTING = "starting Python and importing torch and transformers"
 _OVER = "\r\x1b[K"  # to the beginning of the line, and erase it
-_LINES = "lines"
-"""The file, next to that of the step, to which each line is written when it is found."""
-
+_LINES = "lines"  # next to the file of the step: each line of `tell`
 _file: Path | None = None
 _part = _step = ""
 
@@ -51,10 +49,7 @@ def tell(line: Mapping[str, object]) -> None:
 
 
 class Progress:
-    """Reads the current step, and shows it on standard error if that is a terminal.
-
-    `found` gets each line of `tell`.
-    """
+    """Reads the current step, and shows it on a terminal; `found` gets each line of `tell`."""
 
     def __init__(self, file: Path, found: Callable[[Any], None]) -> None:
         self._path, self._lines, self._found = file, file.with_name(_LINES), found

@@ -10,13 +10,10 @@ from trainer_plugins.planner.plan import PlanError
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_EVALUATION_BATCHES = 8
-LONGEST_SEQUENCE = 1 << 24
-"""The most tokens of a row. No model has a context of more than 10 million: more is a typo."""
+LONGEST_SEQUENCE = 1 << 24  # tokens of a row: no model has 10 million
 LONGEST_SOUND_SECONDS = 1 << 16
-MOST_PIXELS = 1 << 16
-"""The most pixels of a side of a picture."""
-MOST_LAYERS = 1 << 12
-"""The most layers of a model; the deepest that are trained have some hundreds."""
+MOST_PIXELS = 1 << 16  # of a side of a picture
+MOST_LAYERS = 1 << 12  # the deepest that are trained have some hundreds
 LAYER_COUNTS = (
     "num_hidden_layers",
     "n_layer",
@@ -25,71 +22,45 @@ LAYER_COUNTS = (
     "num_decoder_layers",
     "encoder_layers",
     "decoder_layers",
-)
-"""The keys of a config that count its layers."""
+)  # the keys of a config that count its layers
+# these cannot be 0, an encoder or a decoder may have no layers
 _COUNTS_OF_A_MODEL = LAYER_COUNTS[:2]
-"""Those that cannot be 0: an encoder or a decoder may have no layers, a model has some."""
-MOST_ROWS = 1 << 24
-"""The most rows of a batch; also the most pictures, labels and batches."""
+MOST_ROWS = 1 << 24  # of a batch; also the most pictures, labels and batches
 
+# by the names of TRL's own commands
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
-"""The Trainers of TRL that are planned from a config, by the names of TRL's own commands."""
 
-RESIDENT_LAYERS = 2
-"""How many layers of a streamed base are on the card by default: one computes, the next comes."""
+RESIDENT_LAYERS = 2  # of a streamed base: one computes, the next comes
+MOST_CARDS = 16  # of one process: `kMostCards` of pretend/fake_cuda.cpp
+GPUS_PER_NODE = 8  # if no number is given
 
-MOST_CARDS = 16
-"""The most cards of one process: `kMostCards` of pretend/fake_cuda.cpp."""
-
-GPUS_PER_NODE = 8
-"""Cards of a node, if no number is given."""
-
+# The first step makes the optimizer's states, and the second has them. Only in the third do blocks
+# lie where an equal step has left them: reserved memory grows until then.
 OPTIMIZER_STEPS = 3
-"""How many optimizer steps are rehearsed. The optimizer makes its states in the first step; the
-second step is the first that has them. Reserved memory grows until the third: only then do blocks
-lie where an equal step has left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSource:
-    """Describes a run by the config of its model and the lengths of its data.
-
-    Raises:
-        PlanError: a length or a number is out of range.
-    """
+    """Describes a run by the config of its model and the lengths of its data."""
 
     config: Mapping[str, object]  # the content of a config.json
+    # flags; or the class of TrainingArguments and its fields, pickled
     arguments: tuple[str, ...] | bytes
-    """Flags of TrainingArguments; or their class and its fields, pickled."""
-
     sequence_length: int = DEFAULT_SEQUENCE_LENGTH
-    target_length: int | None = None
-    """Tokens of the labels of an encoder-decoder; None is the sequence length."""
-
-    dtype: str | None = None
-    """The dtype of the loaded weights; None is what `from_pretrained` chooses."""
-
+    target_length: int | None = None  # tokens of an encoder-decoder's labels; None: as the rows
+    dtype: str | None = None  # of the loaded weights; None is what `from_pretrained` chooses
     peft: Mapping[str, object] | None = None  # the content of an adapter_config.json
+    # as given to `from_pretrained`; None: the config's
     quantisation: Mapping[str, object] | None = None
-    """The quantization_config given to `from_pretrained`; None uses that of the config."""
-
-    prepares_kbit: bool = True
-    """Whether PEFT's `prepare_model_for_kbit_training` gets a quantised model."""
-
+    prepares_kbit: bool = True  # whether `prepare_model_for_kbit_training` gets a quantised model
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
-    has_metrics: bool = False
-    """Whether the Trainer gets a `compute_metrics`, for which an evaluation keeps all outputs."""
-
+    has_metrics: bool = False  # a `compute_metrics`, for which all outputs are kept
     num_labels: int | None = None  # the classes of a classifier; None uses the number in the config
     trainer: str | None = None  # one of `TRL_TRAINERS`; None is transformers' own
-    images_per_row: int | None = None
-    """The pictures of each row, for a vision-language model; None is one."""
-
+    images_per_row: int | None = None  # for a vision-language model; None is one
+    # height and width; None: as the config says, or a guess
     image_size: tuple[int, int] | None = None
-    """Height and width of a picture; None: from the config, else a size that the plan names."""
-
-    sound_seconds: float | None = None
-    """How long the sound of each row is, for a model that takes samples."""
+    sound_seconds: float | None = None  # of each row, for a model that takes samples
 
     @property
     def asks_for_pictures(self) -> bool:
@@ -167,9 +138,7 @@ class TrainerSource:
     num_evaluation_batches: int = 0
     left_out: tuple[str, ...] = ()  # attributes of the Trainer that cannot be pickled
     unread: tuple[str, ...] = ()  # which rows of its data sets were not read, in words
-    device_map: Mapping[str, int] = field(default_factory=dict)
-    """The card of each part of a model that is spread over the cards of a process, by its name."""
-
+    device_map: Mapping[str, int] = field(default_factory=dict)  # the card of each part
     replaced: tuple[Replaced, ...] = ()  # what Liger had replaced before the Trainer was made
 
 
@@ -179,36 +148,21 @@ class PlanRequest:
 
     source: ConfigSource | TrainerSource
     device: str = "cuda"  # the type of device: `cuda`, or `simgpu`, the simulated card
-    card: Card | None = None
-    """The card on which the run has to fit; None asks only what the run needs."""
-
-    host: HostLimits = field(default_factory=HostLimits)
-    """The main memory in which the ranks of a machine have to fit."""
-
+    card: Card | None = None  # None asks only what the run needs
+    host: HostLimits = field(default_factory=HostLimits)  # the main memory of a machine
     allocator: str = ""  # the allocator settings, as in PYTORCH_ALLOC_CONF
     num_gpus: int = 1  # how many cards train together; 0 takes the number from the launch file
-    num_nodes: int = 0
-    """How many machines hold these cards, each the same number of them; 0 if unknown."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables that a launcher exports to its processes for accelerate."""
-
+    num_nodes: int = 0  # machines with the same number of cards each; 0 if unknown
+    environment: Mapping[str, str] = field(default_factory=dict)  # exported for accelerate
+    # the config of a launcher, with each "auto" as it is
     deepspeed: dict[str, object] | None = None
-    """The DeepSpeed config of a launcher, with each "auto" as it is."""
-
     launch_file: str | None = None  # the path of accelerate's config file
-    has_padding: bool | None = None
-    """Whether batches have padding; None: they do if they have more than one row."""
-
+    has_padding: bool | None = None  # of batches; None: if they have more than one row
     num_steps: int = OPTIMIZER_STEPS
     proposes: bool = False  # whether to look for what would fit, if the run does not
     command: str | None = None  # the command line that asked for it
-    packed_sequences: int = 0
-    """How many sequences a batch holds, if only position ids separate them; 0: a row is one."""
-
-    resident_layers: int | None = None
-    """How many layers of the frozen base are on the card, if it is streamed (`StreamBase`)."""
-
+    packed_sequences: int = 0  # in a batch, apart by position ids only; 0: a row is one
+    resident_layers: int | None = None  # of a streamed base, on the card
     streams_embeddings: bool = False  # whether embeddings and head are streamed with it
 
     @property

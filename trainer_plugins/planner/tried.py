@@ -10,20 +10,15 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.9", "2.13"),
     "transformers": ("4.57", "5.23"),
     "peft": ("0.17", "0.21"),
-}
-"""By package, the minor versions that pass the tests; docs/plan.md names them, CI installs them."""
+}  # the minor versions that pass the tests; docs/plan.md names them, CI installs them
 
+# transformers of replayed published figures (docs/plan_measured.md)
 MEASURED = ("4.57", "5.0", "5.13", "5.15", "5.17")
-"""The minor versions of transformers whose published figures were replayed.
 
-docs/plan_measured.md lists the figures.
-"""
+KNOWN_ERROR_OF_RESERVED = 0.044  # the largest difference from a published figure, as a fraction
 
-KNOWN_ERROR_OF_RESERVED = 0.044
-"""The largest difference from a published figure of reserved memory, as a fraction of it."""
-
+# how much more QLoRA reserved, at worst, as a fraction of the plan
 KNOWN_ERROR_IF_QUANTISED = 0.144
-"""How much more a run of QLoRA reserved than its plan, at worst, as a fraction of the plan."""
 
 _KNOWN_ERROR = (
     "allocated: within 0.06 % of 33 published max_memory_allocated figures (RTX A6000, T4); "

@@ -1,9 +1,8 @@
 """Run as the subprocess of a prediction: REQUESTS RESULTS STEP SECONDS FOLDER.
 
-REQUESTS is a file with a pickled list of `PlanRequest` or `SearchRequest`. RESULTS becomes a JSON
-list, with a plan, the result of a search, or a refusal in one line for each request. STEP becomes
-the name of the current step. After SECONDS the process ends, and writes on standard error where it
-was. FOLDER is the working directory of the caller.
+REQUESTS is a pickled list. RESULTS becomes a JSON list with a plan, the result of a search or a
+refusal for each. STEP becomes the name of the current step. After SECONDS the process ends, and
+writes on standard error where it was. FOLDER is the working directory of the caller.
 """
 
 import faulthandler
@@ -12,10 +11,12 @@ import json
 import os
 import pickle
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -28,13 +29,13 @@ from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.units import size
 
+_LOCKED_SECONDS = 3
+
 if TYPE_CHECKING:
-    from trainer_plugins.allocator.model import AllocatorRules
     from trainer_plugins.hf_trainer import HfArguments
     from trainer_plugins.planner.compare.foresight import Foresight
 
-Answer: TypeAlias = dict[str, object]
-"""One entry of RESULTS: `plan`, `search`, `not_predicted` or `error`, and what belongs to it."""
+Answer: TypeAlias = dict[str, object]  # `plan`, `search`, `not_predicted` or `error`
 
 
 def main(requests_path: str, results_path: str) -> None:
@@ -78,16 +79,12 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
 
 
 def predict(request: PlanRequest) -> MemoryPlan:
-    """Predict one run in this process, which changes torch permanently.
+    """Predict one run in this process, which changes torch permanently."""
+    from trainer_plugins.planner.judge import judge, rules_of
+    from trainer_plugins.planner.rehearse.watch import watch
 
-    Raises:
-        PlanError: the input is wrong.
-        NotPredicted: the planner cannot predict this run.
-    """
-    from trainer_plugins.planner.judge import rules_of
-
-    # wrong settings are refused before the work, not after it
-    return _predicted(request, rules_of(request))
+    rules = rules_of(request)  # wrong settings are refused before the work, not after it
+    return judge(request, watch(request, partial(_tell_of_weights, request)), rules)
 
 
 def _with_proposals(request: PlanRequest, found: object) -> object:
@@ -101,13 +98,6 @@ def _with_proposals(request: PlanRequest, found: object) -> object:
     run, args, foresight = _foreseen(request)
     proposals, missing = Proposer(run, args, plan, foresight.probe, seconds).look()
     return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
-
-
-def _predicted(request: PlanRequest, rules: "AllocatorRules") -> MemoryPlan:
-    from trainer_plugins.planner.judge import judge
-    from trainer_plugins.planner.rehearse.watch import watch
-
-    return judge(request, watch(request, partial(_tell_of_weights, request)), rules)
 
 
 def _tell_of_weights(request: PlanRequest, loaded_bytes: int) -> None:
@@ -124,7 +114,11 @@ def _tell_of_weights(request: PlanRequest, loaded_bytes: int) -> None:
 
 def _searched(request: SearchRequest) -> SearchResult:
     run, args, foresight = _foreseen(request.run)
-    return search(replace(request, run=run), args, foresight.probe, foresight, _write_line)
+
+    def show(line: SearchLine) -> None:
+        progress.tell(asdict(line))  # before the search ends
+
+    return search(replace(request, run=run), args, foresight.probe, foresight, show)
 
 
 def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
@@ -139,16 +133,30 @@ def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
     return run, read_arguments(run), foresight
 
 
-def _write_line(line: SearchLine) -> None:
-    """Write down a line of a search for the caller, who shows it before the search ends."""
-    progress.tell(asdict(line))
+def _end_after(seconds: float) -> None:
+    """End this process then, and write where it is.
+
+    faulthandler reads the frames of a running thread without Python's lock, and may crash on the
+    way; it only has the last word, where native code holds the lock.
+    """
+
+    def end() -> None:
+        sys.stderr.write(f"Timeout ({timedelta(seconds=seconds)})!\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + _LOCKED_SECONDS, exit=True)
 
 
 if __name__ == "__main__":
     _requests, _results, _step, _seconds, _folder = sys.argv[1:]
     os.chdir(_folder)  # relative paths of the user begin there
     warnings.filterwarnings("ignore")
-    faulthandler.dump_traceback_later(float(_seconds), exit=True)
+    _end_after(float(_seconds))
     progress.write_to(Path(_step))
     main(_requests, _results)
     sys.stdout.flush()

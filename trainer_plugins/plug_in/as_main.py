@@ -13,11 +13,7 @@ class NoSuchProgramError(ValueError):
 
 
 def program(command: list[str], is_module: bool) -> Callable[[], None]:
-    """Find a script or a module, and return a function that runs it as plain python would.
-
-    Raises:
-        NoSuchProgramError: there is none of that name.
-    """
+    """Find a script or a module, and return a function that runs it as plain python would."""
     return _module(command) if is_module else _script(command)
 
 

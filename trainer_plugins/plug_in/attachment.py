@@ -1,16 +1,19 @@
-"""Gives every Trainer that this process builds the callbacks of a preset."""
+"""Gives one Trainer, or every Trainer that this process builds, the callbacks of a preset."""
 
 import atexit
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from operator import is_
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from trainer_plugins.plug_in._site import trainer_plugins_on_import as on_import
 from trainer_plugins.plug_in.options import (
@@ -19,10 +22,84 @@ from trainer_plugins.plug_in.options import (
     callbacks_from_args,
     memory_arguments,
 )
-from trainer_plugins.plug_in.protection import give_way, insert, was_inserted
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
+
+# The callbacks that `insert` gave to Trainers, by id: a callback need not be hashable.
+_inserted: "dict[int, ref[TrainerCallback]]" = {}
+
+
+def protect(
+    trainer: "Trainer", preset: str = DEFAULT_PRESET, **options: Option
+) -> "list[TrainerCallback]":
+    """Give one Trainer those callbacks of a preset whose class it does not have yet.
+
+    A second call is harmless. The callbacks come after the Trainer's own flow and before its
+    trackers (`report_to`), so that trackers see what they add to the logs. They get `on_init_end`
+    when they are added.
+
+    Args:
+        trainer: any `transformers.Trainer`, before it trains.
+        preset: which callbacks, see `trainer_plugins.presets`.
+        **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
+
+    Returns:
+        The callbacks that were added; empty if the Trainer had all of them.
+
+    Raises:
+        ValueError: an unknown preset or option, or a bad value. Nothing is added then.
+        TypeError: `trainer` is not a Trainer.
+    """
+    callbacks = callbacks_from_args(memory_arguments(preset, **options))
+    if not hasattr(trainer, "callback_handler"):
+        raise TypeError(f"protect() takes a transformers.Trainer, got {type(trainer).__name__}")
+    return insert(trainer, callbacks)
+
+
+def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[TrainerCallback]":
+    """Insert the callbacks whose class the Trainer lacks, call their `on_init_end`, return them."""
+    from transformers import DefaultFlowCallback
+
+    from trainer_plugins.callbacks._run import RunCallback
+
+    present = trainer.callback_handler.callbacks
+    kinds = [type(other) for other in present]
+    missing = [each for each in callbacks if not any(_same_kind(type(each), k) for k in kinds)]
+    flow = [n for n, each in enumerate(present) if isinstance(each, DefaultFlowCallback)]
+    behind = flow[0] + 1 if flow else 0
+    for each in missing:
+        _inserted[id(each)] = ref(each, functools.partial(_inserted.pop, id(each)))
+        if isinstance(each, RunCallback):
+            each.given_to(trainer.callback_handler, was_inserted)
+    # Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
+    present[behind:behind] = missing
+    for each in missing:
+        each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    return missing
+
+
+def was_inserted(callback: "TrainerCallback") -> bool:
+    """Return whether `insert` added this callback, not the user."""
+    known = _inserted.get(id(callback))
+    return known is not None and known() is callback
+
+
+def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
+    """Remove what `insert` added if the user is about to add a callback of that class."""
+    present = trainer.callback_handler.callbacks
+    present[:] = [
+        other for other in present if not (_same_kind(type(other), cls) and was_inserted(other))
+    ]
+
+
+def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
+    """Return whether one class is the other's kind: two watchdogs would each see half the peaks."""
+    from transformers import TrainerCallback
+
+    is_kind = issubclass(one, other) or issubclass(other, one)
+    return is_kind and TrainerCallback not in (one, other)
+
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +184,7 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
 
 
 def say_at_exit(with_children: bool = False) -> None:
-    """Write to stderr when this process ends, if it built no Trainer while attached.
-
-    If its children attach too, a launcher whose children do the work reports nothing.
-    """
+    """Write to stderr when this process ends, if neither it nor a child of it built a Trainer."""
     if _state.says_at_exit:
         return
     _state.says_at_exit = True
@@ -151,7 +225,8 @@ def _wrap() -> None:
         return
     for name, around in (("__init__", _around_init), ("add_callback", _around_add_callback)):
         method = getattr(trainer, name)
-        if name not in _wrappers or _wrappers[name] not in _layers(method):
+        ours = _wrappers.get(name)
+        if ours is None or inspect.unwrap(method, stop=functools.partial(is_, ours)) is not ours:
             if name == "__init__":
                 _warn_of_those_built(trainer)
             _wrappers[name] = on_import.passed_over_by_warnings(around(method))
@@ -182,8 +257,7 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
     return add_callback
 
 
-def _made() -> "list[TrainerCallback] | None":
-    """Make the callbacks for a Trainer that is about to be built; None if nothing is attached."""
+def _made() -> "list[TrainerCallback] | None":  # for the next Trainer; None: not attached
     if _state.make is None:
         return None
     with _harmless("a Trainer"):
@@ -192,8 +266,7 @@ def _made() -> "list[TrainerCallback] | None":
 
 
 @contextmanager
-def _harmless(who: str) -> Iterator[None]:
-    """Log an error of a custom preset or an unusual Trainer: it must not stop training."""
+def _harmless(who: str) -> Iterator[None]:  # it must not stop training
     try:
         yield
     except Exception:
@@ -204,13 +277,6 @@ def _harmless(who: str) -> Iterator[None]:
 
 def _trainer_class() -> "type[Trainer] | None":
     return getattr(sys.modules.get(_TRAINER_MODULE), "Trainer", None)
-
-
-def _layers(method: Callable[..., object] | None) -> Iterator[Callable[..., object]]:
-    """Yield a method, and the methods that it wraps by `__wrapped__`."""
-    while method is not None:
-        yield method
-        method = getattr(method, "__wrapped__", None)
 
 
 def _warn_of_those_built(trainer: "type[Trainer]") -> None:

@@ -65,7 +65,6 @@ class CommandInFront(Command):
 
     @classmethod
     def refuse(cls, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
-        """End the process with one line on stderr and an exit code, by default 2."""
         sys.stderr.write(f"{cls.prog}: {printable(reason)}\n")
         sys.exit(exit_code)
 

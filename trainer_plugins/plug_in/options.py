@@ -124,8 +124,7 @@ class MemoryArguments:
         if isinstance(self.memory_prometheus_dir, os.PathLike):
             self.memory_prometheus_dir = os.fspath(self.memory_prometheus_dir)
         self._check_types()
-        # These are checked here, before anything begins and torch is imported, and not only in the
-        # callbacks.
+        # Not only in the callbacks: nothing has begun yet, and torch is not imported.
         for name in ("memory_every_steps", "memory_release_every_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is a number of optimizer steps, 1 or more, got {value}")
@@ -144,8 +143,7 @@ class MemoryArguments:
             name = "memory_min_reclaimable_fraction"
             raise ValueError(f"{name} is a fraction of the card, 0 to 1, got {got}")
 
-    def _check_types(self) -> None:
-        """Refuse values of another type, and options for callbacks that the preset lacks."""
+    def _check_types(self) -> None:  # nor options for missing callbacks
         callbacks = (*preset(self.memory_preset).callbacks, STREAM)  # StreamBase is always possible
         for option in fields(MemoryArguments):
             value, kind = getattr(self, option.name), kind_of(option)
@@ -163,11 +161,7 @@ class MemoryArguments:
 
 
 def memory_arguments(preset: str = DEFAULT_PRESET, **options: Option) -> MemoryArguments:
-    """Build the arguments that `attach` and `protect` take: a preset, and options without prefix.
-
-    Raises:
-        ValueError: an unknown preset or option (the nearest one is named), or a bad value.
-    """
+    """Build the arguments of `attach` and `protect`, or raise ValueError with the nearest name."""
     known = [name.removeprefix(PREFIX) for name in _TARGETS]
     for name in options:
         if name not in known:

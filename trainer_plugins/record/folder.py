@@ -1,28 +1,25 @@
-"""Our folder in a run's output_dir: its JSON files, and how files there are opened and replaced.
-
-`run.json` is followed by `run-2.json`; no file is overwritten by a later run.
-"""
+"""Our folder in a run's output_dir, and dataclasses read from its JSON: each value is checked."""
 
 import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
 from io import BufferedReader, FileIO
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO, TypeVar
-
-from trainer_plugins.record.typed import from_json
+from types import UnionType
+from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 
-NAME = "_trainer_plugins"
-"""Our folder's name: `Trainer.push_to_hub` leaves out what begins with `_`."""
-
+NAME = "_trainer_plugins"  # `Trainer.push_to_hub` leaves out what begins with `_`
 _LONGEST_BYTES = 16 << 20
 
 # A FIFO would block until another process opens its other end, and a terminal would become our
@@ -46,13 +43,7 @@ def places_of_run(output_dir: Path) -> tuple[Path, Path]:
 
 
 def write_new(output_dir: Path, stem: str, value: object) -> Path:
-    """Write a value to `<stem>.json`, or to the first free one of `<stem>-2.json` and so on.
-
-    The file is in our folder of this output_dir, complete or not at all.
-
-    Raises:
-        OSError: the folder cannot be made or written, or is full.
-    """
+    """Write a value to the first free one of `<stem>.json`, `<stem>-2.json`, ..., or nothing."""
     text = json.dumps(value, indent=1, default=str)
     folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +73,7 @@ def rewrite(path: Path, text: str) -> None:
 
 
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:
-    """Read the values that `write_new` wrote under a stem, which is a regular expression.
-
-    Files that are damaged, or in a later version's format, are left out.
-    """
+    """Read what `write_new` wrote under a stem (a regular expression), without damaged files."""
     paths = [path for place in places_of_run(output_dir) for path in sorted(place.glob("*.json"))]
     ours = [path for path in paths if re.fullmatch(rf"(?:{stem})(?:-[0-9]+)?\.json", path.name)]
     return [value for path in ours if (value := read_one(path, kind)) is not None]
@@ -100,12 +88,7 @@ def read_one(path: Path, kind: type[T]) -> T | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of at most 16 MiB.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: it is not JSON, or too long.
-    """
+    """Read a JSON file of at most 16 MiB, or raise OSError, or ValueError for what is none."""
     with BufferedReader(open_regular(path, "r")) as file:
         text = file.read(_LONGEST_BYTES + 1)
     if len(text) > _LONGEST_BYTES:
@@ -117,11 +100,7 @@ def read_json(path: Path) -> Any:
 
 
 def open_regular(path: Path, mode: str) -> FileIO:
-    """Open a regular file, as `io.FileIO` does, without ever blocking.
-
-    Raises:
-        OSError: it cannot be opened, or it is a FIFO, a device, a socket or a folder.
-    """
+    """Open a regular file as `io.FileIO` does; a FIFO raises OSError instead of blocking."""
     file = FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | _DO_NOT_WAIT, 0o666))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -133,17 +112,9 @@ def open_regular(path: Path, mode: str) -> FileIO:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a draft next to `path`, which replaces it when the block ends.
-
-    The file gets the mode of any new file. If the block raises, the draft is removed and `path`
-    stays as it was. A process that has the old file open keeps it.
-
-    Raises:
-        OSError: the folder cannot be written, is full, or `path` is a folder.
-    """
+    """Write a draft with a new file's mode, which replaces `path` if the block does not raise."""
     draft = path.with_name(f".{path.name}.{token_hex(8)}")
-    # "x" is O_CREAT | O_EXCL: anything already there, even a symlink, is an error, so that no
-    # other file is overwritten.
+    # "x" is O_CREAT | O_EXCL: anything that is there already, even a symlink, is an error.
     with open(draft, "xb") as file:
         try:
             yield file
@@ -153,3 +124,57 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 os.unlink(draft)
             raise
+
+
+def from_json(kind: Callable[..., T], record: object) -> T:
+    """Construct a dataclass from a record; a wrong value raises TypeError or ValueError."""
+    if not isinstance(record, Mapping):
+        raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
+    values = {
+        name: _value(record[name], field_type)
+        for name, field_type in _types_of(kind)
+        if name in record
+    }
+    return kind(**values)
+
+
+@cache
+def _types_of(kind: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.type) for field in fields(kind))
+
+
+def _value(value: object, kind: Any) -> object:
+    """Return a JSON value as its field has it: a list as a tuple, an object as a dataclass."""
+    # Python 3.10 takes `tuple[int, ...]` for a type.
+    if get_origin(kind) is not None or not isinstance(kind, type):
+        return _composed(value, kind)
+    if is_dataclass(kind):
+        return value if isinstance(value, kind) else from_json(kind, value)
+    if issubclass(kind, Enum):
+        return kind(value)
+    if kind is int or kind is float:
+        # A bool is an int in Python, but not in JSON.
+        allowed = (int,) if kind is int else (int, float)
+        is_valid = type(value) in allowed and abs(value) < 1 << 63  # type: ignore[arg-type]
+    else:
+        is_valid = isinstance(value, kind)
+    if not is_valid:
+        raise TypeError(f"{str(value)[:40]} is not a {kind.__name__}")
+    return value
+
+
+def _composed(value: object, kind: Any) -> object:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal and isinstance(value, str) and value in parts:
+        return value
+    if origin is Mapping and isinstance(value, Mapping):
+        return {_value(k, parts[0]): _value(v, parts[1]) for k, v in value.items()}
+    if origin is tuple and isinstance(value, list):
+        if parts[1:] == (...,):
+            return tuple(_value(one, parts[0]) for one in value)
+        if len(parts) == len(value):
+            return tuple(_value(one, part) for one, part in zip(value, parts, strict=True))
+    if origin is UnionType and len(parts) == 2 and type(None) in parts:
+        (other,) = set(parts) - {type(None)}
+        return None if value is None else _value(value, other)
+    raise TypeError(f"{str(value)[:40]} is not a {kind}")

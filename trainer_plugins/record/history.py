@@ -1,40 +1,55 @@
-"""History: the runs that wrote into one folder, one by one, from their timelines."""
+"""History: the runs that wrote into one folder, read when they are over or while they go on."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import places_of_run
-from trainer_plugins.record.timeline import Beginning, Entry, Flush, Sample, read_lines
+from trainer_plugins.record.folder import open_regular, places_of_run
+from trainer_plugins.record.oom_record import read_oom_record
+from trainer_plugins.record.timeline import (
+    LONGEST_LINE_BYTES,
+    Beginning,
+    Entry,
+    Failure,
+    Flush,
+    Remark,
+    Sample,
+    from_line,
+    read_lines,
+)
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
+Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Holds one run: a training with the evaluations around it, or evaluations alone.
+    """Holds one run: a training with the evaluations around it, or evaluations alone."""
 
-    A resumed run is a run of its own.
-    """
-
-    timelines: Mapping[int, Sequence[Entry]]
-    """The entries by rank; at least one rank, with at least one entry each."""
+    timelines: Timelines
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Return the optimizer steps completed before the run and at its end."""
+    def steps(self) -> tuple[int, int]:  # completed before the run and at its end
         first = min(entries[0].step for entries in self.timelines.values())
         return first, max(entry.step for entry in self._entries())
 
     @property
-    def seconds(self) -> tuple[float, float]:
-        """Return the times of the first and last entry, in seconds since the Unix epoch."""
+    def seconds(self) -> tuple[float, float]:  # since the Unix epoch
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
+
+    @property
+    def silent_ranks(self) -> list[int]:  # they noted neither an end of training nor an error
+        lines = sorted(self.timelines.items())
+        return [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
 
     def _entries(self) -> Iterable[Entry]:
         return (entry for entries in self.timelines.values() for entry in entries)
@@ -46,15 +61,10 @@ class History:
 
     runs: Sequence[Run]  # the runs, oldest first
     files: Mapping[int, Path]  # the timeline files, by rank
-    num_passed_over: Mapping[int, int]
-    """Lines that are not entries, by rank: incomplete, damaged, or of a later version."""
+    num_passed_over: Mapping[int, int]  # lines that are no entries: cut off, damaged, later
 
     def of_rank(self, rank: int) -> "History":
-        """Return the history of one rank.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the history of one rank, or raise ValueError."""
         if rank not in self.files:
             known = ", ".join(map(str, self.files))
             raise ValueError(f"rank {rank} wrote nothing here; ranks with a file: {known}")
@@ -65,13 +75,28 @@ class History:
         )
 
 
-def read_history(run_dir: Path) -> History:
-    """Read the timelines of all ranks of a folder.
+def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+    """Yield the entries of one kind with their rank, rank by rank."""
+    for rank, entries in sorted(timelines.items()):
+        for entry in entries:
+            if isinstance(entry, kind):
+                yield rank, entry
 
-    Raises:
-        ValueError: there are none.
-        OSError: a file cannot be read, or is not a regular file.
-    """
+
+def has_end(entries: Iterable[Entry]) -> bool:
+    """Return whether a rank noted the end of its training, or never began one."""
+    moments = {entry.moment for entry in entries if isinstance(entry, Sample)}
+    began = any(isinstance(entry, Beginning) for entry in entries)
+    return "end" in moments or not (began or moments & {"begin", "train"})
+
+
+def has_failed(entries: Iterable[Entry]) -> bool:
+    """Return whether a rank noted an error."""
+    return any(isinstance(entry, Failure) for entry in entries)
+
+
+def read_history(run_dir: Path) -> History:
+    """Read the timelines of all ranks of a folder, or raise ValueError if there are none."""
     files = rank_files(run_dir)
     if not files:
         raise ValueError(
@@ -104,10 +129,7 @@ def _files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 class RunSplitter:
-    """Finds where the entries of one process on one rank begin a new run.
-
-    Within a run steps never decrease. Several callbacks note its beginning, each of them once.
-    """
+    """Finds where one rank's entries begin a new run: within a run steps never decrease."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -115,10 +137,8 @@ class RunSplitter:
         self._begun: set[type[Entry]] = set()
 
     def begins_run(self, entry: Entry) -> bool:
-        """Take the next entry, and return whether a run begins with it."""
-        is_beginning = isinstance(entry, Beginning)
-        if isinstance(entry, Sample):
-            is_beginning = entry.moment == "begin"
+        begins = isinstance(entry, Sample) and entry.moment == "begin"
+        is_beginning = begins or isinstance(entry, Beginning)
         is_repeated = self._is_under_way or type(entry) in self._begun
         is_next_run = entry.step < self._step or (is_beginning and is_repeated)
         is_first = self._step < 0
@@ -134,7 +154,6 @@ class RunSplitter:
 
 
 def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
-    """Split the file of one rank by process, and each process where a new run begins."""
     by_process: dict[str, tuple[RunSplitter, list[list[Entry]]]] = {}
     for process, entry in lines:
         splitter, runs = by_process.setdefault(process, (RunSplitter(), []))
@@ -145,11 +164,7 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
 
 
 def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
-    """Join the parts that ranks wrote at the same time into runs; no rank is in a run twice.
-
-    Args:
-        runs: for each part its rank, the times of its first and last entry, and its content.
-    """
+    """Join parts (rank, times of first and last entry, content) that overlap in time."""
     joined: list[dict[int, T]] = []
     last_seconds = 0.0
     for rank, began, ended, run in sorted(runs, key=itemgetter(1)):
@@ -159,3 +174,116 @@ def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int
         joined[-1][rank] = run
         last_seconds = max(last_seconds, ended)
     return [dict(sorted(each.items())) for each in joined]
+
+
+NUM_RECENT = 32  # readings of training steps that are kept, as many as it takes to judge a leak
+NUM_PEAKS = 12  # a run's pressure is kept as at most twice this many maxima
+
+
+class RankRun:
+    """Holds how far one rank of one run is; its size does not grow with the run."""
+
+    def __init__(self, first: Entry) -> None:
+        self.began_seconds = first.time_seconds
+        self.last = first
+        self.sample: Sample | None = None
+        self.remark: Remark | None = None
+        self.failure: Failure | None = None
+        self.world_size: int | None = None
+        self.num_trained = 0  # readings of training steps so far
+        self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)  # oldest first
+        self.peaks: list[float] = []  # the highest pressure of equal stretches, oldest first
+        self._stretch = 1
+        self._num_in_stretch = 0
+
+    def add(self, entry: Entry) -> None:
+        self.last = entry
+        if isinstance(entry, Sample):
+            self.sample = entry
+            self._note_peak(entry.reading.pressure, entry.num_readings)
+            if entry.moment == "train":
+                self.num_trained += entry.num_readings
+                self.recent.append(entry)
+        elif isinstance(entry, Remark):
+            self.remark = entry
+        elif isinstance(entry, Failure):
+            self.failure = entry
+        elif isinstance(entry, Beginning):
+            self.world_size = entry.strategy.world_size
+
+    def _note_peak(self, pressure: float, num_readings: int) -> None:
+        if self.peaks and self._num_in_stretch < self._stretch:
+            self.peaks[-1] = max(self.peaks[-1], pressure)
+            self._num_in_stretch += num_readings
+            return
+        if len(self.peaks) == 2 * NUM_PEAKS:
+            self.peaks = [max(self.peaks[at : at + 2]) for at in range(0, len(self.peaks), 2)]
+            self._stretch *= 2
+        self.peaks.append(pressure)
+        self._num_in_stretch = num_readings
+
+
+class _RankFile:
+    """Reads what is new in the timeline of one rank.
+
+    If its last line is not in its place, the file was thinned or created again, and is read again
+    from the start; inode numbers would not show that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: list[RankRun] = []
+        self._processes: dict[str, tuple[RunSplitter, RankRun]] = {}
+        self._offset = 0
+        self._last_line = b""
+
+    def read_on(self) -> None:  # an incomplete line waits for its other half
+        with BufferedReader(open_regular(self.path, "r")) as file:
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
+                file.seek(0)
+                self._offset, self._last_line = 0, b""
+                self.runs, self._processes = [], {}
+            while line := file.readline(LONGEST_LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
+                    break
+                self._offset += len(line)
+                self._last_line = line
+                if read := from_line(line):
+                    self._add(*read)
+
+    def _add(self, process: str, entry: Entry) -> None:
+        splitter, run = self._processes.get(process) or (RunSplitter(), None)
+        if splitter.begins_run(entry) or run is None:
+            run = RankRun(entry)
+            self.runs.append(run)
+            self._processes[process] = splitter, run
+        if isinstance(entry, Failure) and entry.record:
+            record = read_oom_record(self.path.parent.parent / Path(entry.record).name)
+            if record is not None and record.last_sample is not None:
+                run.add(record.last_sample)
+        run.add(entry)
+
+
+class Follower:
+    """Follows the timelines of a folder, which may appear later or be replaced."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._files: dict[int, _RankFile] = {}
+
+    def look(self) -> dict[int, RankRun]:
+        """Read what is new, and return how far each rank of the last run is; empty before it."""
+        self._files = {
+            rank: self._files.get(rank) or _RankFile(path)
+            for rank, path in rank_files(self.run_dir).items()
+        }
+        for file in self._files.values():
+            with suppress(FileNotFoundError):  # removed after it was listed
+                file.read_on()
+        runs = joined_by_time(
+            (rank, run.began_seconds, run.last.time_seconds, run)
+            for rank, file in self._files.items()
+            for run in file.runs
+        )
+        return runs[-1] if runs else {}

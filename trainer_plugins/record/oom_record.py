@@ -57,8 +57,7 @@ class LiveModel:
 class Alive:
     """Counts what tensors held on the device when the error arrived; sizes in bytes."""
 
-    # By `parameter`, `buffer`, `gradient`, `optimizer`, `activation` and `other`.
-    category_bytes: Mapping[str, int]
+    category_bytes: Mapping[str, int]  # parameter, buffer, gradient, optimizer, activation, other
     hidden_bytes: int  # in no tensor that Python sees: what autograd saved for the backward pass
     module_bytes: Mapping[str, int]  # parameters, gradients and states, the largest first
     models: tuple[LiveModel, ...]  # the models that are not part of another one, the largest first
@@ -141,8 +140,7 @@ class OomRecord:
         return f"step {self.step} ({self.moment}{part})"
 
     @property
-    def last_sample(self) -> Sample | None:
-        """Return the reading as the timeline entry that is missing there; None without one."""
+    def last_sample(self) -> Sample | None:  # missing in the timeline
         if self.reading is None:
             return None
         return Sample(

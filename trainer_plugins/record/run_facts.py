@@ -28,8 +28,7 @@ class Launch:
 
     file: str = ""  # the launch file of `accelerate launch`; empty if there is none
     words: tuple[str, ...] = ()  # the launcher's command line; empty without a launcher
-    # What file and flags resulted in: the variables that accelerate passes to its ranks.
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # of accelerate, for its ranks
     deepspeed: Mapping[str, object] = field(default_factory=dict)  # its file, each "auto" left in
 
 
@@ -47,14 +46,11 @@ class RunFacts:
     launch: Launch | None = None  # how it was launched; None if an earlier version wrote this
     trainer: str = ""  # the class of the Trainer
     model: str = ""  # the class of the model
-    # By the config, of the model or of an adapter's base, with its module:
-    # `transformers.models.llama.modeling_llama.LlamaForCausalLM`.
-    built_class: str = ""
+    built_class: str = ""  # the class that the config builds, or an adapter's base, with its module
     model_config: Mapping[str, object] = field(default_factory=dict)
     adapter: Mapping[str, object] = field(default_factory=dict)  # PeftConfig's fields; or empty
     dtype: str = ""  # the dtype of the weights when training began: `bfloat16`
-    # The TrainingArguments, without tokens and keys.
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)  # without tokens and keys
     override: str = ""  # how a Hydra app overrides: `++trainer.args.`; empty without Hydra
     num_rows_a_step: int = 0  # of all ranks; an epoch's last step may have fewer. 0 is unknown
     num_evaluation_batches: int = 0  # 0 if there is no evaluation, or the number is unknown
@@ -66,8 +62,7 @@ class RunFacts:
     device_bytes: int = 0
     driver: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    # The variables with allocator settings, and CUDA_VISIBLE_DEVICES, where set.
-    allocator: Mapping[str, str] = field(default_factory=dict)
+    allocator: Mapping[str, str] = field(default_factory=dict)  # also CUDA_VISIBLE_DEVICES
     place: Place | None = None
 
     @property

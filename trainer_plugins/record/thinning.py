@@ -33,16 +33,8 @@ _RELEASE = b'{"kind": "flush"'
 def thin(path: Path) -> int:
     """Rewrite a timeline file with fewer lines, and return its size in bytes.
 
-    Of eight consecutive readings of one moment four stay, including those with the highest peak,
-    reserved memory, use of the device and pressure. They stay unchanged, except for the number of
-    readings they represent. Releases are added up in pairs. Findings, beginnings, ends and lines
-    that are not entries stay. The newest quarter is copied unchanged.
-
-    A process that has the file open keeps the old file; a kill at any moment leaves either the old
-    file or the new one.
-
-    Raises:
-        OSError: it cannot be read, or its folder cannot be written; the file is unchanged then.
+    Of eight readings of one moment four stay, with the maxima of peak, reserved, used and pressure;
+    releases are added up in pairs; the newest quarter stays. A kill at any moment leaves one file.
     """
     with BufferedReader(open_regular(path, "r")) as file, replacing(path) as thinned:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
@@ -56,8 +48,7 @@ def thin(path: Path) -> int:
         return thinned.tell()
 
 
-def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
-    """Read lines up to about `num_bytes`; a line over 1 MiB comes in pieces."""
+def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:  # one over 1 MiB comes in pieces
     lines: list[bytes] = []
     while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
         lines.append(line)
@@ -66,7 +57,6 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
 
 
 def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the lines that stay, in order."""
     stay: list[bytes | None] = [*lines]
     groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
     pending: int | None = None
@@ -91,7 +81,6 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    """Keep half of a group: each maximum, then every second reading."""
     columns = zip(*(_compared(match) for _, match in group), strict=True)
     chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
     for at in (7, 5, 3, 1, 6, 4, 2, 0):
@@ -115,8 +104,7 @@ def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
-def _added(first: bytes, second: bytes) -> bytes | None:
-    """Add up two releases, dated as the second; None if they differ in run or reason."""
+def _added(first: bytes, second: bytes) -> bytes | None:  # if run and reason agree
     try:
         one, other = json.loads(first), json.loads(second)
         is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))

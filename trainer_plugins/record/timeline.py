@@ -13,26 +13,23 @@ from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
 from time import time
+from typing import get_args
 from weakref import WeakValueDictionary
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run, open_regular
+from trainer_plugins.record.folder import folder_of_run, from_json, open_regular
 from trainer_plugins.record.thinning import thin
-from trainer_plugins.record.typed import from_json
 from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 8 << 20
-"""A longer file is thinned to about two thirds; findings and beginnings always stay."""
-
+MAX_FILE_BYTES = 8 << 20  # a longer file is thinned to about two thirds
 LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
 
-PROCESS = token_hex(4)
-"""Identifies this process in what it writes: two launches may write into one folder at a time."""
+PROCESS = token_hex(4)  # its name here: two launches may write into one folder at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +37,12 @@ class Sample:
     """Holds a reading and when in the run it was taken."""
 
     step: int  # optimizer steps completed, as `TrainerState.global_step` counts them
-    moment: str
-    """What the run did since the previous reading.
-
-    One of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`. A `generate` belongs to
-    the moment that follows it; timelines of earlier versions have none.
-    """
-
+    # A `generate` belongs to the moment that follows it; earlier versions' timelines have none.
+    moment: str  # one of `train`, `eval`, `predict`, `generate`, `save`, `begin`, `end`
     reading: MemoryReading
     time_seconds: float = field(default_factory=time)  # seconds since the Unix epoch
-    num_tokens_seen: int = 0
-    """Tokens of training so far, on all ranks, as `TrainerState` counts them; 0 if it does not."""
-
-    num_readings: int = 1
-    """How many readings it represents: itself, and neighbours that were thinned out.
-
-    A `generate` represents all generations of its moment.
-    """
+    num_tokens_seen: int = 0  # by `TrainerState`, on all ranks; 0 if it does not count
+    num_readings: int = 1  # itself, neighbours that were thinned, or all of a moment's `generate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +52,7 @@ class Flush:
     step: int
     reason: str
     released_bytes: int
-    stuck_bytes: int
-    """Bytes still cached afterwards, in segments with live tensors, which no release frees."""
-
+    stuck_bytes: int  # still cached afterwards, in segments with live tensors
     seconds: float  # how long training waited for it
     time_seconds: float = field(default_factory=time)
     num_releases: int = 1  # how many releases it sums up
@@ -98,12 +82,8 @@ class Failure:
 
     step: int
     words: str  # the class of the error and the first line of its message
-    record: str = ""
-    """The out-of-memory record next to the timeline's folder; empty for other errors."""
-
-    num_oom_kills: int = 0
-    """How many processes of the container the kernel had killed for memory by then."""
-
+    record: str = ""  # the out-of-memory record's path; empty for other errors
+    num_oom_kills: int = 0  # of the container's processes, for memory, by then
     time_seconds: float = field(default_factory=time)
 
 
@@ -111,10 +91,7 @@ Entry = Sample | Flush | Remark | Beginning | Failure
 
 
 def to_line(entry: Entry) -> str:
-    """Render an entry as one line of JSON, without the line feed.
-
-    Sizes stay in bytes; `run` names the process.
-    """
+    """Render an entry as one line of JSON, without the line feed; `run` names the process."""
     if isinstance(entry, Sample) and entry.num_readings == 1:
         return _to_sample_line(entry)
     record: dict[str, object] = {
@@ -134,15 +111,9 @@ def to_line(entry: Entry) -> str:
 
 
 _KINDS: Mapping[str, Callable[..., Entry]] = {
-    "sample": Sample,
-    "flush": Flush,
-    "remark": Remark,
-    "beginning": Beginning,
-    "failure": Failure,
+    kind.__name__.lower(): kind for kind in get_args(Entry)
 }
-_PARTS = ("reading", "finding", "strategy")
-"""Fields whose own fields stand in the line itself."""
-
+_PARTS = ("reading", "finding", "strategy")  # whose fields stand in the line itself
 _SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
 _sizes_of = attrgetter(*_SIZES)
 _SAMPLE_LINE = (
@@ -151,8 +122,7 @@ _SAMPLE_LINE = (
 )
 
 
-def _to_sample_line(sample: Sample) -> str:
-    """Format by hand, without `dataclasses.asdict` and json: this runs at every training step."""
+def _to_sample_line(sample: Sample) -> str:  # by hand: it runs at every step
     moment, device = _quoted(sample.moment), _quoted(sample.reading.device)
     when = (PROCESS, sample.time_seconds, sample.step)
     line = _SAMPLE_LINE % (*when, moment, device, *_sizes_of(sample.reading))
@@ -162,11 +132,7 @@ def _to_sample_line(sample: Sample) -> str:
 
 
 def from_line(line: bytes) -> tuple[str, Entry] | None:
-    """Read one line back: the process that wrote it ("" in old files), and the entry.
-
-    None for a line that is not an entry: a later version's kind, half a line of a killed run,
-    impossible values.
-    """
+    """Read a line's process ("" in old files) and entry; None for damage, or a later version's."""
     try:
         record = json.loads(line.decode())
         entry = from_json(_KINDS[record["kind"]], record | dict.fromkeys(_PARTS, record))
@@ -178,11 +144,7 @@ def from_line(line: bytes) -> tuple[str, Entry] | None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Entry] | None]:
-    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry.
-
-    Raises:
-        OSError: the file cannot be read, or is not a regular file.
-    """
+    """Yield what `from_line` makes of each line of a file; a line over 1 MiB is no entry."""
     with BufferedReader(open_regular(path, "r")) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
             if len(line) == LONGEST_LINE_BYTES:
@@ -203,13 +165,10 @@ def read_timeline(path: Path) -> list[Entry]:
 
 
 class Timeline:
-    """Keeps a history of entries, oldest first, the last `capacity` of them in memory.
+    """Keeps the last `capacity` entries, oldest first; with a `path` also appends each to a file.
 
-    With a `path` each entry is also appended to that file, one line in one write, so that it
-    survives the death of the process. An entry costs about 20 microseconds. If the file cannot be
-    written, that is logged once and never raised: training goes on, and entries in memory are
-    written once there is room again. If the file is removed, that is logged once and it is created
-    again. A file of more than `MAX_FILE_BYTES` is thinned, see `thinning.py`.
+    If a write fails, that is logged once and never raised; entries are written once there is room
+    again. A removed file is created again, one over `MAX_FILE_BYTES` is thinned.
     """
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
@@ -221,16 +180,13 @@ class Timeline:
         self.num_added = 0
         self._entries: deque[Entry] = deque(maxlen=capacity)
         self._unwritten: deque[bytes] = deque(maxlen=capacity)
-        self._num_taken = 0
-        """Bytes of the first unwritten line already in the file: a full disk may split a line."""
+        self._num_taken = 0  # bytes of the first unwritten line: a full disk may split one
         self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
-        self.listener: Callable[[Entry], None] | None = None
-        """Called with every entry that is added. A copy has none."""
+        self.listener: Callable[[Entry], None] | None = None  # gets new entries
 
     def add(self, entry: Entry) -> None:
-        """Append an entry."""
         self._entries.append(entry)
         self.num_added += 1
         if isinstance(entry, Flush):
@@ -243,12 +199,10 @@ class Timeline:
         if self.listener is not None:
             self.listener(entry)
 
-    def since(self, num_added: int) -> list[Entry]:
-        """Return the entries added after the first `num_added`, as far as they are in memory."""
+    def since(self, num_added: int) -> list[Entry]:  # as far as they are in memory
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
-    def close(self) -> None:
-        """Close the file; a later entry opens it again and appends to it."""
+    def close(self) -> None:  # a later entry opens it again
         self._num_taken = 0
         if self._file is not None:
             self._file.close()
@@ -288,8 +242,7 @@ class Timeline:
                 error.strerror,
             )
 
-    def _file_now(self, path: Path) -> FileIO:
-        """Return the file that the path names now: it may have been removed or replaced."""
+    def _file_now(self, path: Path) -> FileIO:  # it may have been replaced
         try:
             found = os.stat(path)
         except FileNotFoundError:
@@ -339,16 +292,12 @@ class Timeline:
             logger.warning(message, *values)
 
 
-# All callbacks of a process that write to a file share its Timeline: two would have half the
-# history each.
+# The callbacks of a process share a file's Timeline: two would have half the history each.
 _open_timelines: WeakValueDictionary[Path, Timeline] = WeakValueDictionary()
 
 
 def timeline_of_run(output_dir: str, rank: int) -> Timeline:
-    """Return the timeline of one rank of a run: `memory/rank-<rank>.jsonl` in our folder there.
-
-    Every caller gets the same object.
-    """
+    """Return the one timeline of a rank of a run: `memory/rank-<rank>.jsonl` in our folder."""
     path = folder_of_run(Path(output_dir).absolute()) / "memory" / f"rank-{rank}.jsonl"
     timeline = _open_timelines.get(path)
     if timeline is None:

@@ -35,9 +35,8 @@ _LONGEST_CHARACTERS = 2000
 class Webhook:
     """Posts ERROR findings, what survival did, an out-of-memory error and the end of a run.
 
-    Rank 0 posts; other ranks post only their own out-of-memory error. A thread does it, so that
-    training does not wait. The end of a run waits up to three seconds for what is still to post. If
-    more than 16 messages wait, the oldest is dropped.
+    Rank 0 posts all, other ranks only their OOM, in a thread. Of more than 16 messages that wait
+    the oldest is dropped; the end of a run waits up to three seconds for the others.
     """
 
     def __init__(self, url: str, output_dir: str, rank: int) -> None:
@@ -50,7 +49,6 @@ class Webhook:
         self._has_failed = False
 
     def tell(self, entry: Entry) -> None:
-        """Post an entry of the timeline if people must know about it."""
         is_first = self._rank == 0
         match entry:
             case Remark(finding=finding) if is_first and (
@@ -109,10 +107,7 @@ class Webhook:
                 )
 
     def _send(self, body: bytes) -> tuple[str, float]:
-        """Return why the server did not accept it, and after how many seconds to try again.
-
-        The message of an exception may contain the URL, so only its class is reported.
-        """
+        """Return an error's class (its message may hold the URL) and seconds until a retry."""
         if not self._url.startswith(("https://", "http://")):
             return "it begins with neither https:// nor http://", math.inf
         # Discord answers 403 to urllib's own User-Agent (discord/discord-api-docs#4908).
@@ -131,9 +126,7 @@ class Webhook:
         return "", 0.0
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Turns a redirect into an error: urllib would follow it with a GET, without the message."""
-
+class _NoRedirect(HTTPRedirectHandler):  # urllib would follow with a GET, without the message
     def redirect_request(self, *_: object) -> None:
         return None
 

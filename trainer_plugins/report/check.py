@@ -28,7 +28,6 @@ def check_report(checklist: Checklist) -> RenderableType:
 
 
 def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
-    """Yield what was seen, or a row for each finding: summary, evidence, remedy."""
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
     for number, finding in enumerate(line.findings):

@@ -19,12 +19,7 @@ _WIDE = 10_000  # width in characters for a file or another program, where nothi
 
 
 def show(page: RenderableType) -> None:
-    """Print a page to standard output.
-
-    Names and messages in it are untrusted: markup in them stays text, and control characters become
-    visible (`printable`). A terminal wraps text, but no table wider than itself, nor text that
-    forbids it. Elsewhere nothing is wrapped.
-    """
+    """Print a page; markup and control characters stay text, and no table is narrowed."""
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
     for part in _parts(page):
@@ -77,8 +72,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
         yield page
 
 
-def _needed(table: Table, console: Console) -> int:
-    """Return the width that keeps numbers whole; the other columns may be folded."""
+def _needed(table: Table, console: Console) -> int:  # that keeps numbers whole
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":
@@ -91,8 +85,6 @@ def _needed(table: Table, console: Console) -> int:
 
 
 class _Shown:
-    """Wraps a renderable so that it controls no terminal."""
-
     def __init__(self, part: RenderableType) -> None:
         self.part = part
 

@@ -1,20 +1,17 @@
 """Sums up the timelines of a run: the peak of each moment, releases, each finding once."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, Timelines, entries_of, has_end
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
-from trainer_plugins.record.timeline import Beginning, Entry, Failure, Flush, Remark, Sample
+from trainer_plugins.record.timeline import Beginning, Failure, Flush, Remark, Sample
 
 SLACK_SECONDS = 1.0  # how far the clocks of ranks may be apart
-Timelines = Mapping[int, Sequence[Entry]]  # the entries of each rank
-Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +66,6 @@ def summary(run: Run) -> dict[str, object]:
     }
 
 
-def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
-    """Yield the entries of one kind with their rank, rank by rank."""
-    for rank, entries in sorted(timelines.items()):
-        for entry in entries:
-            if isinstance(entry, kind):
-                yield rank, entry
-
-
 def failures_of(timelines: Timelines) -> list[tuple[int, Failure]]:
     """Return the errors that ended a run, by rank, the first one first."""
     return sorted(entries_of(timelines, Failure), key=lambda pair: pair[1].time_seconds)
@@ -93,18 +82,6 @@ def strategies_of(timelines: Timelines) -> list[str]:
 def steps_in_words(first: int, last: int) -> str:
     """Name one optimizer step, or several in a row."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def has_end(entries: Iterable[Entry]) -> bool:
-    """Return whether a rank noted the end of its training, or never began one."""
-    moments = {entry.moment for entry in entries if isinstance(entry, Sample)}
-    began = any(isinstance(entry, Beginning) for entry in entries)
-    return "end" in moments or not (began or moments & {"begin", "train"})
-
-
-def has_failed(entries: Iterable[Entry]) -> bool:
-    """Return whether a rank noted an error."""
-    return any(isinstance(entry, Failure) for entry in entries)
 
 
 def peaks(timelines: Timelines) -> list[MomentPeak]:

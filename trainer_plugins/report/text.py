@@ -12,13 +12,10 @@ from rich.text import Text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, Timelines, has_end, has_failed
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
-    Timelines,
     failures_of,
-    has_end,
-    has_failed,
     peaks,
     releases,
     repeated,
@@ -108,8 +105,7 @@ def _releases(timelines: Timelines) -> Text:
     return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
 
 
-def _findings(timelines: Timelines) -> list[Text]:
-    """Render each finding once; having none is good news only if the run ended well."""
+def _findings(timelines: Timelines) -> list[Text]:  # none is good if it ended well
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
@@ -124,14 +120,13 @@ def _findings(timelines: Timelines) -> list[Text]:
     ]
 
 
-def _endless(run: Run, is_last: bool) -> list[Text]:
-    """Name the ranks whose timeline has neither an end nor an error."""
-    lines = run.timelines.items()
-    ranks = [rank for rank, each in lines if not has_end(each) and not has_failed(each)]
-    if not ranks:
+def _endless(run: Run, is_last: bool) -> list[Text]:  # the ranks without an end or an error
+    if not run.silent_ranks:
         return []
     why = "it still runs" if is_last else "its process was killed"
-    return [Text(f"{_ranks(ranks)}: the timeline has no end of training: {why}", "yellow")]
+    return [
+        Text(f"{_ranks(run.silent_ranks)}: the timeline has no end of training: {why}", "yellow")
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

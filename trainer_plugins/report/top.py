@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.follow import RankRun
+from trainer_plugins.record.history import RankRun
 from trainer_plugins.record.timeline import Failure, Remark
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.units import GIB, MIB
@@ -64,8 +64,7 @@ def _state(run: RankRun) -> str:
     return run.sample.moment if run.sample else "begin"
 
 
-def _growth(run: RankRun) -> Growth | None:
-    """Judge the last steps as `MemoryWatch` does; a card's timeline lacks main memory."""
+def _growth(run: RankRun) -> Growth | None:  # as `MemoryWatch` judges the last steps
     is_over = run.failure or (run.sample and run.sample.moment == "end")
     if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
         return None
@@ -144,8 +143,7 @@ class TopPage:
             table.add_row(*cells)
         yield table
 
-    def _news(self) -> list[Text]:
-        """Render the first failure, or else the newest finding, with its remedy."""
+    def _news(self) -> list[Text]:  # the first failure, else the newest finding
         failed = [line for line in self.ranks if line.failure]
         if failed:
             first = min(failed, key=lambda line: line.time_seconds)
@@ -185,8 +183,7 @@ def _sizes(reading: MemoryReading | None) -> str:
     return f"{parts} of {reading.total_bytes / unit:.{digits}f} {name}"
 
 
-def _heights(trend: Sequence[float]) -> str:
-    """Draw the pressure above its lowest, so that a slow rise is visible and noise is not."""
+def _heights(trend: Sequence[float]) -> str:  # above the lowest, so that a slow rise is visible
     if not trend:
         return ""
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
@@ -194,8 +191,7 @@ def _heights(trend: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
 
 
-def _age(seconds: float) -> str:
-    """Render an age; it is never negative, since clocks of two machines may differ."""
+def _age(seconds: float) -> str:  # never negative: clocks may differ
     seconds = max(0.0, seconds)
     for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < 100 * unit:

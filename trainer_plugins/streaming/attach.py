@@ -105,12 +105,7 @@ def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def begun(stream: Stream, why: str = "") -> Finding:
-    """Say that a base is streamed, and what that costs.
-
-    Args:
-        stream: what has just begun.
-        why: why it was switched on; empty if the user asked for it from the beginning.
-    """
+    """Say that a base is streamed, what that costs, and `why` it began if the user did not ask."""
     once = stream.num_bytes - stream.resident_bytes
     return Finding(
         code="base-streamed",

@@ -11,14 +11,12 @@ from trainer_plugins.streaming.weight import Weight, tensors_in
 _OF_THE_PARAMETER = re.compile(
     "requires_grad_?|grad|grad_fn|is_leaf|_is_view|_base|_version|register_hook|_backward_hooks"
     "|_post_accumulate_grad_hooks|_has_compatible_shallow_copy_type"
-)
-"""Functions of torch that ask what the parameter is, and read no byte."""
+)  # functions of torch that ask what the parameter is, and read no byte
 
 _OF_THE_SHAPE = re.compile(
     "shape|size|dim|ndim|numel|nelement|stride|is_contiguous|dtype|is_floating_point|is_complex"
     "|element_size|itemsize|nbytes|device|get_device|is_cuda|is_cpu|is_meta|layout|untyped_storage"
-)
-"""Functions of torch that ask how the weight lies in memory, and read no byte."""
+)  # functions of torch that ask how the weight lies in memory, and read no byte
 
 
 class Keeper(Protocol):
@@ -45,9 +43,8 @@ class Keeper(Protocol):
 class Guarded:
     """Answers for a parameter whose bytes may be away. Mixed into its class while it is streamed.
 
-    Inside a layer's forward and backward only the layer's own code asks, and gets the parameter.
-    Other code gets the right value too: the layer comes to the card, and stays while that value
-    lives. What it writes is kept.
+    Other code than the layer's own gets the right value too: the layer comes to the card, and stays
+    while that value lives. What it writes is kept.
     """
 
     keeper: Keeper
@@ -90,10 +87,7 @@ class Guarded:
 
 
 def guarded(kind: type, keeper: Keeper) -> type:
-    """Return a subclass of a class of parameters that answers for weights that are away.
-
-    It has the same name: libraries recognise quantised weights by it.
-    """
+    """Return a subclass that guards weights, with the same name: libraries recognise it."""
     return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
 
 
@@ -132,13 +126,7 @@ def _answer(
 
 
 def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
-    """Write through what is assigned to `weight.data`, as merging adapters does.
-
-    `model.cpu()` assigns a weight of main memory, which ends the streaming.
-
-    Raises:
-        RuntimeError: it has another shape or dtype, or is on another card.
-    """
+    """Write through what is assigned to `weight.data`; a weight on the CPU ends the streaming."""
     weight = keeper.weight_of(shown)
     if value is shown:
         return

@@ -8,16 +8,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+# others (int8 of bitsandbytes, DTensor, torchao) keep other tensors with the weight
 _KINDS = ("Parameter", "Params4bit")
-"""The classes of weights that are streamed. Others (int8 of bitsandbytes, DTensor, torchao) keep
-other tensors with the weight."""
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model in their order: those of an encoder, then those of a decoder.
-
-    They are the members of the outermost lists of modules in which a class comes twice.
-    """
+    """Return the members of the outermost lists of modules in which a class comes twice."""
     found: list[nn.Module] = []
     for child in model.children():
         members = list(child.children())
@@ -34,8 +30,8 @@ def frozen_weights(
 ) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
     """Yield each layer that has frozen matrices, and those that no other module shares.
 
-    Embeddings and head come first and last, if they are asked for and are not tied. Vectors (norms,
-    biases) stay on the card. The scales of a matrix of 4 bits are no parameter, and go with it.
+    Untied embeddings and head come first and last, if asked for. Vectors stay on the card. The
+    scales of a matrix of 4 bits are no parameter, and go with it.
     """
     layers = repeated_layers(model)
     if with_embeddings and layers:

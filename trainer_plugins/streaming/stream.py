@@ -16,8 +16,8 @@ from trainer_plugins.streaming.weight import Weight, tensors_in
 
 logger = logging.getLogger(__name__)
 
+# parameters of a model that DDP does not broadcast
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a model that lists parameters which DDP does not broadcast."""
 
 _NAME = "_streamed_by"
 
@@ -87,12 +87,6 @@ class Stream:
     A layer is fetched before its forward, and again when the gradient of its output is known: that
     is before its backward, and before its activations are computed again. While it computes, the
     next one is fetched. The layer that was used longest ago leaves the card.
-
-    Args:
-        model: its other weights are moved to the card, and stay there.
-        device: the card.
-        resident_layers: how many layers are on the card at most, 1 or more.
-        with_embeddings: stream embeddings and head too, each as one more layer.
     """
 
     def __init__(

@@ -9,17 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 class Weight:
     """Keeps a copy of a tensor in main memory, and one storage on the card, empty or full.
 
-    The storage is the same for the whole run, only its bytes come and go. So whatever autograd or
-    a custom Function has kept of the weight (a transposed view, `ctx.B` of bitsandbytes) reads the
-    right bytes again. FSDP does so too (torch/distributed/utils.py, _free_storage).
-
-    While the bytes are away the tensor itself shows NaN in its shape: code outside torch would read
-    an empty storage at address 0.
-
-    Args:
-        shown: the parameter, or a tensor that belongs to a quantised one.
-        device: the card.
-        pins: whether the copy in main memory is pinned, so that a card computes while it is read.
+    The storage stays the same, so whatever autograd or a custom Function kept of the weight reads
+    the right bytes again, as with FSDP (torch/distributed/utils.py, _free_storage). While they are
+    away the tensor itself shows NaN: code outside torch would read an empty storage at address 0.
     """
 
     def __init__(self, shown: torch.Tensor, device: torch.device, pins: bool) -> None:
@@ -39,8 +31,7 @@ class Weight:
             shown.data = self.on_card
         del value
         self.drop()
-        self._num_holders = 0
-        """How many tensors share the storage without other code's; 0 until it was filled once."""
+        self._num_holders = 0  # without other code's; 0 until it was filled once
 
     @property
     def num_bytes(self) -> int:

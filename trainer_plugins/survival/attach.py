@@ -1,20 +1,27 @@
-"""survive_oom: attach to a Trainer, and detach again."""
+"""survive_oom: attach to a Trainer, by a call or as the callback SurviveOOM; detach again."""
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
 
+from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.callbacks.stream_base import StreamBase
+from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.exact.finality import holds_here
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.exact.own_loss import Delegation
-from trainer_plugins.survival.limit.ladder import RUNGS, STREAM, descend
+from trainer_plugins.survival.limit.ladder import RESIDENT_LAYERS, RUNGS, STREAM, descend
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.training_run import Attached
 from trainer_plugins.survival.words import not_attached
+
+logger = logging.getLogger(__name__)
 
 
 class Survival:
@@ -28,10 +35,7 @@ class Survival:
                 memo_of(trainer).roll_call.sign()
 
     def detach(self) -> None:
-        """Restore the methods, remove the callback, and switch off what was switched on.
-
-        A second call does nothing.
-        """
+        """Restore the methods, remove the callback, switch off what was switched on; only once."""
         if self._engine is None:
             return
         self._engine.detach()
@@ -120,14 +124,61 @@ def survive_oom(
 
 
 def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
-    """Check the options of `survive_oom`.
-
-    Raises:
-        ValueError: a bad argument.
-    """
+    """Check the options of `survive_oom`; a bad one raises ValueError."""
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
     if isinstance(ladder, str) or not {*ladder} <= {*RUNGS, STREAM}:
         raise ValueError(f"ladder is a tuple of names out of {(*RUNGS, STREAM)}, got {ladder!r}")
     if on_refusal not in ("error", "warn"):
         raise ValueError(f"on_refusal is 'error' or 'warn', got {on_refusal!r}")
+
+
+class SurviveOOM(RunCallback):
+    """Attaches `survive_oom` when training begins, unless that was done by hand.
+
+    It costs what `survive_oom` costs: microseconds a micro-batch if everything fits.
+
+    Args:
+        min_micro_batch: as for `survive_oom`.
+        ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
+            moves it to the card is streamed then.
+        plan_first: as for `survive_oom`.
+        on_refusal: "warn" logs once why a run cannot be helped and leaves it as it is; "error" ends
+            it before step 1.
+        vouch_for_loss: as for `survive_oom`.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    def __init__(
+        self,
+        min_micro_batch: int = 1,
+        ladder: Sequence[str] = RUNGS,
+        plan_first: bool = True,
+        on_refusal: str = "warn",
+        vouch_for_loss: bool = False,
+    ) -> None:
+        super().__init__()
+        check_options(min_micro_batch, ladder, on_refusal)
+        # Streams a base that does not fit when the Trainer moves it.
+        self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
+        self._attach = partial(
+            survive_oom,
+            min_micro_batch=min_micro_batch,
+            ladder=tuple(ladder),
+            plan_first=plan_first,
+            on_refusal=on_refusal,
+            vouch_for_loss=vouch_for_loss,
+        )
+
+    def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
+        if self.is_second(state):
+            return
+        trainer = calling_trainer()
+        if trainer is None:
+            logger.warning(
+                "SurviveOOM does nothing in this run: it was not called by a transformers.Trainer"
+            )
+        elif callback_of(trainer, SurvivalMemo) is None:
+            self._attach(trainer)

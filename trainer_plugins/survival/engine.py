@@ -1,18 +1,14 @@
 """Engine: replace methods of a Trainer, and finish the micro-batches that did not fit.
 
-It replaces `trainer.compute_loss` and `trainer.accelerator.backward`. It leaves `training_step`
-alone: TRL's trainers generate, slice and count in theirs, which must be entered once a micro-batch.
-And it is not a callback: none is called inside a micro-batch.
-
-Invariants, and where each is kept:
+It replaces `trainer.compute_loss` and `trainer.accelerator.backward`, and leaves `training_step`
+alone, in which TRL's trainers generate, slice and count. Its invariants, and where each is kept:
 
 * The gradient of a micro-batch is the weighted sum of its pieces' gradients: `losses.py` lists
   which losses are, `certificate.py` measures it.
 * No parameter receives the gradient of an example twice: `Piece.final`, from
   `GradientMark.changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`state.py`).
-* The loss is scaled between the two methods as the Trainer does it: `_scale`, and
-  `micro_batch.Handed` measures it.
+* The loss is scaled between the two methods as the Trainer does it: `_scale`, and `Handed`.
 * If everything fits, nothing is copied, computed or waited for.
 """
 
@@ -57,8 +53,7 @@ class Engine:
         self._attached = attached
         self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
         self._accelerator: HfAccelerator | None = None
-        self._judged: object = None
-        """The state of the training that was judged last: each training has one of its own."""
+        self._judged: object = None  # the `state` of the last training: each has one of its own
         self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
         self._current: MicroBatch | None = None
         self._evaluation = Evaluation(attached)
@@ -71,14 +66,12 @@ class Engine:
         memo_of(trainer).listener = ref(self)
 
     def detach(self) -> None:
-        """Restore the methods, and what a run has changed on its model."""
         self.is_attached = False
         self._end_run()
         self._backward.close()
         self._methods.close()
 
     def step_begins(self) -> None:
-        """Begin the run with its first step, unless it has begun."""
         if self.is_attached:
             self._begin_run_if_new(self._attached.trainer.model_wrapped)
 
@@ -95,10 +88,7 @@ class Engine:
         return_outputs: bool = False,
         num_items_in_batch: NumItems = None,
     ) -> Any:
-        """Replace `trainer.compute_loss`.
-
-        A micro-batch that was computed in pieces comes back as a loss without their graphs.
-        """
+        """Replace `trainer.compute_loss`; a loss computed in pieces comes without graphs."""
         if self.is_attached and not model.training and not torch.is_grad_enabled():
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
@@ -122,15 +112,15 @@ class Engine:
         whole = Piece(dict(inputs), 1)
         micro = MicroBatch(whole, num_items, self._scale(num_items), run.start())
         run.ranks.begin(micro)
-        recovery = self._planned(run, micro)
-        if recovery is None:
+        may_divide = _RECOVERIES[run.ranks.recovery].may_divide(run, micro)
+        recovery = _recovery(run, micro) if may_divide else None
+        if recovery is None or recovery.plan() == 1:
             compute = partial(run.compute_loss, model, inputs, num_items)
             outcome = run.ranks.attempt(compute, is_end=False)
             if not isinstance(outcome, DidNotFit):
                 return self._hand_out(run, micro, outcome)
             recovery = _recovery(run, micro)
-            why_not = recovery.wrong_so_far()
-            recovery.failed(whole, micro.start, outcome, "forward", why_not=why_not)
+            recovery.failed(whole, micro.start, outcome, "forward")
         loss = _stand_in(recovery.finish())
         run.refuse_what_moves()
         micro.is_finished, self._current = True, micro
@@ -183,16 +173,8 @@ class Engine:
         failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
         if isinstance(failure, DidNotFit):
             recovery = _recovery(run, micro, **options)
-            why_not = recovery.wrong_so_far()
-            recovery.failed(micro.whole, micro.start, failure, "backward", why_not=why_not)
+            recovery.failed(micro.whole, micro.start, failure, "backward")
             recovery.finish()
-
-    def _planned(self, run: TrainingRun, micro: MicroBatch) -> Recovery | None:
-        """Plan how to divide a micro-batch that is larger than the limit; None: it stays whole."""
-        if not _RECOVERIES[run.ranks.recovery].may_divide(run, micro):
-            return None
-        recovery = _recovery(run, micro)
-        return recovery if recovery.plan() > 1 else None
 
     def _follow_accelerator(self) -> None:
         """Replace `backward` of the Trainer's accelerator: each trial of a search has a new one."""
@@ -209,7 +191,6 @@ class Engine:
         self._run = self._current = None
 
     def _begin_run_if_new(self, model: nn.Module) -> None:
-        """Judge a new run, now that model and optimizer are there, and choose its parts."""
         attached, trainer, run = self._attached, self._attached.trainer, self._run
         is_known_model = run is None or run.has_met_batch or run.wrapped is model
         if self._judged is trainer.state and is_known_model:
@@ -243,7 +224,6 @@ class Engine:
         return run
 
     def _meet_first_batch(self, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Find out whether all ranks take part, and how many of the longest rows fit."""
         # The ranks have met if they have just gathered how many labels the window has.
         is_met = self._attached.trainer.args.average_tokens_across_devices and num_items is not None
         # Callbacks that began the step after ours may have set hooks.
@@ -306,7 +286,6 @@ def _check_finished(
 
 
 def _stand_in(value: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose backward has been done, and which refuses another."""
 
     def refuse(_: torch.Tensor) -> None:
         raise RuntimeError(f"backward was not called by trainer.accelerator, {_WRONG_STEP}")
@@ -317,6 +296,5 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_off(loss: torch.Tensor) -> None:
-    """Free the graph behind a loss that the caller still holds."""
     if not loss._is_view():  # torch refuses a view; `left_over` finds what stays
         loss.detach_()

@@ -1,7 +1,4 @@
-"""Evaluation: a batch that does not fit is computed, or generated, in parts.
-
-There are no gradients, so there is nothing to undo.
-"""
+"""Evaluation: a batch that does not fit is computed, or generated, in parts."""
 
 import math
 from collections import deque
@@ -14,7 +11,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer
 
 from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, owners_of_state
@@ -54,10 +51,7 @@ class Parts:
         in_parts: Callable[[list[DidNotFit]], R],
         before: RestorePoint,
     ) -> R:
-        """Compute a batch whole, or in parts if it is larger than the limit or does not fit.
-
-        `in_parts` gets the failures so far, and adds its own; `before` is restored after a failure.
-        """
+        """Compute a batch whole, or by `in_parts`, which gets the failures so far."""
         if cells(inputs) > self.limit:
             try:
                 return in_parts([])
@@ -115,9 +109,8 @@ class Parts:
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
     """Log that a batch was finished in parts, and write it into the timeline."""
     seconds = sum(failure.seconds for failure in failures)
-    finding = Finding(
+    finding = Finding.warning(
         code="out-of-memory-survived",
-        severity=Severity.WARNING,
         summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
         evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
         remedy="No action needed: loss and outputs are those of the undivided batch. "
@@ -127,15 +120,12 @@ def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_p
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
 
 
+# Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` returns them.
 Predicted = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Loss, tokens and labels, as `Seq2SeqTrainer.prediction_step` returns them."""
 
 
 class Generated:
-    """Divides what one Trainer generates in its evaluations.
-
-    Greedy and beam search give the same tokens; what is sampled is drawn in another order.
-    """
+    """Divides what evaluations generate; what is sampled is drawn in another order then."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -163,10 +153,8 @@ class Generated:
             if failures:
                 self._parts.failed(num, cells(inputs))
 
-            def work(part: Part) -> Predicted:
-                return predict(part.inputs)
-
-            results = [r for _, r in self._parts.each(layout, inputs, failures, before, work)]
+            parts = self._parts.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
+            results = [result for _, result in parts]
             if failures:
                 what = f"{num} {layout.unit} to generate from"
                 say_survived(self._trainer, what, failures, len(results))
@@ -180,7 +168,6 @@ class Generated:
         return self._parts.compute(inputs, partial(predict, inputs), in_parts, before)
 
     def _joined(self, parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-        """Join the rows of all parts, padded to the longest; None if there are none."""
         values = [part for part in parts if part is not None]
         if not values:
             return None
@@ -193,24 +180,19 @@ class Generated:
 
 Outputs = dict[str, Any]  # a model's outputs by name: a `ModelOutput`, or a dictionary
 
-Result = torch.Tensor | tuple[torch.Tensor, Outputs]
-"""What `compute_loss` returns: the loss, or the loss and the outputs."""
-
+Result = torch.Tensor | tuple[torch.Tensor, Outputs]  # the loss, or the loss and the outputs
 Compute = Callable[[Inputs], Result]
 
 
 class Evaluation:
-    """Finishes the evaluation batches of one Trainer that did not fit.
-
-    It has a limit of its own, since nothing is kept for a backward pass.
-    """
+    """Finishes the evaluation batches of one Trainer that did not fit, with a limit of its own."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._parts = Parts()
         self._generated = Generated(attached)
+        # One for losses that are divided by a number of the caller's, as the Trainer's, or not.
         self._certificates: dict[bool, Certificate] = {}
-        """One for losses that are divided by a number of the caller's, as the Trainer's, or not."""
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer)
@@ -222,12 +204,7 @@ class Evaluation:
         self._owners = None
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        *args: object,
-        **kw: object,
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> object:
         """Replace `trainer.prediction_step`, to know whether outputs are wanted."""
         self._are_outputs_wanted = not prediction_loss_only

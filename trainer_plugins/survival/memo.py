@@ -9,7 +9,7 @@ from weakref import ReferenceType
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from trainer_plugins.callbacks._run import RunCallback, move_before_trackers
+from trainer_plugins.callbacks._run import RunCallback, callback_of, move_before_trackers
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark
@@ -18,7 +18,7 @@ from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
 from trainer_plugins.survival.limit.limit import Pace
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.words import thrashing
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,9 @@ class RunListener(Protocol):
 
 
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the limit, the rungs that are switched on, and how often the run survived.
+    """Keeps the limit, the rungs that are switched on, and how often the run survived."""
 
-    It must be constructible without arguments: transformers may recreate it at resume
-    (`restore_callback_states_from_checkpoint`).
-    """
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # without arguments: transformers may recreate it at resume
         super().__init__()
         self.limit = math.inf  # cells (`limit.py`) computed at once; infinite until something fails
         self.is_rehearsed = False  # whether the limit was found on the longest rows
@@ -69,9 +65,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             "attributes": kept if math.isinf(self.limit) else {**kept, "limit": self.limit},
         }
 
-    def on_train_begin(
-        self, args: HfArguments, state: HfState, control: object, **event: Any
-    ) -> None:
+    def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **event: Any) -> None:
         listener = self.listener
         self.begin_run()
         self.listener = listener
@@ -134,10 +128,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     def remark(
         self, args: HfArguments, step: int, finding: Finding, *, is_later: bool = False
     ) -> None:
-        """Log a finding, and write it into the timeline of the run: now, or after the micro-batch.
-
-        What a micro-batch survived can wait: no file is written in the middle of its passes.
-        """
+        """Log a finding and write it into the timeline; `is_later`: not between the passes now."""
         logger.log(finding.severity, "step %d: %s", step, finding)
         self._remarks.append(Remark(step=step, finding=finding))
         if not is_later:
@@ -149,7 +140,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.write_remarks(args)
 
     def write_remarks(self, args: HfArguments) -> None:
-        """Write what is not in the timeline yet."""
         remarks, self._remarks = self._remarks, []
         for remark in remarks:
             with self.harmless():
@@ -159,17 +149,15 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         return self.listener() if self.listener is not None else None
 
     def card_for(self, args: HfArguments) -> Card:
-        """Return the card of the run, opened once."""
         self._card = self._card or card_of(args.device)
         return self._card
 
     def _recall(self, args: HfArguments, state: HfState, model: nn.Module) -> None:
-        # `restore_callback_states_from_checkpoint` is off by default, and the limit is not one of
-        # the user's settings.
+        # transformers restores callbacks only if asked to, and the limit is no setting of the
+        # user's.
         name = type(self).__name__
         kept = state.stateful_callbacks.get(name, self.state())
-        # A checkpoint of a run without us lacks the entry, and the Trainer stops at the next save
-        # without it.
+        # A checkpoint of a run without us lacks the entry, and the next save would fail.
         state.stateful_callbacks[name] = kept
         for attribute, value in kept["attributes"].items():
             setattr(self, attribute, value)
@@ -180,8 +168,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         if learned_on != self.learned_on:
             self.limit, self.is_rehearsed, self.rungs = math.inf, False, []
             self.learned_on = learned_on
-        # A rung that is on already is the user's, unless an earlier run of this Trainer has
-        # switched it on.
+        # A rung that is on is the user's, unless an earlier run of this Trainer switched it on.
         self.rungs = [
             rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on
         ]
@@ -195,8 +182,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
 def memo_of(trainer: HfTrainer) -> SurvivalMemo:
     """Return the memo of a Trainer; a Trainer that has none, or lost it, gets one."""
-    callbacks = trainer.callback_handler.callbacks
-    memo = next((callback for callback in callbacks if isinstance(callback, SurvivalMemo)), None)
+    memo = callback_of(trainer, SurvivalMemo)
     if memo is None:
         memo = SurvivalMemo()
         trainer.callback_handler.add_callback(memo)  # a Trainer's own may refuse

@@ -1,10 +1,4 @@
-"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces.
-
-Pieces are right only if `training_step` multiplies the loss by the Trainer's own factor in between.
-Values do not tell: `loss**2 / loss.detach()` has the value of the loss and twice its gradient, and
-flooding turns the sign of one that is nearly the same. So `Handed` measures the derivative of what
-comes to `backward` by what was handed out.
-"""
+"""Micro-batch: one on its way from `compute_loss` to the end of `backward`, and its pieces."""
 
 import math
 from dataclasses import dataclass, field
@@ -67,7 +61,10 @@ class ChangedLoss:
 
 
 class Handed:
-    """Compares the loss of one micro-batch as it was handed out with what came back."""
+    """Measures by what factor `training_step` multiplied a loss: pieces need the Trainer's own."""
+
+    # By derivatives, not by values: `loss**2 / loss.detach()` has the loss's value and twice its
+    # gradient, and flooding turns the sign of a loss that is nearly the same.
 
     def __init__(self, loss: torch.Tensor, scale: float) -> None:
         self._edge = get_gradient_edge(loss) if loss.grad_fn is not None else None
@@ -117,7 +114,6 @@ class Handed:
         return self._compared(come / begun if begun else math.nan, self._arrived[0].dtype)
 
     def drop_graph(self) -> None:
-        """Drop the graph, which holds activations."""
         self._edge = None
 
     def _is_untouched(self, loss: torch.Tensor) -> bool:
@@ -128,12 +124,8 @@ class Handed:
         )
 
     def _compared(self, got: float, dtype: torch.dtype) -> ChangedLoss | None:
-        """Compare a derivative with the factor.
-
-        A factor that the types can hold comes out unchanged, because division is rounded correctly
-        (IEEE 754). Another factor is off by half a unit in the last place for each rounding: by
-        `eps` of the coarser type if there are two roundings.
-        """
+        # IEEE 754 rounds correctly: a factor that the types hold comes out unchanged, and each of
+        # two roundings of another adds at most half a unit in the last place.
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
         tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale

@@ -1,7 +1,4 @@
-"""Refusals: say which Trainers cannot be helped, and why.
-
-They are looked for at attach, and again when the optimizer exists.
-"""
+"""Refusals: say which Trainers cannot be helped, and why; asked at attach and at each begin."""
 
 import inspect
 from collections.abc import Callable, Iterator

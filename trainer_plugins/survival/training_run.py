@@ -59,13 +59,11 @@ class Attached:
             raise IndivisibleError(why)
 
     def refuse(self, reasons: list[str]) -> None:
-        """Say why this run cannot be helped, or raise it if the user wants an error then."""
         if self.is_strict:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
         self.say(not_attached(reasons))
 
     def say(self, finding: Finding, *, is_later: bool = False) -> None:
-        """Log a finding and write it into the timeline, at the step that is being computed."""
         step = self.trainer.state.global_step + 1
         memo_of(self.trainer).remark(self.trainer.args, step, finding, is_later=is_later)
 
@@ -82,18 +80,14 @@ class TrainingRun:
         self.certificate = Certificate(self.ranks, attached.family, self.full_state)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
-        self.is_step_own = is_users_function(attached.trainer.training_step)
-        """Whether `training_step` is the user's own."""
+        self.is_step_own = is_users_function(attached.trainer.training_step)  # the user's own
         self.is_scale_seen = False  # whether the factor of `training_step` was measured
         self.is_final = False  # whether changed gradients were found final (`finality.py`)
+        # Why a pass forbids a division, by what it moved or whose loss it was; None before the
+        # first.
         self.what_moved: str | None = None
-        """Why a pass forbids a division: it has moved something, or its loss was the user's own.
-
-        It is empty if nothing does, and None before the first.
-        """
         self._owners = owners_of_state(self.ranks.bare)
-        # Listed once: it takes milliseconds for a large model with adapters. Recovery notices when
-        # the list has become wrong.
+        # Listed once: it takes milliseconds. Recovery notices when the list has become wrong.
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:

@@ -10,8 +10,6 @@ from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.micro_batch import Piece
 
 UNCHANGED = "No action needed: gradient, effective batch and schedule are unchanged."
-"""What to do about a micro-batch that was finished in pieces."""
-
 SMALLER_MICRO_BATCH = advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)
 
 
@@ -26,7 +24,6 @@ class Story:
     phase: str = ""  # the pass in which that did not fit: "forward" or "backward"
     pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
-
     measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch
     loss: str = ""  # the kind of a loss that the user vouched for, as measured: "a mean over rows"
 
@@ -34,7 +31,6 @@ class Story:
         return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
 
     def what(self, piece: Piece) -> str:
-        """Return what a piece is, as in "8 rows (4096 tokens with padding)"."""
         tokens = f" ({piece.num_cells} tokens with padding)" if self.has_tokens else ""
         return self.count(piece.num) + tokens
 
@@ -44,9 +40,8 @@ class Story:
         self.failures.append(failure)
 
     def divided(self, whole: Piece, limit: str) -> Finding:
-        return Finding(
+        return Finding.warning(
             code="micro-batches-divided",
-            severity=Severity.WARNING,
             summary="micro-batches that do not fit are computed in pieces: "
             f"{self.what(whole)} in {self._pieces()}",
             evidence=f"a rehearsal or an earlier failure showed the limit, {limit}"
@@ -57,7 +52,6 @@ class Story:
         )
 
     def survived(self, whole: Piece, limit: str) -> Finding:
-        """Report a micro-batch that failed and was finished; `limit` says what fits from now on."""
         seconds = sum(failure.seconds for failure in self.failures)
         evidence = [
             f"{_num_failed(self.failures)}, {seconds:.2f} s",
@@ -72,9 +66,8 @@ class Story:
         what = self.what(whole)
         which = "the micro-batch" if what == self.tried else f"the micro-batch of {what}"
         how = "".join(f", with {rung} switched on" for rung in self.switched_on)
-        return Finding(
+        return Finding.warning(
             code="out-of-memory-survived",
-            severity=Severity.WARNING,
             summary=f"{self._failed()}; {which} was computed in {self._pieces()}{how}",
             evidence="; ".join(evidence) + self._vouched(),
             remedy=remedy,
@@ -82,9 +75,8 @@ class Story:
         )
 
     def refused(self, whole: Piece, why: str, remedy: str) -> Finding:
-        return Finding(
+        return Finding.error(
             code="out-of-memory-refused",
-            severity=Severity.ERROR,
             summary=f"{self._failed()}, and the micro-batch of {self.what(whole)} cannot be "
             f"finished: {why}",
             evidence=f"{_num_failed(self.failures)}; {self.failures[0].first_line}",
@@ -119,9 +111,8 @@ def _num_failed(failures: list[DidNotFit]) -> str:
 
 def not_attached(reasons: list[str]) -> Finding:
     """Report a Trainer that cannot be helped, before training."""
-    return Finding(
+    return Finding.warning(
         code="out-of-memory-refused",
-        severity=Severity.WARNING,
         summary=f"survive_oom does nothing in this run: {'; '.join(reasons)}",
         evidence="seen in the Trainer, its model and its arguments, before anything was computed",
         remedy="Change what is named, or remove survive_oom. docs/survival.md lists what is "
@@ -143,9 +134,8 @@ def foreseen(summary: str, evidence: str, num_fit: int) -> Finding:
 
 def thrashing(limit: float) -> Finding:
     """Report an allocator that emptied its cache in two steps in a row, and the new limit."""
-    return Finding(
+    return Finding.warning(
         code="allocator-thrashing",
-        severity=Severity.WARNING,
         summary=f"micro-batches of more than {limit:.0f} tokens (rows x padded length) are divided "
         "from now on",
         evidence="the allocator emptied its cache and tried again in two steps in a row, and "
@@ -158,9 +148,8 @@ def thrashing(limit: float) -> Finding:
 def in_doubt(first: int, last: int, why: str) -> Finding:
     """Report a later measurement that failed: what was divided since step `first` may be wrong."""
     steps = f"step {first}" if last <= first else f"steps {first} to {last}"
-    return Finding(
+    return Finding.error(
         code="gradients-in-doubt",
-        severity=Severity.ERROR,
         summary="micro-batches are no longer divided, and the gradients of those that were divided "
         f"in {steps} are in doubt",
         evidence=why,

@@ -56,8 +56,7 @@ class SimCard:
             if os.fstat(file.fileno()).st_size < _FILE_BYTES or file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError(f"not a card file: {self.path}")
             self._memory = mmap.mmap(file.fileno(), _FILE_BYTES)
-        # Sizes are written through this view, eight aligned bytes at once: no other process ever
-        # reads half a size.
+        # Eight aligned bytes are written at once: no other process ever reads half a size.
         self._words = memoryview(self._memory).cast("Q")
 
     @classmethod

@@ -1,6 +1,7 @@
-"""Agreement: all ranks of a run make the same decision, or none acts."""
+"""Agreement: all ranks make the same decision, or none acts; RollCall tells who takes part."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,13 +25,10 @@ def has_peers() -> bool:
 
 
 class Agreement:
-    """Lets all ranks of a run agree on small numbers, at a place that every rank is sure to reach.
+    """Lets all ranks agree on small numbers, at a place that every rank is sure to reach."""
 
-    It uses a gloo group of its own: the numbers stay on the CPU, no card has to finish its work,
-    and a time-out cannot harm training's own group. Every rank has to ask the same questions in the
-    same order, and `timeout_seconds` must leave room for what one rank does alone, such as a save.
-    If that is not certain, use `StepEndVote`.
-    """
+    # In a gloo group of its own: numbers stay on the CPU, and a time-out cannot harm training's.
+    # All ask the same in the same order; the time has to cover what one does alone, such as a save.
 
     def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
@@ -48,7 +46,6 @@ class Agreement:
         return None if highest is None else highest[0]
 
     def highest_of(self, values: Sequence[int]) -> list[int] | None:
-        """Return the highest of each of several values; None as for `highest`."""
         if not has_peers():
             return list(values)
         if self._world is not dist.group.WORLD:
@@ -75,16 +72,13 @@ class Agreement:
         return [int(vote) for vote in votes]
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the groups: a copy creates its own."""
         return {**self.__dict__, "_world": None, "_group": None}
 
 
 @cache
 def agreement_within(timeout_seconds: float) -> Agreement:
-    """Return this process's agreement with that time-out, which is the same on all ranks.
-
-    With a group for each callback, ranks that ask in different orders would wait in two of them.
-    """
+    """Return this process's agreement with that time-out, which is the same on all ranks."""
+    # With a group for each callback, ranks that ask in different orders would wait in two of them.
     return Agreement(timeout_seconds)
 
 
@@ -98,16 +92,11 @@ _num_begun: Counter[str] = Counter()
 
 
 class StepEndVote:
-    """Lets the ranks agree on one small number at the end of an optimizer step, without hanging.
+    """Lets the ranks agree on one small number at the end of an optimizer step, without hanging."""
 
-    Perhaps only some ranks were given a callback. So each rank that will ask announces itself when
-    training begins, in the store through which the ranks found each other, without waiting. The
-    first rank that asks about a step writes there whether all are present; the others read it, so
-    that all vote on that step or none does. Once they have voted, every later question is a vote.
-
-    The end of a step is the one place that all ranks reach: an evaluation, a save or a generation
-    may happen on one rank only.
-    """
+    # Perhaps only some ranks were given a callback. So each that will ask announces itself in the
+    # ranks' store. The first that asks about a step writes there whether all are present: then all
+    # vote, or none. Evaluations, saves and generations may be one rank's alone.
 
     def __init__(self, question: str, timeout_seconds: float) -> None:
         """Announce that this rank asks from now on; `question` says who asks, and how often."""
@@ -143,9 +132,8 @@ class StepEndVote:
         return highest[0]
 
     def leave(self) -> None:
-        """Announce that this rank no longer asks, because training ends."""
-        # Once all have voted, none of them uses this key again, and the store may have ended with
-        # its rank.
+        # Once all have voted this key is not used again, and the store may have ended with its
+        # rank.
         if self._is_asking and not self._has_voted and has_peers():
             with suppress(RuntimeError):
                 ranks_store().add(self._key, -1)
@@ -182,11 +170,71 @@ class StepEndVote:
 
 
 def ranks_store() -> "Store":
-    """Return the store through which the ranks found each other; keep no reference.
-
-    A reference would keep the store's port from a later group.
-    """
+    """Return the store through which the ranks found each other; a reference keeps its port."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store: Store = _get_default_store()
     return store
+
+
+_PAUSE_SECONDS = 0.02
+
+
+class RollCall:
+    """Asks in the ranks' store who takes part; no rank waits for one that does not."""
+
+    # An answer ends a turn, which all ranks count alike; to take part again, a rank signs again.
+
+    def __init__(self, name: str) -> None:
+        self._name = f"trainer_plugins/roll call/{name}"
+        self._turn: int | None = None  # what this rank has signed for; None once it has its answer
+
+    def sign(self) -> None:
+        """Announce that this rank takes part, until it gets an answer or calls `leave`."""
+        if has_peers():
+            with suppress(RuntimeError):  # the others then find it missing
+                self._turn = self._current()
+                self._put(1)
+
+    def leave(self) -> None:
+        """Announce that this rank no longer takes part, unless it has its answer."""
+        if self._turn is not None and has_peers():
+            with suppress(RuntimeError):  # the store may have ended with its rank
+                self._put(0)
+        self._turn = None
+
+    def missing(self, wait_seconds: float = 60.0) -> str:
+        """Say, the same on every rank, who has not signed after a wait; empty if all have."""
+        if not has_peers():
+            return ""
+        try:
+            turn = self._current() if self._turn is None else self._turn
+            deadline, key = time.monotonic() + wait_seconds, f"{self._name}/{turn}/answer"
+            while (absent := self._absent(turn)) and time.monotonic() < deadline:
+                if ranks_store().check([key]):
+                    break
+                time.sleep(_PAUSE_SECONDS)
+            # The first rank to get here decides for all; who signs later belongs to the next turn.
+            answer = ranks_store().compare_set(key, "", "some" if absent else "all")
+            ranks_store().compare_set(f"{self._name}/turn", str(turn), str(turn + 1))
+        except RuntimeError as error:
+            return f"the ranks could not be counted ({str(error).splitlines()[0]})"
+        self._turn = None
+        if answer == b"all":
+            return ""
+        who = ", ".join(map(str, absent)) or "one that came late"
+        return f"of {dist.get_world_size()} ranks these do not take part: {who}"
+
+    def _current(self) -> int:
+        return ranks_store().add(f"{self._name}/turn", 0)
+
+    def _absent(self, turn: int) -> list[int]:
+        return [rank for rank in range(dist.get_world_size()) if self._signed(turn, rank) < 1]
+
+    def _signed(self, turn: int, rank: int, more: int = 0) -> int:
+        return ranks_store().add(f"{self._name}/{turn}/{rank}", more)
+
+    def _put(self, signed: int) -> None:
+        assert self._turn is not None
+        rank = dist.get_rank()
+        self._signed(self._turn, rank, signed - self._signed(self._turn, rank))

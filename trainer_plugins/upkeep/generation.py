@@ -1,9 +1,6 @@
-"""Prepares a model in training for `generate`, and drops what that leaves behind.
-
-On a model in train mode with gradient checkpointing, `generate` silently returns wrong text: the
-checkpointed layers drop `past_key_values`, but `generate` goes on feeding them one token at a time
-(transformers issue #36051, `modeling_layers.py`).
-"""
+"""Prepares a model in training for `generate`, and drops what that leaves behind."""
+# In train mode with gradient checkpointing `generate` silently returns wrong text: layers drop
+# `past_key_values`, but get one token at a time (transformers #36051, `modeling_layers.py`).
 
 import gc
 import inspect
@@ -71,13 +68,10 @@ def generation_memory(model: nn.Module) -> Iterator[None]:
 
 
 def drop_leftovers(model: nn.Module) -> list[str]:
-    """Drop what `generate` has left on a model, and return the names of what was dropped.
-
-    `_compiled_call` holds the compiled forward of a static cache, with the memory pools of its CUDA
-    graphs; other graphs are recorded again at their next run. The manager of continuous batching
-    holds a paged cache of most of the card. An ordinary `generate` leaves nothing (transformers
-    5.23). Not yet measured on a GPU.
-    """
+    """Drop what `generate` has left on a model, and return the names of what was dropped."""
+    # `_compiled_call` holds the compiled forward of a static cache with the pools of its CUDA
+    # graphs; the manager of continuous batching holds a paged cache of most of the card. An
+    # ordinary `generate` leaves nothing (transformers 5.23). Not yet measured on a GPU.
     names = ("_compiled_call", "_cached_continuous_batching_manager")
     found = [(module, name) for module in model.modules() for name in names if name in vars(module)]
     for module, name in found:
@@ -97,25 +91,20 @@ def drop_leftovers(model: nn.Module) -> list[str]:
 def guard_generate(
     model: nn.Module, guard: GenerateGuard, *, outside_training: bool = False
 ) -> Callable[[], None]:
-    """Wrap a guard around every `model.generate` inside training; return what removes it.
-
-    Outside `Trainer.train` a guard does nothing unless `outside_training` is set: so one that a
-    failed training has left behind is inert.
-    """
+    """Wrap a guard around every `model.generate` inside training; return what removes it."""
+    # Outside `Trainer.train` only with `outside_training`: what a failed training left is inert.
     if not hasattr(model, "generate"):
         return lambda: None
     if model not in _guards:
         _guards[model] = []
-        # FSDP2 and PEFT set one on the instance, which `_generate` calls. A copy of a guarded model
-        # has ours, and the one before.
+        # FSDP2 and PEFT set one on the instance. A copy of a guarded model has ours, and theirs.
         if "generate" in vars(model) and not _is_guarded(model):
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # copy.deepcopy and pickle copy a bound method of a module's function with the model.
         vars(model)["generate"] = MethodType(_generate, model)
     entry = _Guard(guard, outside_training)
     _guards[model].append(entry)
-    # A guard may refer to its callback, which keeps `remove`: if that referred to the model, a
-    # training that raised would keep the model alive.
+    # A guard's callback keeps `remove`, which must not keep the model of a training that raised.
     model_ref = ref(model)
 
     def remove() -> None:
@@ -140,11 +129,8 @@ def _is_guarded(model: nn.Module) -> bool:
 
 
 def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
-    """Build no key-value cache in training forwards that are checkpointed; return what undoes that.
-
-    A checkpointed layer keeps only its inputs, but a cache keeps its keys and values too.
-    transformers 5 already withholds it from such layers; older versions and custom models may not.
-    """
+    """Build no key-value cache in training forwards that are checkpointed; return the undo."""
+    # transformers 5 withholds it from such layers; older versions and custom models may not.
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None

@@ -34,10 +34,7 @@ _HERE = os.path.dirname(__file__)
 
 
 def leftover(
-    device: Device,
-    allocated_before_bytes: int | None,
-    model: nn.Module | None,
-    optimizer: object,
+    device: Device, allocated_before_bytes: int | None, model: nn.Module | None, optimizer: object
 ) -> Finding | None:
     """Judge whether an evaluation left more allocated than it found, and name what holds it."""
     # On the CPU other code allocates memory too.
@@ -89,11 +86,7 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
     return (address, num_bytes) if address else None
 
 
-def tensors_held(
-    device_type: str,
-    model: nn.Module | None,
-    optimizer: object,
-) -> list[Held]:
+def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
     owned = {id(tensor) for tensor in _owned(model, optimizer)}
     for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
@@ -114,10 +107,7 @@ def tensors_held(
 
 
 def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
-    """Return the largest of all allocations on a device, with their holders; a model is one.
-
-    Memory that is in no tensor is in graphs: then the holders of their ends are named.
-    """
+    """Return the largest allocations on a device with their holders: tensors, models, graphs."""
     if not allocated_bytes:
         return ()
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
@@ -148,11 +138,8 @@ def held_by(tensors: list[torch.Tensor]) -> list[Held]:
 
 
 def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
-    """Return the tensors at the ends of live autograd graphs on a device, with their holders.
-
-    A graph keeps every activation behind it alive, invisibly to Python. The largest come first, or
-    the oldest: during a step, which makes a graph of its own, other code keeps those.
-    """
+    """Return the ends of live autograd graphs, largest or oldest first, with their holders."""
+    # During a step, which makes a graph of its own, the oldest are those that other code keeps.
     ends = [
         tensor
         for tensor in tracked(torch.Tensor)
@@ -221,8 +208,7 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
                 frame = referrer
         elif isinstance(referrer, dict):
             key = _key(referrer.items(), thing)
-            # The dictionary of an object's attributes, or of a module's globals, stands for its
-            # owner.
+            # A dictionary of attributes, or of a module's globals, stands for its owner.
             for owner in gc.get_referrers(referrer):
                 if id(owner) not in seen and getattr(owner, "__dict__", None) is referrer:
                     name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
@@ -239,11 +225,8 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
 
 
 def _error_through(frame: FrameType) -> BaseException | None:
-    """Return an error whose traceback keeps this frame."""
-    for error in tracked(BaseException):
-        if any(passed is frame for passed, _ in walk_tb(error.__traceback__)):
-            return error
-    return None
+    errors = tracked(BaseException)
+    return next((e for e in errors if any(f is frame for f, _ in walk_tb(e.__traceback__))), None)
 
 
 def _key(items: Iterable[tuple[object, Any]], thing: object) -> object:
@@ -304,7 +287,6 @@ class _Ledger:
         return own_bytes
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the states of an optimizer."""
         for parameter, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):

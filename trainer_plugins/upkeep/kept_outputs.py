@@ -101,11 +101,7 @@ def why_not_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
 
 def metrics_of_argmax(metrics: Metrics, num_classes: int) -> Metrics:
     """Return a `compute_metrics` that takes the argmax where the user's takes logits."""
-
-    def compute(kept: EvalPrediction) -> dict[str, Any]:
-        return metrics(_prediction(kept.predictions, num_classes, kept.label_ids))
-
-    return compute
+    return lambda kept: metrics(_prediction(kept.predictions, num_classes, kept.label_ids))
 
 
 def _prediction(places: NDArray[np.int64], num_classes: int, labels: Any) -> EvalPrediction:

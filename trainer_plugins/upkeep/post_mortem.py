@@ -1,6 +1,8 @@
-"""When a run raises, this writes what is known into its folder before the error goes on."""
+"""A run that raises gets what is known written into its folder before the error goes on."""
 
+import logging
 import os
+import pickle
 import shlex
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import write_new
+from trainer_plugins.record.folder import replacing, write_new
 from trainer_plugins.record.history import rank_files
 from trainer_plugins.record.oom_record import (
     Host,
@@ -32,8 +34,10 @@ from trainer_plugins.record.oom_record import (
 )
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample, from_line
+from trainer_plugins.upkeep.frames import batch_of, told_frames, traceback_frames, what_ran
 from trainer_plugins.upkeep.holders import count_alive
-from trainer_plugins.upkeep.raised import batch_of, told_frames, traceback_frames, what_ran
+
+logger = logging.getLogger(__name__)
 
 _NUM_READINGS = 20
 _TAIL_BYTES = 1 << 14
@@ -75,11 +79,7 @@ def report_oom(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
-    """Write what is known about an out-of-memory error, and print on stderr where it is.
-
-    Call it while the error is handled: its frames hold what was alive. It returns the file's name,
-    empty if it could not be written.
-    """
+    """Record an error while it is handled, and say where; return the file's name, if written."""
     record = _record(error, found, scene)
     try:
         path = write_new(scene.folder, f"oom-rank{scene.run.rank}", asdict(record))
@@ -171,7 +171,6 @@ def _host() -> Host:
 
 
 def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
-    """Read the last entry of each other rank that writes into this folder."""
     found = []
     for other, path in rank_files(folder).items():
         if other == rank or not path.is_file():
@@ -202,3 +201,68 @@ def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
         device=device,
         run=facts_of_process(device, rank, max(1, world_size), began_seconds),
     )
+
+
+MAX_ENTRIES = 100_000  # how many allocations torch keeps; by default without limit
+
+
+class _State:
+    """Holds what torch's own snapshot of a CUDA error needs; not yet measured on a GPU."""
+
+    draft: Path | None = None  # where the next snapshot goes
+    is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft
+
+
+_state = _State()
+
+
+def record_history(folder: Path, rank: int) -> bool:
+    """Record allocations from now on, for a snapshot; False where torch has no snapshots."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.memory._record_memory_history(
+        context="alloc", stacks="python", max_entries=MAX_ENTRIES
+    )
+    if not _state.is_attached:
+        _state.is_attached = True
+        attach(_on_out_of_memory)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
+    return True
+
+
+def keep_snapshot() -> str:
+    """Rename the last snapshot, which the next one would replace, and return its name, if any."""
+    draft = _state.draft
+    if draft is None or not draft.exists():
+        return ""
+    rank = draft.name.split("-")[1]
+    kept = draft.with_name(f"oom-{rank}-{int(time())}-{os.getpid()}.pickle")
+    draft.rename(kept)
+    return kept.name
+
+
+def forget_history() -> None:
+    """Stop recording, and remove a snapshot that was not kept."""
+    draft, _state.draft = _state.draft, None
+    if draft is not None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _on_out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
+    """Write the snapshot; torch calls this before the error unwinds any frame."""
+    draft = _state.draft
+    if draft is None:
+        return
+    try:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(draft) as file:
+            # torch's viewer reads protocols 2 to 4.
+            pickle.dump(torch.cuda.memory._snapshot(), file, protocol=4)
+    except Exception:
+        # An error here would hide the one that is being thrown.
+        logger.warning("torch's snapshot could not be written to %s", draft, exc_info=True)

@@ -18,12 +18,10 @@ _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
 class AgreedRelease:
-    """Releases one device's cache when any rank has enough to gain and no rank objects.
+    """Releases one device's cache when any rank has enough to gain and no rank objects."""
 
-    The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
-    another process is taking what is free: then this rank objects, and all keep their caches.
-    `min_reclaimable_fraction` of some rank's card must be cached.
-    """
+    # The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
+    # another process is taking what is free: then this rank objects, and all keep their caches.
 
     def __init__(
         self,
@@ -60,7 +58,6 @@ class AgreedRelease:
         return flush
 
     def notice(self, step: int) -> MemoryReading:
-        """Take a reading, and note how much memory outside torch it shows."""
         reading = self.device.read()
         while len(self._noticed) > 1 and self._noticed[0][0] < step - RECENT_STEPS:
             self._noticed.popleft()

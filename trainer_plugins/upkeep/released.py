@@ -94,8 +94,6 @@ class Released:
 
 
 class _ComesBack:
-    """Moves a parked module back to its device when it is called."""
-
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device
         self.handle = module.register_forward_pre_hook(self)
@@ -106,7 +104,6 @@ class _ComesBack:
 
 
 def _let_go(trainer: HfTrainer) -> None:
-    """Drop what a Trainer can recreate, and park its modules in main memory."""
     _forget_failure(trainer)
     handler = trainer.callback_handler
     handler.train_dataloader = handler.eval_dataloader = None
@@ -136,10 +133,7 @@ def _let_go(trainer: HfTrainer) -> None:
 
 
 def _forget_failure(trainer: HfTrainer) -> None:
-    """Clear the frames of the error that an interpreter keeps, if this kind of Trainer raised it.
-
-    They hold the batch, the outputs and what autograd saved.
-    """
+    """Clear the frames of the error that an interpreter keeps, if this Trainer raised it."""
     ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     while error is not None:

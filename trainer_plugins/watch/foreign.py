@@ -1,7 +1,4 @@
-"""Finds foreign memory: what other processes hold on our card.
-
-Bytes decide; process names only help the reader.
-"""
+"""Finds foreign memory: what other processes hold on our card, by bytes, not by names."""
 
 from collections.abc import Collection
 from importlib.metadata import version
@@ -31,14 +28,10 @@ def foreign_memory(
     processes: tuple[GpuProcess, ...] | None,
     own_pids: Collection[int],
 ) -> Finding | None:
-    """Judge how much of the card other processes hold; before a launch there are no `own_pids`.
-
-    `ours_outside_torch_bytes` decides if the driver does not list us.
-    """
+    """Judge how much of the card other processes hold; before a launch there are no `own_pids`."""
     listed = processes or ()
     known_bytes = {each.pid: each.used_bytes for each in listed if each.used_bytes is not None}
-    # A list is complete only if it knows us: in a container it may have the host's pids, or lack
-    # processes.
+    # A list is complete only if it knows us: in a container it may have the host's pids.
     if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
         used_bytes = reading.total_bytes - reading.free_bytes
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)

@@ -15,8 +15,8 @@ from trainer_plugins.watch.fragmentation import against_fragmentation
 
 WINDOW = 32  # the number of steps that are judged together
 
+# Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers.
 WARM_UP_LOOKS = 8
-"""Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers."""
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -70,8 +70,7 @@ KINDS = {
         "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in"
         " each worker.",
     ),
-}
-"""The kinds of memory that can leak, by the field of `Footprint`."""
+}  # the kinds of memory that can leak, by the field of `Footprint`
 
 
 def leaks(
@@ -82,33 +81,30 @@ def leaks(
     is_expandable: bool = False,
 ) -> list[Finding]:
     """Report what `growths` finds, with a remedy for each kind of memory."""
-    return [_leak(growth, window, is_expandable) for growth in growths(window, card, host)]
-
-
-def _leak(growth: Growth, window: Sequence[Footprint], is_expandable: bool) -> Finding:
-    what, remedy = KINDS[growth.kind]
-    end, is_urgent = "out of memory", growth.steps_left <= WINDOW
-    if not growth.ends_the_run:
-        end, is_urgent = "the allocator has to flush it and retry", False
-        remedy += f" {against_fragmentation(is_expandable)}"
-    return Finding(
-        code=f"leak-{growth.kind.replace('_', '-')}",
-        severity=Severity.ERROR if is_urgent else Severity.WARNING,
-        summary=f"{what} rises step by step: {end} in about {growth.steps_left} steps",
-        evidence=f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
-        f" {window[0].step} to {window[-1].step}",
-        remedy=remedy,
-        amount=float(growth.risen_bytes),
-    )
+    found = []
+    for growth in growths(window, card, host):
+        what, remedy = KINDS[growth.kind]
+        end, is_urgent = "out of memory", growth.steps_left <= WINDOW
+        if not growth.ends_the_run:
+            end, is_urgent = "the allocator has to flush it and retry", False
+            remedy += f" {against_fragmentation(is_expandable)}"
+        leak = Finding(
+            code=f"leak-{growth.kind.replace('_', '-')}",
+            severity=Severity.ERROR if is_urgent else Severity.WARNING,
+            summary=f"{what} rises step by step: {end} in about {growth.steps_left} steps",
+            evidence=f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
+            f" {window[0].step} to {window[-1].step}",
+            remedy=remedy,
+            amount=float(growth.risen_bytes),
+        )
+        found.append(leak)
+    return found
 
 
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
-    """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth.
-
-    The slope is Theil and Sen's (the median of the slopes between all pairs) over the minima of
-    blocks of 4 steps, so that a few long batches, a save or an evaluation do not move it. A leak
-    rises in every block but one.
-    """
+    """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth."""
+    # By Theil and Sen's slope (the median over all pairs) of the minima of blocks of 4 steps, which
+    # long batches, saves and evaluations do not move. A leak rises in all blocks but one.
     if len(window) < WINDOW:
         return []
     footprints = list(window)  # a deque does not slice

@@ -17,24 +17,16 @@ from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
-from trainer_plugins.watch.pressure import (
-    Budget,
-    host_pressure,
-    oom_kills,
-    pressure,
-    shared_memory,
-)
+from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
 
 
 class MemoryWatch:
-    """Looks at one device, remembers what it saw, and reports what is new or has become worse.
+    """Looks at one device, remembers what it saw, and reports what is new or has become worse."""
 
-    It owns the device's peak counter: each look reads it and starts a new interval. Readings and
-    findings go into `timeline`; releases of the device's cache may be recorded in any of `flushes`.
-    """
+    # It owns the device's peak counter: each look reads it and starts a new interval.
 
     def __init__(
         self,
@@ -63,11 +55,7 @@ class MemoryWatch:
         self._num_charted: dict[Timeline, int] = {}
 
     def look(self, step: int, moment: str, num_tokens_seen: int = 0) -> list[Finding]:
-        """Take one reading, start a new peak, and return the news, in about 50 microseconds.
-
-        `moment` is what the run was doing since the last look: `train`, `eval`, `predict`, `save`,
-        `begin`, `end`. What it generated meanwhile is a moment of its own, `generate`.
-        """
+        """Take one reading, start a new peak, and return the news of a moment, in about 50 us."""
         generated = self.generations.sample(step)
         if generated is not None:
             self.timeline.add(generated)
@@ -84,10 +72,13 @@ class MemoryWatch:
             *self._judge_host(moment),
             *self._judge_growth(reading, step, moment),
         )
-        news = [found for found in judged if found is not None and self._is_news(found)]
-        for finding in news:
-            self._reported[finding.code] = finding
-            self.timeline.add(Remark(step=step, finding=finding))
+        news = []
+        for finding in filter(None, judged):
+            before = self._reported.get(finding.code)
+            if before is None or finding.worse_than(before):
+                news.append(finding)
+                self._reported[finding.code] = finding
+                self.timeline.add(Remark(step=step, finding=finding))
         return news
 
     def metrics(self) -> MemoryMetrics | None:
@@ -106,10 +97,6 @@ class MemoryWatch:
     def _begin_chart(self, reading: MemoryReading) -> None:
         self._charted = reading
         self._num_charted = {each: each.num_added for each in (self.timeline, *self.flushes)}
-
-    def _is_news(self, finding: Finding) -> bool:
-        before = self._reported.get(finding.code)
-        return before is None or finding.worse_than(before)
 
     def _judge_device(self, reading: MemoryReading, moment: str) -> Iterator[Finding | None]:
         yield pressure(reading, self.budget, moment)
@@ -176,11 +163,7 @@ class MemoryWatch:
 
 
 class GenerationPeaks:
-    """Reads the device before and after each generation, between two looks of a `MemoryWatch`.
-
-    All generations in between, such as those of an evaluation or of a rollout, become one reading:
-    the fullest.
-    """
+    """Reads the device around each generation between two looks, of which the fullest counts."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -208,7 +191,6 @@ class GenerationPeaks:
         self._ended_seconds = time()
 
     def sample(self, step: int) -> Sample | None:
-        """Return the reading of the generations since the last call; None if there were none."""
         reading, num = self._fullest, self._num
         self._fullest, self._num = None, 0
         if reading is None:
@@ -222,7 +204,6 @@ class GenerationPeaks:
         )
 
     def with_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
-        """Return a reading whose peak includes the time before the last generation."""
         peak_bytes = max(self._around_bytes, reading.peak_allocated_bytes)
         self._around_bytes = 0
         return replace(reading, peak_allocated_bytes=peak_bytes)

@@ -1,7 +1,4 @@
-"""Judges how full a device, main memory and /dev/shm may become.
-
-Full main memory ends a run with a bare 'Killed', and a full /dev/shm with a bare 'Bus error'.
-"""
+"""Judges how full a device, main memory and /dev/shm may become."""
 
 from dataclasses import dataclass
 
@@ -48,11 +45,9 @@ _REMEDIES = {
     "save": f"To lower this peak, set {advice.SAVE_ONLY_MODEL.flag(Door.ARGUMENTS)}, or save a"
     f" sharded state dict ({advice.SHARDED_SAVE.flag(Door.ACCELERATE)}), so that no rank gathers"
     " the full model.",
+    "train": f"To lower this peak, {advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (the effective"
+    f" batch stays the same), or set {advice.CHECKPOINTING.flag(Door.ARGUMENTS)}.",
 }
-_TRAIN_REMEDY = (
-    f"To lower this peak, {advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (the effective batch"
-    f" stays the same), or set {advice.CHECKPOINTING.flag(Door.ARGUMENTS)}."
-)
 
 
 def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | None:
@@ -66,7 +61,7 @@ def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | N
         summary=f"{reading.device} was {percent(reading.pressure)} full at its peak in {moment}",
         evidence=f"peak allocated {size(reading.peak_allocated_bytes)}, non-torch"
         f" {size(reading.non_torch_bytes)}, total {size(reading.total_bytes)}",
-        remedy=_REMEDIES.get(moment, _TRAIN_REMEDY),
+        remedy=_REMEDIES.get(moment, _REMEDIES["train"]),
         amount=reading.pressure,
     )
 

@@ -44,8 +44,7 @@ from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import Card as RealCard
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks.fsdp2 import FSDP2
-from trainer_plugins.upkeep.agreement import Agreement
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import Agreement, RollCall
 
 RANK = int(os.environ["RANK"])
 initialise = PartialState.__init__

@@ -53,7 +53,6 @@ class Case:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the readings after steps of training."""
         samples = (each for each in self.entries if isinstance(each, Sample))
         return [each for each in samples if each.moment == "train"]
 
@@ -70,21 +69,18 @@ class Case:
         return self.record.step == self.record.run.step
 
     @property
-    def tokens(self) -> tuple[int, int] | None:
-        """Return rows and length of the batch; None if it has no input_ids or labels."""
+    def tokens(self) -> tuple[int, int] | None:  # rows and length of the batch; else None
         for name in ("input_ids", "labels", "decoder_input_ids"):
             shape = self.record.batch.get(name)
             if shape is not None and len(shape.shape) == 2:
                 return shape.shape[0], shape.shape[1]
         return None
 
-    def argument(self, name: str, default: int) -> int:
-        """Return a count of the TrainingArguments; the default if the value is implausible."""
+    def argument(self, name: str, default: int) -> int:  # the default if it is implausible
         value = self.record.run.arguments.get(name)
         return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else default
 
-    def config(self, name: str) -> int:
-        """Return a number of the model's config, also of its text part; 0 if it has none."""
+    def config(self, name: str) -> int:  # also of its text part; 0 if it has none
         config = self.record.run.model_config
         text = config.get("text_config")
         found = (config.get(name), text.get(name) if isinstance(text, dict) else None)
@@ -94,13 +90,11 @@ class Case:
         return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
 
     @property
-    def fixed(self) -> int:
-        """Return what stays from step to step, as far as it was there."""
+    def fixed(self) -> int:  # what stays from step to step, as far as it was there
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
 
     @property
-    def trained(self) -> int:
-        """Return what is trained: as much as the gradients, where they were there."""
+    def trained(self) -> int:  # as much as the gradients, where they were there
         return self.category("gradient") or self.category("parameter")
 
     @property
@@ -108,8 +102,7 @@ class Case:
         return int(self._state_factor * self.trained)
 
     @property
-    def to_come(self) -> int:
-        """Return what training still adds to `fixed`: gradients and states not yet made."""
+    def to_come(self) -> int:  # what training still adds to `fixed`
         trained = self.trained
         if not self.is_first_step:
             trained = self.category("optimizer") // 2 or trained
@@ -125,23 +118,19 @@ class Case:
         return factor / 4 if "8bit" in name else factor
 
     @property
-    def room(self) -> int:
-        """Return what this process could have had of the card, less a twentieth."""
+    def room(self) -> int:  # what this process could have had of the card, less 1/20
         return int(0.95 * (self.total - self.outside))
 
     @property
     def is_expandable(self) -> bool:
-        """Return whether the run was told to use expandable segments."""
         option = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
         return any(option in text for text in self.record.run.allocator.values())
 
-    def is_size_of(self, num_bytes: int) -> bool:
-        """Return whether exactly this was asked for, as the allocator rounds it."""
+    def is_size_of(self, num_bytes: int) -> bool:  # as the allocator rounds it
         return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < _ROUNDING_BYTES
 
     @property
-    def foreign(self) -> int:
-        """Return what other processes held, as far as that is sure; 0 if it may be our own."""
+    def foreign(self) -> int:  # what others held, as far as sure; 0 if it may be ours
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)

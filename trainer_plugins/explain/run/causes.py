@@ -5,14 +5,14 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause, Certainty
-from trainer_plugins.explain.known_causes import (
+from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
     IMPOSSIBLE_BYTES,
     cause,
     is_in_pieces,
     is_refused_though_free,
 )
-from trainer_plugins.explain.run.case import Case
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
@@ -338,5 +338,4 @@ RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _quadratic,
     _logits,
     _long_sample,
-)
-"""The first that finds something leads; the others follow as also possible."""
+)  # the first that finds something leads; the others follow as also possible

@@ -8,7 +8,7 @@ from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import History, Run
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
-from trainer_plugins.record.timeline import Beginning, Failure, Remark, Sample
+from trainer_plugins.record.timeline import Failure, Remark, Sample
 
 # Findings of a run that may have foreseen its kill.
 _SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host")
@@ -16,7 +16,7 @@ _SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host")
 
 def how_it_ended(history: History, folder: Path) -> Finding | None:
     """Judge the last run of a folder; None if it noted its end or an error, or still runs."""
-    if not history.runs or not _silent_ranks(history.runs[-1]):
+    if not history.runs or not history.runs[-1].silent_ranks:
         return None
     # Only for such a run: it imports torch, which takes seconds.
     from trainer_plugins.launch.place import is_running, place
@@ -30,21 +30,9 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     return _cut_off(last, facts, here)
 
 
-def _silent_ranks(run: Run) -> list[int]:
-    """Return the ranks that began training, and noted neither its end nor an error."""
-    silent = []
-    for rank, entries in run.timelines.items():
-        kinds = {type(each) for each in entries}
-        moments = {each.moment for each in entries if isinstance(each, Sample)}
-        began = Beginning in kinds or moments & {"begin", "train"}
-        if began and Failure not in kinds and "end" not in moments:
-            silent.append(rank)
-    return sorted(silent)
-
-
 def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
     """Judge a run that has no end; kills count on its machine, boot and container only."""
-    silent = _silent_ranks(run)
+    silent = run.silent_ranks
     evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
         num_kills = here.num_oom_kills - facts.place.num_oom_kills

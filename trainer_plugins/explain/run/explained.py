@@ -9,15 +9,15 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import as_overrides, flags_in
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.known_causes import cause
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, read_history
+from trainer_plugins.record.history import History, entries_of, read_history
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
@@ -31,15 +31,7 @@ _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpe
 
 
 def explain_run(folder: Path, predicts: bool = False) -> Explanation:
-    """Explain the last run of a folder, from its records, `run.json` and timelines.
-
-    It imports no torch, unless the run ended without a word: then it looks whether it still runs.
-    If it `predicts`, the planner says in a subprocess what each remedy brings.
-
-    Raises:
-        ValueError: no run wrote into this folder.
-        OSError: a file of a timeline cannot be read.
-    """
+    """Explain the last run of a folder, or raise ValueError if no run wrote into it."""
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
     if not records and not facts and history is None:
         raise ValueError(
@@ -108,8 +100,7 @@ def _explained(
     return replace(found, remedies=tuple(_as_typed(each, first.run) for each in found.remedies))
 
 
-def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
-    """Write flags and the preset as overrides, if Hydra made the run."""
+def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:  # as overrides, if Hydra made the run
     if not run.override:
         return remedy
     if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
@@ -123,7 +114,6 @@ def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
 def _by_text(
     record: OomRecord, causes: tuple[Cause, ...]
 ) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
-    """Ask what the text of the error shows, where its numbers show only that the card is full."""
     lines = ["Traceback (most recent call last):"]
     for frame in record.frames:
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
@@ -182,7 +172,6 @@ def _facts(case: Case) -> tuple[str, ...]:
 
 
 def _of_plan(plan: Planned) -> str:
-    """Say what a plan had predicted before."""
     verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
     of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
     return (
@@ -219,18 +208,13 @@ def _unknown(case: Case) -> tuple[str, ...]:
 
 def _without_record(
     folder: Path, history: History | None, facts: Sequence[RunFacts]
-) -> Explanation | None:
-    """Explain a run that was killed, or whose dataloader worker was; None if it was neither."""
+) -> Explanation | None:  # None if nothing was killed
     if history is None or not history.runs:
         return None
-    dead = [
-        entry
-        for entries in history.runs[-1].timelines.values()
-        for entry in entries
-        if isinstance(entry, Failure) and _DEAD_WORKER.search(entry.words)
-    ]
-    if dead:
-        found = _of_worker(dead[0], facts)
+    failures = (failure for _, failure in entries_of(history.runs[-1].timelines, Failure))
+    dead = next((each for each in failures if _DEAD_WORKER.search(each.words)), None)
+    if dead is not None:
+        found = _of_worker(dead, facts)
     elif (finding := how_it_ended(history, folder)) is not None:
         found = _of_kill(finding)
     else:

@@ -1,7 +1,4 @@
-"""predicted: what the planner predicts of the remedies of a run, from what it wrote about itself.
-
-It imports no torch; the planner's subprocess does, which takes seconds.
-"""
+"""predicted: a subprocess plans a run with each remedy, from what the run wrote about itself."""
 
 import json
 import sys
@@ -26,7 +23,6 @@ from trainer_plugins.units import size
 
 _OF_TRAINING = {"capacity", "long-sample", "logits-loss", "quadratic-attention", "optimizer-state"}
 _OF_EVALUATION = {"eval-batch", "eval-logits"}
-
 _OF_THE_MODEL = advice.SDPA_ATTENTION.arguments.partition("{")[0]
 _SURVIVE = advice.SURVIVE.shell.partition("COMMAND")[0]
 _LONGEST_SECONDS = 300
@@ -46,9 +42,7 @@ _PLANNED_AS_TYPED = {
 _DEVICES = ("cuda", "simgpu")
 
 
-class _SetUp(NamedTuple):
-    """Names what sets a strategy up: an argument, or else variables of a launch file."""
-
+class _SetUp(NamedTuple):  # a strategy: by an argument, or by variables of a launch file
     argument: str
     switch: str  # the variable that switches it on
     prefixes: tuple[str, ...]  # of the variables that hold its settings
@@ -98,8 +92,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     )
 
 
-def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
-    """Return the request of a run with a remedy; None if the planner searches, or cannot."""
+def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:  # None: sought, or cannot be
     flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
         source = source_of(asked)
@@ -111,7 +104,6 @@ def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
 
 
 def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
-    """Plan several runs, and say on stderr that it takes a while."""
     sys.stderr.write(
         f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
         " answer without it)\n"
@@ -144,8 +136,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
-) -> list[Remedy]:
-    """Return first what makes the run fit, then what no plan knows, then what is not enough."""
+) -> list[Remedy]:  # what fits, what no plan knows, what is not enough
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -181,7 +172,6 @@ def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
 
 
 def _typed(each: Proposal) -> str:
-    """Write the options of a plan as a run is given them."""
     do = each.flags
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
@@ -190,7 +180,6 @@ def _typed(each: Proposal) -> str:
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
-    """Compare a peak with that of the plan of the run as it was."""
     saved = plan.nvidia_smi_peak_bytes - peak_bytes
     change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more"
     spare = (plan.capacity_bytes or 0) - peak_bytes
@@ -208,11 +197,7 @@ def _needs(plan: MemoryPlan, peak_bytes: int) -> str:
 
 
 def request_of(case: Case) -> PlanRequest:
-    """Make the request for a plan of the run as it was, on the card as it was.
-
-    Raises:
-        PlanError: what is recorded is not enough; the message says what is missing.
-    """
+    """Make the request for a plan of the run as it was, on the card as it was."""
     record, run = case.record, case.record.run
     device = run.device.split(":")[0]
     if record.call != "train":
@@ -252,8 +237,7 @@ def request_of(case: Case) -> PlanRequest:
     )
 
 
-def _refuse(run: RunFacts) -> None:
-    """Refuse runs whose plan would be a plan of something else."""
+def _refuse(run: RunFacts) -> None:  # whose plan would be one of something else
     if not run.built_class.startswith("transformers."):
         raise PlanError(
             f"transformers has no class {run.built_class or run.model or 'of its model'}"
@@ -267,8 +251,7 @@ def _refuse(run: RunFacts) -> None:
         raise PlanError(f"it ran as {run.family}")
 
 
-def _exported(run: RunFacts) -> dict[str, str]:
-    """Return the variables that a launch file set; none if arguments set the strategy up."""
+def _exported(run: RunFacts) -> dict[str, str]:  # none if arguments set the strategy up
     set_up = _SET_UP.get(run.family)
     if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
         return {}

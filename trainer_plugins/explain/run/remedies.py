@@ -1,4 +1,4 @@
-"""What helps against the causes of a recorded error, in the order of `advice.for_causes`."""
+"""Remedies against the causes of a recorded error, in the order of `advice.for_causes`."""
 
 import re
 import shlex
@@ -10,10 +10,10 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
-from trainer_plugins.explain.advised import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import kept_in, kept_logits
+from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
@@ -55,7 +55,6 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
 
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
-    """Fill an advice with the numbers of a record; None if it does not apply."""
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
     if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
@@ -78,10 +77,7 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
-    """Return the most rows that divide the batch and should fit, and the bytes that they need.
-
-    Where nothing was counted, that is half the rows, and 0 bytes.
-    """
+    """Return the most rows that should fit, and their bytes; half and 0 if none were counted."""
     divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
     if case.record.alive is None or not case.total:
         return next((each for each in divisors if each <= rows // 2), 1), 0
@@ -108,7 +104,6 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
-    """Write the command line that starts the run, as it is typed again."""
     run, command = case.record.run, "YOUR LAUNCH COMMAND"
     if run.launch is not None and run.launch.words:
         command = shlex.join(run.launch.words)
@@ -168,7 +163,6 @@ def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
-    """Offer another optimizer; after a save, only if nothing else makes that smaller."""
     is_sharded = case.record.run.family == "FSDP" or _is_zero3(case)
     has_other = is_sharded or _saves_states(case) or _copying(case) is not None
     if cause == "save-gather" and has_other:
@@ -198,8 +192,7 @@ def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
 
 
-def _copying(case: Case) -> Frame | None:
-    """Return the innermost line of the user's that copies a tensor or a model."""
+def _copying(case: Case) -> Frame | None:  # by a line of the user's
     copies = [each for each in _own_frames(case) if _COPIES.search(each.code)]
     return copies[-1] if copies else None
 
@@ -242,7 +235,6 @@ def _list_processes(one: Advice, cause: str, case: Case) -> Remedy:
 
 
 def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
-    """Lower the share that the engine holds now, by what was missing."""
     share, total = case.record.run.arguments.get("vllm_gpu_memory_utilization"), max(1, case.total)
     now, door = case.foreign / total, Door.VLLM
     if isinstance(share, float):

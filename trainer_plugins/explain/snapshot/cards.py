@@ -112,19 +112,14 @@ class Snapshot:
     stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
-    def main_card(self) -> Card:
-        """Choose the card to explain: one that ran out of memory, else the busiest."""
+    def main_card(self) -> Card:  # one that ran out of memory, else the busiest
         return max(
             self.cards, key=lambda one: (one.num_ooms > 0, len(one.events), one.reserved_bytes)
         )
 
 
 def read(path: Path) -> Snapshot:
-    """Read a snapshot of torch.
-
-    Raises:
-        NotReadableError: the file is not one, or is damaged.
-    """
+    """Read a snapshot of torch, or raise NotReadableError."""
     with no_collection():
         raw = load(path)
         if isinstance(raw, list):  # torch.cuda.memory_snapshot()
@@ -153,8 +148,6 @@ def read(path: Path) -> Snapshot:
 
 
 class _Reader:
-    """Checks values, and gives each different stack a number."""
-
     def __init__(self) -> None:
         self._stacks: list[Stack] = [()]
         self._numbers: dict[Stack, int] = {(): 0}

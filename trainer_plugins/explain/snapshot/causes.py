@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause, is_in_pieces
+from trainer_plugins.explain.shared import cause, is_in_pieces
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase, reserved_after
@@ -45,8 +45,7 @@ def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
             yield _capacity(case)
 
 
-def _foreign(case: SnapshotCase) -> Iterator[Cause]:
-    """Compare what could be held at the first and at the last OOM: the rest is others'."""
+def _foreign(case: SnapshotCase) -> Iterator[Cause]:  # by what fitted at the first OOM
     reserved = reserved_after(case.card)
     ends = [
         reserved[at + 1] + event.address
@@ -119,7 +118,6 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
 
 
 def _by_request(case: SnapshotCase) -> Iterator[Cause]:
-    """Name what the failing request itself was for, where that has a cause of its own."""
     held, work = case.held.categories, case.request.work
     logits = held.get("logits", 0)
     if work == "loss" or logits >= 0.25 * case.in_use_bytes:
@@ -142,8 +140,7 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
         yield cause("save-gather", grade="likely")
 
 
-def _uneven(case: SnapshotCase) -> str:
-    """Compare the cards of a process that uses several; empty if they are loaded evenly."""
+def _uneven(case: SnapshotCase) -> str:  # empty if the cards are loaded evenly
     cards = [card for card in case.snapshot.cards if card is not case.card]
     others = {card.index: max(reserved_after(card)) for card in cards}
     if not others or max(others.values()) >= case.reserved_bytes / 2:

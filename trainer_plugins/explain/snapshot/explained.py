@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause, remedy
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
@@ -29,13 +28,7 @@ _NOT_REPLAYED = ("eval-logits", "generate-cache")
 
 
 def explain_snapshot(path: Path) -> Explanation:
-    """Say why the run behind a snapshot ran out of memory, or what held its memory at the peak.
-
-    `causes` is empty if the snapshot holds no OOM.
-
-    Raises:
-        NotReadableError: the file is not a snapshot, is damaged, or would run code.
-    """
+    """Say why a run ran out of memory, or without an OOM (no causes) what was held at the peak."""
     return explained_case(path)[1]
 
 
@@ -114,8 +107,7 @@ def _ending(case: SnapshotCase) -> Iterator[str]:
     yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
 
 
-def _checks(case: SnapshotCase) -> Iterator[str]:
-    """Say how the figures were checked against what the file states."""
+def _checks(case: SnapshotCase) -> Iterator[str]:  # against what the file states
     stated = case.card.allocated_bytes
     if case.at_end.allocated_bytes == stated:
         yield f"At the end the categories sum to the {stated:,} bytes that the file states"
@@ -160,8 +152,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
 
-def _likely(unknown: int, case: SnapshotCase) -> str:
-    """Guess from the size of the gradients, which is that of the parameters."""
+def _likely(unknown: int, case: SnapshotCase) -> str:  # by the size of the gradients
     gradients = case.sorter.gradient_bytes()
     for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):
         if gradients and abs(unknown / gradients - times) < 0.05 * times:
@@ -169,19 +160,12 @@ def _likely(unknown: int, case: SnapshotCase) -> str:
     return ""
 
 
-def _in_bytes(num_bytes: int) -> str:
-    """Render a size so that it can be compared to the byte."""
+def _in_bytes(num_bytes: int) -> str:  # comparable to the byte
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
 
 
 def compare_snapshots(before: Path, after: Path) -> Explanation:
-    """Show what a second snapshot holds more than a first one, at the moment of each dump.
-
-    A snapshot that ended in an OOM is compared at that OOM: its dump shows what was left after it.
-
-    Raises:
-        NotReadableError: one of the files is not a snapshot.
-    """
+    """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
     with no_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)

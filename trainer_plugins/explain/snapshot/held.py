@@ -1,8 +1,7 @@
 """Held: what a card's memory held at one moment, by category and by source line.
 
-Frames show during which work a block was allocated, and its end shows what it was for: what a
-forward pass allocates and the backward pass still needs is an activation, what is freed within the
-pass was temporary; what outlives a backward pass is a gradient.
+What a forward pass allocates and the backward pass still needs is an activation, what is freed
+within the pass was temporary, and what outlives a backward pass is a gradient.
 """
 
 from bisect import bisect_right
@@ -27,13 +26,13 @@ Category = Literal[
     "other",
     "unknown",
     "waiting",
-]
-"""What a block was for; the allocator does not count what is `waiting` as allocated."""
+]  # what a block was for; the allocator does not count what is `waiting` as allocated
 
+# From the bottom of a picture to its top: permanent memory first.
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
-    "gradients": "gradients",
     "optimizer states": "optimizer states",
+    "gradients": "gradients",
     "activations": "activations",
     "logits": "logits and loss",
     "temporaries": "temporaries",
@@ -56,7 +55,6 @@ class Held:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return what the allocator counts as allocated."""
         return sum(self.categories.values()) - self.categories.get("waiting", 0)
 
 
@@ -69,10 +67,7 @@ class Pass(NamedTuple):
 
 
 class Sorter:
-    """Sorts the blocks of a card into categories.
-
-    What happens after `end`, an OOM, unwinds the error, and does not show what a block was for.
-    """
+    """Sorts a card's blocks into categories; frees after `end`, an OOM, only unwind the error."""
 
     def __init__(
         self, snapshot: Snapshot, card: Card, lives: Sequence[Life], end: int | None = None
@@ -95,20 +90,17 @@ class Sorter:
         self._logits_bytes = self._sizes_of_losses()
 
     def meaning(self, stack: int) -> Meaning:
-        """Read a stack by its number, once."""
         if stack not in self._meanings:
             self._meanings[stack] = meaning_of(self._stacks[stack])
         return self._meanings[stack]
 
-    def step_at(self, position: int) -> int:
-        """Return how many backward passes had ended before an event."""
+    def step_at(self, position: int) -> int:  # backward passes that had ended before
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
 
-    def held_at(self, position: int) -> Held:
-        """Say what is in use after an event."""
+    def held_at(self, position: int) -> Held:  # in use after an event
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
         categories: Counter[Category] = Counter()
         bytes_from: Counter[str] = Counter()
@@ -122,13 +114,11 @@ class Sorter:
         lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
         return Held(position, dict(categories.most_common()), tuple(lines))
 
-    def gradient_bytes(self) -> int:
-        """Return what the gradients took at the end of the last complete backward pass."""
+    def gradient_bytes(self) -> int:  # at the end of the last complete backward pass
         ends = [each.last for each in self.passes[:-1] if each.kind == "backward"]
         return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
-    def place(self, life: Life) -> str:
-        """Name the line that asked for a block."""
+    def place(self, life: Life) -> str:  # the line that asked for it
         if life.stack:
             return self.meaning(life.stack).place
         if life.birth == BEFORE:
@@ -136,7 +126,6 @@ class Sorter:
         return "the backward pass, without frames" if self._has_frames else NOWHERE
 
     def category(self, life: Life) -> Category:
-        """Say what a block was for."""
         work = self.meaning(life.stack).work
         if work == "unknown" and life.birth == BEFORE:
             return "unknown"
@@ -159,7 +148,6 @@ class Sorter:
         return "other"
 
     def _extend(self, birth: int, work: Work) -> None:
-        """Put an allocation into the last pass, or into a new one."""
         kind = work if work in ("backward", "optimizer") else "forward"
         if work == "unknown" and self._has_frames:
             kind = "backward"  # its thread has no frames of Python
@@ -175,8 +163,7 @@ class Sorter:
         index = bisect_right(self._starts, position) - 1
         return self.passes[index] if index >= 0 else None
 
-    def _fate(self, life: Life) -> bool | None:
-        """Say whether a block went within its pass; None if the run ended before that was known."""
+    def _fate(self, life: Life) -> bool | None:  # within its pass? None if the run ended before
         its, death = self._pass_at(life.birth), self._known_death(life)
         if its is None or life.birth == BEFORE:
             return False
@@ -187,8 +174,7 @@ class Sorter:
             return death < its.last and (is_training or death - life.birth < _SHORT_EVENTS)
         return None if is_last and self._end < len(self._card.events) else False
 
-    def _usual_fates(self) -> Mapping[int, bool]:
-        """Say for each stack whether most of its bytes went within their pass."""
+    def _usual_fates(self) -> Mapping[int, bool]:  # by stack: most bytes went in their pass
         balance: Counter[int] = Counter()
         for life in self.lives:
             if (fate := self._fate(life)) is not None:
@@ -200,11 +186,7 @@ class Sorter:
         its = self._pass_at(death) if death is not None else None
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 
-    def _sizes_of_losses(self) -> frozenset[int]:
-        """Return the size of the largest tensor of a loss, rows x vocabulary in float32.
-
-        The logits have it too, or half of it where the model computes in 16 bits.
-        """
+    def _sizes_of_losses(self) -> frozenset[int]:  # of a loss's largest tensor, in fp32, 16 bits
         losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
         largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

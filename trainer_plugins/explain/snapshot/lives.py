@@ -1,7 +1,4 @@
-"""Life: each block from its allocation to its release, and when most bytes were in use.
-
-Sizes are those of blocks: what the allocator gave, which is at least what was asked for.
-"""
+"""Life: each block from its allocation to its release, in the sizes that the allocator gave."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,11 +39,7 @@ class Repeated:
 
 
 def repeat(card: Card, snapshot: Snapshot) -> Repeated:
-    """Repeat the events of a card.
-
-    Raises:
-        NotModelledError: it holds what the allocator's model does not have.
-    """
+    """Repeat the events of a card, or raise NotModelledError."""
     trace = trace_of(card, snapshot.name)
     rules = AllocatorRules(expandable_segments=trace.expandable)
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit

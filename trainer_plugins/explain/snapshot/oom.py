@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_plugins.explain.known_causes import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.explain.shared import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot, read
 from trainer_plugins.explain.snapshot.held import Category, Held, Sorter
 from trainer_plugins.explain.snapshot.lives import Repeated, lives_of, peak_of, repeat
@@ -46,13 +46,11 @@ class SnapshotCase:
     why_not_repeated: str
 
     @property
-    def in_use_bytes(self) -> int:
-        """Return what is allocated, with what still waits for another stream."""
+    def in_use_bytes(self) -> int:  # also what still waits for another stream
         return sum(self.held.categories.values())
 
     @property
-    def unused_bytes(self) -> int:
-        """Return what was reserved and not in use; at an OOM it could not be used or released."""
+    def unused_bytes(self) -> int:  # reserved and not in use
         return self.reserved_bytes - self.in_use_bytes
 
     @property
@@ -60,8 +58,7 @@ class SnapshotCase:
         return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
 
     @property
-    def missing_bytes(self) -> int:
-        """Return what the request lacked even without a gap; it is negative if it had fitted."""
+    def missing_bytes(self) -> int:  # even without a gap; negative if it had fitted
         wanted = self.oom.num_bytes - self.oom.left_bytes if self.oom is not None else 0
         return wanted - self.unused_bytes
 
@@ -75,11 +72,7 @@ class SnapshotCase:
 
 
 def case_of(path: Path) -> SnapshotCase:
-    """Read a snapshot, and bring its main card to the moment that matters.
-
-    Raises:
-        NotReadableError: it is not a snapshot.
-    """
+    """Read a snapshot, and bring its main card to the moment that matters."""
     snapshot = read(path)
     card = snapshot.main_card()
     repeated, why = None, ""

@@ -50,11 +50,7 @@ class NotReadableError(ValueError):
 
 
 def load(path: Path) -> Any:
-    """Read a pickle of plain values.
-
-    Raises:
-        NotReadableError: it is none, it is damaged or too large, or it would run code.
-    """
+    """Read a pickle of plain values, or raise NotReadableError."""
     data = _bytes_of(path)
     if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
         what = "it is empty" if not data else "it is not a pickle of protocol 2 to 5"
@@ -92,15 +88,12 @@ def _bytes_of(path: Path) -> bytes:
 
 
 class _Program:
-    """Follows the instructions of a pickle."""
-
     def __init__(self) -> None:
         self._made: list[Any] = []  # what is in no list or dict yet, the newest last
         self._marks: list[int] = []  # where each list or dict began that is not filled yet
         self._memo: list[Any] = []
 
-    def run(self, data: bytes) -> Any:
-        """Return what it makes; instructions that do not fit together raise whatever they raise."""
+    def run(self, data: bytes) -> Any:  # raises whatever unfit instructions raise
         made, memo, at, end = self._made, self._memo, 2, len(data)
         while at < end and len(made) <= _MOST_WAITING:
             code = data[at]

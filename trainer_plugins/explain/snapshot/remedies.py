@@ -62,8 +62,6 @@ def tried(case: SnapshotCase) -> Tries:
 
 @dataclass
 class _Trial:
-    """Repeats the trace of a case up to its last OOM."""
-
     case: SnapshotCase
     repeated: Repeated
     oom: Oom
@@ -83,8 +81,7 @@ class _Trial:
         self._try_capacity()
         return self.found
 
-    def _try_settings(self) -> str:
-        """Try other settings; return why none helps, empty if one does."""
+    def _try_settings(self) -> str:  # why none helps; empty if one does
         recorded = self.repeated.rules
         if self._spare() is not None:
             return (
@@ -108,7 +105,6 @@ class _Trial:
         return "the same trace fits with none of the other settings either"
 
     def _joined(self, words: str) -> str:
-        """Put an option next to the user's others."""
         variable, _, option = words.partition("=")
         text = self.case.snapshot.settings.get(variable)
         if not isinstance(text, str) or not re.fullmatch(r"[\w:.,\[\]-]{1,200}", text):
@@ -128,8 +124,7 @@ class _Trial:
                 " spare",
             )
 
-    def _try_half(self) -> None:
-        """Halve what forward and backward passes allocated within the trace."""
+    def _try_half(self) -> None:  # of what passes allocated in the trace
         sorter = self.case.sorter
         if self.case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
             return
@@ -148,8 +143,7 @@ class _Trial:
                 " activations, logits and temporaries of the trace grow with the batch",
             )
 
-    def _try_small_states(self) -> None:
-        """Hold the states of Adam in one byte a number instead of four."""
+    def _try_small_states(self) -> None:  # one byte a number, not four
         case = self.case
         if case.request.work != "optimizer" or not any(
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
@@ -187,8 +181,7 @@ class _Trial:
         divisor: int = 1,
         request_divisor: int = 1,
         more_bytes: int = 0,
-    ) -> int | None:
-        """Return what the card has left after the request that failed; None is an OOM."""
+    ) -> int | None:  # left on the card after the request that failed; None is an OOM
         births = {life.birth for life in smaller}
         events, trace = self.case.card.events, self.repeated.trace
         first = len(events) - len(trace.events)

@@ -37,11 +37,7 @@ class Card(Protocol):
 
 
 class ModelCard:
-    """Replays on `AllocatorModel`, with the real addresses of segments, or by a rule from `start`.
-
-    `rules`, else CUDA's defaults, hold from the first event on, since no setting may keep the
-    blocks before it from where they were.
-    """
+    """Replays on `AllocatorModel`, with the segments' real addresses or by a rule from `start`."""
 
     def __init__(
         self,
@@ -275,8 +271,7 @@ def _num_pieces(segment: StartSegment) -> int:
     return len(segment.pieces) + small
 
 
-def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
-    """Cut what one allocation of the small pool cannot hold."""
+def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:  # at most 1 MiB each
     for state, left in segment.pieces:
         while segment.is_small and left > _SMALL_BYTES:
             yield state, _SMALL_BYTES

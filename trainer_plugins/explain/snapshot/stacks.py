@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from trainer_plugins.explain.ours import OF_TORCH, is_ours, is_users
+from trainer_plugins.explain.shared import OF_TORCH, is_ours, is_users
 from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
@@ -91,11 +91,7 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
 
 
 def _is_head(python: Sequence[Frame]) -> bool:
-    """Return whether it is the product of the head, by a name or by the caller of the linear layer.
-
-    In transformers only the head is a layer of the outermost module itself: all other layers are
-    called from a `forward` of the same file that another one of it has called.
-    """
+    """Return whether it is the head's: by its name, or called by the outermost module itself."""
     of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
     inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
     if any(map(_HEAD.search, inner[:2])):

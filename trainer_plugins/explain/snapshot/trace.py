@@ -1,8 +1,4 @@
-"""Trace: the events of one card, and its segments as they were at the first of them.
-
-A snapshot holds the segments at its end, and the last events before. `trace_of` undoes the events,
-the last one first.
-"""
+"""Trace: the events of one card, and its segments before them, found by undoing the events."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +12,6 @@ from trainer_plugins.explain.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 
 _SMALL_SEGMENT_BYTES = 2 * MIB
-
 _CHANGES = ("alloc", "free")
 
 State = Literal["used", "free", "unmapped"]
@@ -30,8 +25,7 @@ class StartSegment(NamedTuple):
     is_small: bool
     pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
-    def used(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the bytes of each block in use."""
+    def used(self) -> Iterator[tuple[int, int]]:  # address and bytes of each block
         address = self.address
         for state, num_bytes in self.pieces:
             if state == "used":
@@ -58,8 +52,7 @@ def known_from(card: Card) -> int:
     return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
-def _after_gap(card: Card) -> int:
-    """Undo the events back to the first gap: a program stopped recording, and began again."""
+def _after_gap(card: Card) -> int:  # a program stopped recording, and began again
     live = {
         block.address for segment in card.segments for block in segment.blocks if block.is_active
     }
@@ -86,11 +79,7 @@ def has_lost_its_end(card: Card) -> bool:
 
 
 def trace_of(card: Card, source: str) -> Trace:
-    """Undo the events of a card, as far as all are known.
-
-    Raises:
-        NotModelledError: it holds what the allocator's model does not have.
-    """
+    """Undo the events of a card, as far as all are known, or raise NotModelledError."""
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
     has_expandable = card.has_mapped or any(each.is_expandable for each in card.segments)
@@ -103,8 +92,6 @@ def trace_of(card: Card, source: str) -> Trace:
 
 
 class _Start:
-    """Finds what was there at the first event."""
-
     def __init__(self, card: Card, events: Sequence[Event], expandable: bool) -> None:
         self._expandable = expandable
         self._events = events
@@ -151,8 +138,7 @@ class _Start:
             pieces = self._pieces(inside, start, start + size, None if is_small else behind)
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
-    def _first_behind(self, addresses: list[int]) -> dict[int, int]:
-        """Return where the first allocation after a live block lies, in its segment."""
+    def _first_behind(self, addresses: list[int]) -> dict[int, int]:  # its first neighbour
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)
@@ -174,9 +160,8 @@ class _Start:
     ) -> Iterator[tuple[State, int]]:
         """Cut a range into its blocks.
 
-        The file lacks the size of a block that was freed within the trace. It is that of its
-        request, plus in the large pool a rest of 1 MiB or less, which the allocator does not cut
-        off.
+        A block that was freed within the trace has the size of its request, plus in the large pool
+        a rest of 1 MiB or less, which the allocator does not cut off.
         """
         position = start
         for address, following in pairwise([*inside, end]):
@@ -194,8 +179,7 @@ class _Start:
         if position < end:
             yield "free", end - position
 
-    def _of_ranges(self) -> Iterator[StartSegment]:
-        """Cut each range of addresses into pieces; there is one for a stream and a pool."""
+    def _of_ranges(self) -> Iterator[StartSegment]:  # one for a stream and a pool
         addresses, mapped = sorted(self._live), self._mapped.joined()
         known = sorted(self._ranges.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
@@ -213,8 +197,6 @@ class _Start:
 
 
 class _Ranges:
-    """Holds ranges of addresses, from which others are cut."""
-
     def __init__(self) -> None:
         self._lows: list[int] = []
         self._highs: dict[int, int] = {}
@@ -238,8 +220,7 @@ class _Ranges:
     def apart(self) -> list[tuple[int, int]]:
         return [(low, self._highs[low]) for low in self._lows]
 
-    def joined(self) -> list[tuple[int, int]]:
-        """Return the ranges in order; those that touch are one."""
+    def joined(self) -> list[tuple[int, int]]:  # those that touch are one
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
             if joined and low <= joined[-1][1]:

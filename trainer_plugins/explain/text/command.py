@@ -8,8 +8,7 @@ from trainer_plugins.explain.text.frames import Frame
 
 _UNKNOWN = "YOUR LAUNCH COMMAND"
 _MOST_CHARACTERS = 2000
-# A line of a shell or a notebook, or one that names what it runs. Variables and wrappers before
-# the launcher are not repeated.
+# A line that is typed, or names what runs; what precedes the launcher is not repeated.
 _PROMPT = r"[^\n]{0,80}?[$#%>!] ?|\+ |(?i:[^\n:]{0,30}(?:running|command|cmd)[^\n:]{0,20}: ?)"
 _WRAPPER = (
     r"\w+=\S*|nohup|time|srun(?: -\S+)*|(?:uv|poetry|pixi) run"
@@ -31,17 +30,14 @@ _LAUNCHERS = (
     ("deepspeed", r"deepspeed[/\\]launcher|bin/deepspeed\b|\[launch\.py:"),
     (
         "torchrun --nproc-per-node gpu",
-        r"torch[/\\]distributed[/\\](?:run|launcher|elastic)|bin/torchrun\b|torch\.distributed\.run",
+        r"torch[/\\]distributed[/\\](?:run|launcher|elastic)|bin/torchrun\b"
+        r"|torch\.distributed\.run",
     ),
 )
 
 
 def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
-    """Return the command line of a run, its launcher included, quoted so that nothing is executed.
-
-    It is the one that the text shows, else one made of what a launcher prints of its ranks, else of
-    the outermost frame.
-    """
+    """Return the command line of a run, with its launcher, quoted so that nothing is executed."""
     if words := shown(text):
         return shlex.join(words)
     several = writer.isdigit() or "local_rank" in text
@@ -70,8 +66,7 @@ def shown(text: str) -> list[str]:
     return []
 
 
-def _names_a_program(words: Sequence[str]) -> bool:
-    """Tell a command line from a sentence that begins with the same word."""
+def _names_a_program(words: Sequence[str]) -> bool:  # or are a sentence that begins so
     launcher, *others = words
     if launcher.rpartition("/")[2].startswith("python"):
         others = [word for word in others if word == "-m" or not word.startswith("-")][:1]
@@ -81,7 +76,6 @@ def _names_a_program(words: Sequence[str]) -> bool:
 
 
 def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
-    """Name the script of the outermost frame; a module's name is not in its path."""
     main = next((one for one in frames if one.function == "<module>"), None)
     is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
     if any("runpy" in one.path for one in frames) and not is_ours:

@@ -1,7 +1,4 @@
-"""Finds the first OOM of a log of any size, and keeps the lines around it.
-
-Lines are cleaned of what terminals, launchers and loggers put around the words.
-"""
+"""Finds the first OOM of a log of any size, and keeps the lines around it, cleaned."""
 
 import codecs
 import re
@@ -87,8 +84,7 @@ def _clean_lines(text: str) -> list[Line]:
     return [_clean_line(raw[:_LONGEST_LINE]) for raw in re.split(r"\r\n|\n|\r", text)]
 
 
-def _clean_line(raw: str) -> Line:
-    """Strip one line of escapes, boxes and prefixes, and name its writer."""
+def _clean_line(raw: str) -> Line:  # without escapes, boxes and prefixes
     text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):
@@ -101,13 +97,7 @@ def _clean_line(raw: str) -> Line:
 
 
 def find_first(stream: BinaryIO) -> Excerpt:
-    """Read a log until its first OOM and a little further.
-
-    Memory is bounded, and time is linear in the length, whatever the bytes are.
-
-    Raises:
-        ValueError: it is empty, or is not text.
-    """
+    """Read a log until its first OOM and a little further, in bounded memory and linear time."""
     head = buffer = ""
     scanned, is_cut = 0, False
     for text, is_last in _texts(stream):
@@ -134,8 +124,7 @@ def find_first(stream: BinaryIO) -> Excerpt:
     return Excerpt(None, lines)
 
 
-def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
-    """Yield the text block by block, and whether it is the last one."""
+def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:  # and whether it is the last
     block = stream.read(_BLOCK_BYTES)
     if not block.strip():
         raise ValueError("there is nothing in it")
@@ -152,8 +141,7 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
         block = following
 
 
-def _first_oom(text: str, start: int, end: int) -> int | None:
-    """Return where the first line with an OOM begins, at or after `start`; None without one."""
+def _first_oom(text: str, start: int, end: int) -> int | None:  # at or after `start`
     seen = start
     for match in _HINTS.finditer(text, start, end):
         if match.start() < seen:
@@ -174,8 +162,7 @@ def _oom_in(raw: str) -> OutOfMemory | None:
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 
 
-def _excerpt(lines: list[Line], at: int) -> Excerpt:
-    """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
+def _excerpt(lines: list[Line], at: int) -> Excerpt:  # a certain one soon after is better
     writer = lines[at].writer
     context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
     found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
@@ -187,8 +174,7 @@ def _excerpt(lines: list[Line], at: int) -> Excerpt:
     return Excerpt(found, tuple(lines), at)
 
 
-def _message(lines: list[Line], at: int) -> str:
-    """Join what a terminal has broken; a message of several lines keeps them."""
+def _message(lines: list[Line], at: int) -> str:  # joined where a terminal has broken it
     said = [lines[at].text]
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
@@ -37,21 +37,13 @@ _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
 def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
-    """Explain the first OOM of a text, or say that it has none (no causes).
-
-    Raises:
-        ValueError: the text is empty.
-    """
+    """Explain the first OOM of a text, or say that it has none (no causes); ValueError if empty."""
     whole = text if isinstance(text, str) else "\n".join(text)
     return explain_stream(io.BytesIO(whole.encode(errors="replace")), subject)
 
 
 def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
-    """Explain the first OOM of a log of any size.
-
-    Raises:
-        ValueError: it is empty, or is not text.
-    """
+    """Explain the first OOM of a log of any size, or raise ValueError if it is empty or no text."""
     return explain_excerpt(find_first(stream), subject)
 
 
@@ -74,8 +66,7 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     )
 
 
-def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
-    """Explain a table of nvidia-smi, or words that are taken for an OOM."""
+def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:  # but a table or a lookalike
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:

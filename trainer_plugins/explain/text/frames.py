@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer_plugins.explain.ours import is_ours, is_users
+from trainer_plugins.explain.shared import is_ours, is_users
 from trainer_plugins.explain.text.excerpt import Line
 
 _MOST_LINES = 600
@@ -45,10 +45,7 @@ class Frame(NamedTuple):
 
 
 def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
-    """Return the frames of the traceback that ends at a line, outermost first.
-
-    Some loggers write the message first: if no frame precedes it, those that follow are taken.
-    """
+    """Return the traceback that ends at a line, outermost first, else the frames after it."""
     writer = lines[at].writer
     before: list[str] = []
     for line in reversed(lines[max(0, at - _MOST_LINES) : at]):

@@ -24,11 +24,7 @@ def judge(
     num_ranks: int | None = None,
     host: HostLimits = _UNKNOWN,
 ) -> tuple[Finding, ...]:
-    """Judge a launch file. The worst findings come first.
-
-    `training` are TrainingArguments by name. Without `num_params`, all of them trained, main memory
-    is not judged. `num_ranks` are those of all machines: by default the file's number, or 1.
-    """
+    """Judge a launch file, the worst finding first; without `num_params`, not its main memory."""
     found = [
         *schema_findings(document),
         *accelerate_findings(document),

@@ -204,7 +204,6 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
 
 
 def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
-    """Judge what DeepSpeed would do instead of the Trainer: optimizer and scheduler."""
     if "optimizer" in config:
         if document.in_deepspeed("optimizer.params.max_grad_norm") is not None:
             yield _ignored(

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 Mapping = dict[str, Any]
-# No launch file comes near these limits: the largest one of accelerate, DeepSpeed, TRL and axolotl
-# has 5 KB and 5 levels.
+# The largest launch file of accelerate, DeepSpeed, TRL and axolotl has 5 KB and 5 levels.
 _MOST_BYTES = 1 << 20
 _MOST_LEVELS = 50
 _MOST_VALUES = 5_000
@@ -36,16 +35,13 @@ class Document:
     json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
     def in_accelerate(self, name: str) -> object:
-        """Return the value at a dotted name of the accelerate part; None if there is none."""
         return part(self.accelerate or {}, name)
 
     def in_deepspeed(self, name: str) -> object:
-        """Return the value at a dotted name of the DeepSpeed part; None if there is none."""
         return part(self.deepspeed or {}, name)
 
     @property
-    def zero_stage(self) -> int | None:
-        """Return the ZeRO stage that will run; None if DeepSpeed will not run."""
+    def zero_stage(self) -> int | None:  # None if DeepSpeed will not run
         if self.deepspeed is not None:
             stage = self.in_deepspeed("zero_optimization.stage")
             if isinstance(stage, (int, float)) and not isinstance(stage, bool):
@@ -58,8 +54,7 @@ class Document:
         return stage if isinstance(stage, int) else 2
 
     @property
-    def offload_devices(self) -> dict[str, str]:
-        """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
+    def offload_devices(self) -> dict[str, str]:  # `{"optimizer": "cpu"}`
         found = {}
         for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
             device = self.in_deepspeed(f"zero_optimization.offload_{what}.device")
@@ -89,11 +84,7 @@ def part(config: Mapping, name: str) -> object:
 
 
 def read_document(path: Path) -> Document:
-    """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not hold a mapping.
-    """
+    """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON, or raise ConfigError."""
     loaded, duplicates = read_mapping(path)
     of_accelerate = {"distributed_type", "compute_environment", "deepspeed_config"}
     if path.suffix == ".json" and of_accelerate.isdisjoint(loaded):
@@ -246,8 +237,7 @@ def _within_value(value: object) -> list[tuple[str, object]]:
 
 def _walk(
     root: object, within: Callable[[object], list[tuple[str, object]]], source: str
-) -> Iterator[tuple[object, str]]:
-    """Yield each value with its dotted name, as often as anchors refer to it."""
+) -> Iterator[tuple[object, str]]:  # with its dotted name, as often as anchors refer to it
     waiting = [(root, "", 1)]
     num_seen = 0
     while waiting:

@@ -1,9 +1,6 @@
 """The keys that accelerate and DeepSpeed read (a renamed one twice), and what each may hold.
 
-Sources, in accelerate 1.15: commands/config/config_args.py and commands/launch.py. In DeepSpeed
-0.19.8: runtime/config.py and constants.py, runtime/zero/config.py with offload_config.py,
-precision_config.py, zenflow_config.py and leaf_module_config.py, and swap_tensor/constants.py for
-`aio`.
+Sources: accelerate 1.15, commands/config/config_args.py and launch.py; DeepSpeed 0.19.8, runtime/.
 """
 
 Keys = dict[str, str]  # the kind of each key: the name of a parameter of `_keys`
@@ -49,8 +46,7 @@ ACCELERATE_DEEPSPEED = _keys(
     number="gradient_clipping",
     boolean="zero3_init_flag zero3_save_16bit_model",
 )
-# DeepSpeedPlugin._deepspeed_config_checks raises for these in addition to a deepspeed_config_file,
-# at any value.
+# DeepSpeedPlugin._deepspeed_config_checks refuses these next to a deepspeed_config_file.
 REFUSED_BESIDE_JSON = _names(
     """
     gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device
@@ -110,8 +106,7 @@ ZERO = _keys(
     """,
     mapping="offload_param offload_optimizer zenflow leaf_module",
 )
-# Keys of stage 3 alone. DeepSpeed reads them with and without the prefix, transformers and
-# accelerate only with it.
+# Of stage 3 alone. DeepSpeed reads them without the prefix too, transformers and accelerate do not.
 STAGE3 = _keys(
     integer="""
         prefetch_bucket_size param_persistence_threshold model_persistence_threshold
@@ -171,14 +166,12 @@ BLOCKS: dict[str, Keys] = {
     "scheduler": _keys(text="type", mapping="params"),
 }
 BLOCKS["bfloat16"] = BLOCKS["bf16"]
-# In these blocks DeepSpeed reads the keys it knows and ignores the rest; in the others it refuses
-# unknown keys.
+# In these blocks DeepSpeed ignores unknown keys; in the others it refuses them.
 PASSED_OVER = frozenset(
     {"", "aio", "activation_checkpointing", "torch_autocast", "optimizer", "scheduler"}
 )
 
-# _REMOVED_TOP_LEVEL_CONFIG_KEYS and _REMOVED_ZERO_CONFIG_KEYS of deepspeed/runtime/config.py:
-# DeepSpeed raises for each.
+# DeepSpeed raises for each: _REMOVED_..._CONFIG_KEYS of deepspeed/runtime/config.py.
 REMOVED = _names(
     """
     nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
@@ -199,8 +192,7 @@ DEPRECATED = {
     "bfloat16": "bf16, the only name that transformers and accelerate look for",
 }
 
-# Keys whose "auto" transformers (HfTrainerDeepSpeedConfig) and accelerate (DeepSpeedPlugin,
-# _prepare_deepspeed) replace.
+# Whose "auto" HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces.
 AUTO = _names(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping

@@ -1,16 +1,65 @@
-"""Judges whether a launch file and TrainingArguments contradict each other.
+"""Names and reads TrainingArguments, and judges whether a launch file contradicts them.
 
-Source: HfTrainerDeepSpeedConfig.trainer_config_process and trainer_config_finalize of transformers
-5.23, which raise for each value that is neither "auto" nor equal.
+Source: trainer_config_process and _finalize of HfTrainerDeepSpeedConfig, transformers 5.23.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, part
+
+# What people and other programs call the same: axolotl has micro_batch_size and sequence_len, TRL
+# max_length (and had max_seq_length), LLaMA-Factory cutoff_len.
+CALLED_ELSEWHERE = {
+    "batch-size": "--per-device-train-batch-size",
+    "train-batch-size": "--per-device-train-batch-size",
+    "micro-batch-size": "--per-device-train-batch-size",
+    "epochs": "--num-train-epochs",
+    "lr": "--learning-rate",
+    "max-length": "--seq-length",
+    "max-seq-length": "--seq-length",
+    "seq-len": "--seq-length",
+    "sequence-len": "--seq-length",
+    "cutoff-len": "--seq-length",
+}
+_FILES = ("training_args.py", "training_args_seq2seq.py")
+
+
+@functools.cache
+def argument_names() -> frozenset[str]:
+    """Return the names that the installed TrainingArguments take; none if it is not found."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None:
+        return frozenset()
+    texts = (Path(found.origin).with_name(file).read_text(encoding="utf-8") for file in _FILES)
+    return frozenset(
+        line.target.id
+        for text in texts
+        for each in ast.parse(text).body
+        if isinstance(each, ast.ClassDef)
+        for line in each.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
+
+
+def unknown_argument(names: Iterable[str]) -> str:
+    """Say which of these is no TrainingArgument, and which was probably meant; else nothing."""
+    known = argument_names()
+    for name in names if known else ():
+        if name not in known:
+            meant = CALLED_ELSEWHERE.get(name.replace("_", "-"))
+            near = [meant] if meant else [f"--{n}" for n in get_close_matches(name, known, n=1)]
+            hint = f": is it {near[0]}?" if near else ""
+            return f"neither plan nor TrainingArguments knows --{name}{hint}"
+    return ""
 
 
 class _Pair(NamedTuple):
@@ -38,9 +87,6 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 
     >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
     {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
-
-    Raises:
-        ConfigError: a value has no name.
     """
     found: dict[str, object] = {}
     waiting: str | None = None  # the name of a flag whose value may follow
@@ -101,8 +147,7 @@ def training_findings(
     yield from _saves(document, training or {})
 
 
-def _handed_over(document: Document) -> dict[str, Any]:
-    """Return the DeepSpeed config with the values that accelerate fills in."""
+def _handed_over(document: Document) -> dict[str, Any]:  # with what accelerate fills in
     if document.deepspeed is not None:
         return {"gradient_accumulation_steps": 1, **document.deepspeed}
     names = ("gradient_accumulation_steps", "gradient_clipping")

@@ -29,12 +29,9 @@ class Beside:
 
     a: str
     b: str  # the paths of both sides
-    changes: tuple[tuple[str, str, str], ...]
-    """What was planned otherwise: its name and both texts; empty if a side is a run."""
-
+    changes: tuple[tuple[str, str, str], ...]  # what was planned otherwise: name, both texts
     moments: tuple[Pair, ...]
-    categories: tuple[Pair, ...]
-    """What was allocated at the peak of each plan; empty if a side is a run."""
+    categories: tuple[Pair, ...]  # at the peak of each plan; empty if a side is a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +42,20 @@ class _Side:
 
 
 def beside(a: Path, b: Path) -> Beside:
-    """Compare two sides, each a plan that was printed as JSON or the output_dir of a run.
-
-    Of several runs in one folder the last one counts, and of several ranks the one with the most.
-    Next to a run, a plan has the moments that MemoryWatchdog distinguishes.
-    """
+    """Compare two sides, each a plan that was printed as JSON or the output_dir of a run."""
     one, other = _side(a), _side(b)
+    mine, theirs = one.moments, other.moments
+    changes: list[tuple[str, str, str]] = []
+    categories: list[Pair] = []
     if one.plan is None or other.plan is None:
-        return _beside(one, other, _seen(one, other), _seen(other, one))
-    return _beside(one, other, one.moments, other.moments)
-
-
-def _beside(
-    one: _Side, other: _Side, mine: Mapping[str, MomentPeak], theirs: Mapping[str, MomentPeak]
-) -> Beside:
+        mine, theirs = _seen(one, other), _seen(other, one)
+    else:
+        changes = _changes(one.plan.planned, other.plan.planned)
+        held, also = one.plan.breakdown, other.plan.breakdown
+        categories = [
+            Pair(name=name, a_bytes=held.get(name, 0), b_bytes=also.get(name, 0))
+            for name in dict.fromkeys((*held, *also))
+        ]
     pairs = [
         Pair(
             name=f"{moment}, {counter}",
@@ -68,15 +65,6 @@ def _beside(
         for moment in dict.fromkeys((*mine, *theirs))
         for counter, bytes_of in _COUNTERS.items()
     ]
-    changes: list[tuple[str, str, str]] = []
-    categories: list[Pair] = []
-    if one.plan is not None and other.plan is not None:
-        changes = _changes(one.plan.planned, other.plan.planned)
-        held, also = one.plan.breakdown, other.plan.breakdown
-        categories = [
-            Pair(name=name, a_bytes=held.get(name, 0), b_bytes=also.get(name, 0))
-            for name in dict.fromkeys((*held, *also))
-        ]
     return Beside(
         a=str(one.path),
         b=str(other.path),

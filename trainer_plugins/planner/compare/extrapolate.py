@@ -1,10 +1,8 @@
 """Predict the trace of a run with many layers from runs with few.
 
-The trace of n + p layers is that of n layers with stretches inserted, and each of them repeats the
-stretch before it. Three traces are made, of n, n + p and n + 2p layers. The first two must predict
-the third, event by event and byte by byte; otherwise nothing is extrapolated. The result is
-replayed like any trace. Reserved memory is not linear in anything, but so it is the same as in a
-prediction in full.
+The traces of n and n + p layers must predict that of n + 2p, event by event and byte by byte. In
+longer ones, stretches are inserted that repeat what is before them. The result is replayed like any
+trace, since reserved memory is not linear in anything.
 """
 
 from collections import defaultdict
@@ -15,18 +13,14 @@ from typing import NamedTuple, TypeAlias
 from trainer_plugins.planner.plan import Category, Moment
 from trainer_plugins.planner.tracing.events import ALLOC, FREE, LEFT, Event, Storage, Trace
 
-_FAR = 100
-"""How many events must agree after a difference, until its reading is taken as certain."""
+_FAR = 100  # a reading of a difference is certain if this many events after it agree
 
+# stream, moment, operation, category and dtype of a storage
 _Born: TypeAlias = tuple[int, Moment, str, Category, str]
-"""Stream, moment, operation, category and dtype of a storage."""
 
 
 class _Step(NamedTuple):
-    """Describes an event without the numbers of its trace.
-
-    A freed storage is named by its place among the live ones that look like it.
-    """
+    """Describes an event without numbers: a freed storage by its place among those like it."""
 
     kind: int
     moment: Moment
@@ -45,10 +39,8 @@ class _Part(NamedTuple):
 def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
     """Extrapolate the trace of a run with more layers; return None if it does not repeat.
 
-    Args:
-        traces: the traces of n and n + p layers, and as a proof that of n + 2p layers. Without the
-            proof, only what the second has more than the first must repeat what is before it.
-        num_more: how often p layers are added to n.
+    The traces are of n, n + p and, as a proof, n + 2p layers; `num_more` is how often p is added to
+    n.
     """
     if any(event.kind == LEFT for trace in traces for event in trace.events):
         return None
@@ -100,8 +92,7 @@ def _steps(trace: Trace) -> Iterator[_Step]:
 def _in_one_order(trace: Trace) -> Iterator[Event]:
     """Put copies of weights that are freed together in the order in which they were made.
 
-    Autocast drops its copies in the order of a hash map of addresses, another one each time
-    (aten/src/ATen/autocast_mode.cpp, clear_cache). What the allocator has afterwards is the same.
+    Autocast drops its copies in the order of a hash map (aten's autocast_mode.cpp, clear_cache).
     """
     for is_copy, group in groupby(trace.events, lambda event: _is_freed_copy(trace, event)):
         events = [*group]
@@ -115,10 +106,9 @@ def _is_freed_copy(trace: Trace, event: Event) -> bool:
 
 
 def _aligned(short: Sequence[_Step], middle: Sequence[_Step]) -> list[_Part] | None:
-    """Find the stretches that only the longer trace has.
+    """Find the stretches that only the longer trace has, each of which repeats what is before it.
 
-    Returns None if one of them does not repeat what is before it. If a difference can be read in
-    several ways, the reading counts after which the traces agree for longest.
+    Of several readings that one counts after which the traces agree for longest.
     """
     parts: list[_Part] = []
     at, to = 0, 0

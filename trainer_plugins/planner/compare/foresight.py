@@ -1,22 +1,45 @@
-"""Predict a run from a few of its layers: exactly if that is proven, or sooner and nearly.
-
-Imports torch.
-"""
+"""Predict a run from a few of its layers: exactly if that is proven, or sooner and nearly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_plugins.planner.compare.extrapolate import continued, longer
-from trainer_plugins.planner.compare.layers import Repetition, repetition_of, with_layers
 from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
+from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import LAYER_COUNTS, ConfigSource, PlanRequest
 
 _STEPS_OF_A_PROBE = 2
-_MICRO_STEPS_OF_A_PROBE = 2
-"""The second step is the first with optimizer states, the second micro-step the first with
-gradients: later ones are like them, except for where their blocks lie."""
+_MICRO_STEPS_OF_A_PROBE = 2  # the second micro-step is the first with gradients
+_FIRST = 3  # the first layer that may repeat: the second follows the first
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Describes how the layers of a model repeat."""
+
+    num_layers: int
+    period: int  # the distance in layers from a layer to the next that is like it
+
+    @property
+    def first(self) -> int:
+        """Return the least number of layers to which adding whole periods gives all of them."""
+        least = _FIRST + self.period - 1
+        return least + (self.num_layers - least) % self.period
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of layers of the three runs from which the whole is extrapolated."""
+        return (self.first, self.first + self.period, self.first + 2 * self.period)
+
+    @property
+    def num_more(self) -> int:
+        """Return how many periods the first of these runs lacks."""
+        return (self.num_layers - self.first) // self.period
 
 
 class Foresight:
@@ -40,10 +63,7 @@ class Foresight:
         return self._judge(request, watched), False
 
     def probe(self, request: PlanRequest) -> MemoryPlan:
-        """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps.
-
-        docs/plan.md says how near. If the layers do not repeat, all of them are run.
-        """
+        """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps."""
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
         few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
         short = with_flags(request, gradient_accumulation_steps=few)
@@ -136,8 +156,8 @@ def _streamed(first: Streamed | None, second: Streamed | None, num_more: int) ->
 def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> MemoryPlan:
     """Continue the figures of two plans, for buckets that span layers.
 
-    Allocated memory is even in layers. What is reserved in addition is not: the least of it counts,
-    so that nothing is left out that fits.
+    What is reserved beyond the allocated is uneven in layers: the least of it counts, so that
+    nothing is left out that fits.
     """
 
     def further(one: int, two: int) -> int:
@@ -172,12 +192,74 @@ def _in_proportion(first: MemoryPlan, second: MemoryPlan, num_more: int) -> Memo
 
 
 def grown(plan: MemoryPlan, factor: float) -> int:
-    """Estimate the allocated bytes at the peak of the same run with `factor` times the tokens.
-
-    Only what a batch makes grows: another moment may then be the highest, so it may be more. What
-    an optimizer step makes has the size of the weights.
-    """
+    """Estimate the allocated peak with `factor` times the tokens, of which only a batch grows."""
     if plan.moment not in ("forward", "backward", "evaluation"):
         return plan.allocated_peak_bytes
     batch = sum(plan.breakdown.get(name, 0) for name in ("activations", "logits and loss"))
     return int(plan.allocated_peak_bytes + (factor - 1) * batch)
+
+
+def repetition_of(source: ConfigSource) -> Repetition | None:
+    """Build the whole model without bytes, and compare its layers; None if few, or not alike."""
+    counts = {*_counts(source).values()}
+    if len(counts) != 1:
+        return None
+    (num_layers,) = counts
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model, _ = model_of(replace(source, peft=None))
+    except PlanError:
+        return None
+    stacks = [
+        [_look(layer) for layer in module]
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
+    ]
+    for period in range(1, num_layers // 2):
+        found = Repetition(num_layers, period)
+        if sum(found.counts) >= num_layers:  # then all of them are as fast
+            return None
+        if stacks and all(_repeats(stack, period) for stack in stacks):
+            return found
+    return None
+
+
+def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:
+    """Make the config of the same model with fewer layers; lists with an entry a layer are cut."""
+    counts = _counts(source)
+    before = max(counts.values())
+    lists = {
+        name: value[:num_layers]
+        for name, value in source.config.items()
+        if isinstance(value, list) and len(value) == before
+    }
+    return replace(source, config={**source.config, **dict.fromkeys(counts, num_layers), **lists})
+
+
+def _counts(source: ConfigSource) -> dict[str, int]:
+    """Return the keys of a config that count layers, with their values."""
+    found = {name: source.config.get(name) for name in LAYER_COUNTS}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def _repeats(stack: list[list[object]], period: int) -> bool:
+    """Compare from the second layer on: the first may hold what all others use."""
+    return all(stack[index] == stack[index - period] for index in range(1 + period, len(stack)))
+
+
+def _look(layer: torch.nn.Module) -> list[object]:
+    """Return what makes two layers alike: modules, sizes and plain attributes."""
+    return [
+        (
+            name,
+            type(module).__qualname__,
+            [(key, parameter.shape) for key, parameter in module.named_parameters(recurse=False)],
+            sorted(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, (str, bool, int, float))
+                and not key.endswith(("idx", "index", "layer_id"))
+            ),
+        )
+        for name, module in layer.named_modules()
+    ]

@@ -19,14 +19,9 @@ ON_MANY = (
     ("zero3_offload_optimizer", True),
     ("zero3_offload_all", True),
 )
-STREAMED = "stream_base"
-"""The name for the strategy that streams the base of an adapter; it has no launch file."""
-
-WITH_CHECKPOINTING = " with checkpointing"
-"""What the name of a way to run has after its strategy, if it checkpoints."""
-
-AS_GIVEN = "as given"
-"""The name for the strategy of a run that brings its own."""
+STREAMED = "stream_base"  # the base of an adapter is streamed; no launch file
+WITH_CHECKPOINTING = " with checkpointing"  # ends the name of a way to run
+AS_GIVEN = "as given"  # a run that brings its own strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +50,7 @@ class SearchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchLine:
-    """Holds one way to run with the largest micro-batch that fits, or with the smallest of all.
-
-    Sizes in bytes.
-    """
+    """Holds one way to run with the largest micro-batch that fits, or else with the smallest."""
 
     strategy: str  # the name of a shipped launch file, `STREAMED` or `AS_GIVEN`
     gradient_checkpointing: bool
@@ -71,12 +63,8 @@ class SearchLine:
     nvidia_smi_peak_bytes: int
     margin_bytes: int
     host_ram_bytes_per_node: int
-    in_full: bool
-    """Whether all layers were run for these figures; else they are extrapolated from few layers."""
-
-    copy_seconds_per_step: float = 0.0
-    """How long a step copies a streamed base at least, at `BUS_BYTES_PER_SECOND`."""
-
+    in_full: bool  # whether all layers were run; else it is extrapolated
+    copy_seconds_per_step: float = 0.0  # at least, of a streamed base
     is_safe: bool = True  # whether it fits even if the plan is as far off as any was
 
     @property
@@ -111,20 +99,11 @@ class SearchResult:
     """Holds the result of a search."""
 
     lines: tuple[SearchLine, ...]  # each way to run that was tried, in this order
+    # fits, is safe if one is, and has the most tokens; None if nothing fits
     best: SearchLine | None
-    """The line that fits and has the most tokens in one forward pass; None if nothing fits.
-
-    A line that leaves less free than plans are known to be wrong comes after all others. Of equals:
-    without checkpointing, then the plainest strategy, then the longest rows.
-    """
-
     best_plan: MemoryPlan | None
-    refused: tuple[tuple[str, str], ...]
-    """Ways to run that cannot be predicted, each with the reason."""
-
-    not_tried: tuple[tuple[str, str], ...] = ()
-    """Ways to run that cannot be best, each with the reason."""
-
+    refused: tuple[tuple[str, str], ...]  # ways that cannot be predicted, with the reason
+    not_tried: tuple[tuple[str, str], ...] = ()  # ways that cannot be best, with why
     effective_batch: int  # rows between two optimizer steps on all cards, the same in each line
     num_gpus: int
     gpu: str

@@ -1,8 +1,4 @@
-"""Find changes with which a run would fit that does not: few, each predicted and with its price.
-
-The rows between two optimizer steps stay the same. What leaves the training as it is comes first:
-fewer rows at once, then checkpointing. If that is too little, one change more is tried, or two.
-"""
+"""Find changes with which a run would fit that does not: few, each predicted and with its price."""
 
 import time
 import traceback
@@ -32,10 +28,7 @@ from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
-_MOST_OF_THE_PLANS_TIME = 1.2
-"""No probe begins after this part of the CPU time of the plan itself. A probe takes less than the
-plan, so that both are done in three times at most."""
-
+_MOST_OF_THE_PLANS_TIME = 1.2  # no probe begins after this part of the plan's CPU time
 Probe = Callable[[PlanRequest], MemoryPlan]
 
 
@@ -49,15 +42,7 @@ class _Try:
 
 
 class Proposer:
-    """Looks for what fits, within a time.
-
-    Args:
-        run: the run that does not fit, with a card and with flags.
-        args: its TrainingArguments.
-        plan: its plan.
-        probe: predicts a run nearly.
-        seconds: the CPU seconds that the plan took.
-    """
+    """Looks for what fits, within a time; the plan itself took `seconds` of CPU time."""
 
     def __init__(
         self, run: PlanRequest, args: HfArguments, plan: MemoryPlan, probe: Probe, seconds: float
@@ -100,10 +85,7 @@ class Proposer:
         return is_short.get("evaluation", False) and not any(is_short.get(each) for each in before)
 
     def _for_evaluation(self) -> None:
-        """Try fewer rows of an evaluation at once, and sending outputs to main memory earlier.
-
-        The training stays as it is, and so do the metrics.
-        """
+        """Try fewer rows of an evaluation, and outputs to main memory earlier."""
         rows, source = self._args.per_device_eval_batch_size, source_of(self._run)
         num_batches = source.num_evaluation_batches
         now = min(self._args.eval_accumulation_steps or num_batches, num_batches)
@@ -186,10 +168,7 @@ class Proposer:
             self._first_safe((), likely)
 
     def _largest(self, changes: tuple[Switch, ...]) -> _Try | None:
-        """Find the most rows at once that fit with these changes, and keep it as a proposal.
-
-        Returns the last try; None if it cannot be predicted.
-        """
+        """Find the most rows at once that fit, and propose it; None if it cannot be predicted."""
         sizes = self._sizes()
         smallest = self._try(changes, sizes[-1])
         if smallest is None or not is_safe(smallest.plan):

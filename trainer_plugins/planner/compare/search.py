@@ -1,9 +1,6 @@
 """Find the largest micro-batch that fits for each way to run; the effective batch stays the same.
 
-A micro-batch is a divisor of the rows that one card has between two optimizer steps, so that
-accumulation makes up for it exactly. Candidates are probed from few layers and steps
-(`foresight`), and only those that decide: one that is far too large in proportion to another is
-not, and a way that cannot be best is not. The best line is predicted as exactly as a plan.
+Candidates that decide are probed from few layers (`foresight`), the best line is planned exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +24,10 @@ from trainer_plugins.planner.compare.lines import (
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
 from trainer_plugins.planner.kind import cards_of_a_row, sizes_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.request import GPUS_PER_NODE, PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
 
-_CARDS_OF_A_MACHINE = 8
-_CERTAINLY = 1.1
-"""A candidate is not probed if it seems to need this many times what the card has."""
+_CERTAINLY = 1.1  # a candidate that seems to need this part of the card is not probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +50,7 @@ class _Way:
         return "offload" in self.strategy or self.strategy == STREAMED
 
     def is_refused_with(self, other: "_Way", error: PlanError) -> bool:
-        """Return whether this way needs no try, since another one was refused with an error.
-
-        With checkpointing a run may fail that does not fail without, and the other way round.
-        """
+        """Return whether another way's error counts: checkpointing alone may make a run fail."""
         is_alike = other.gradient_checkpointing == self.gradient_checkpointing
         return other.strategy == self.strategy and (is_alike or isinstance(error, NotPredicted))
 
@@ -74,11 +66,8 @@ class _Way:
         return with_base_streamed(changed) if self.strategy == STREAMED else changed
 
 
-Probe = Callable[[PlanRequest], MemoryPlan]
-"""Predicts a run nearly."""
-
-Predict = Callable[[PlanRequest], tuple[MemoryPlan, bool]]
-"""Predicts a run exactly, and returns also whether all layers were run."""
+Probe = Callable[[PlanRequest], MemoryPlan]  # predicts a run nearly
+Predict = Callable[[PlanRequest], tuple[MemoryPlan, bool]]  # exactly; and whether all layers ran
 
 
 def search(
@@ -88,18 +77,7 @@ def search(
     predict: Predict,
     show: Callable[[SearchLine], None] = lambda line: None,
 ) -> SearchResult:
-    """Find the largest micro-batch of each way to run. Only for the subprocess of a prediction.
-
-    Args:
-        asked: what to search.
-        args: the TrainingArguments of its run.
-        probe: predicts the candidates.
-        predict: predicts the best one.
-        show: gets each line as soon as it is found.
-
-    Raises:
-        PlanError: no card was named, or no way to run can be predicted, all for one reason.
-    """
+    """Find the largest micro-batch of each way to run. Only for the subprocess of a prediction."""
     run, card = asked.run, asked.card
     if card is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
@@ -158,20 +136,13 @@ def _strategies(run: PlanRequest, args: Any) -> list[tuple[str, str | None]]:
         found.append((STREAMED, None))
     for name, has_file in ON_ONE_CARD if run.num_gpus == 1 else ON_MANY:
         wide = f"{name}_multinode"
-        chosen = wide if run.num_gpus > _CARDS_OF_A_MACHINE and wide in shipped else name
+        chosen = wide if run.num_gpus > GPUS_PER_NODE and wide in shipped else name
         found.append((chosen, str(configs.path(chosen)) if has_file else None))
     return found
 
 
 class _Search:
-    """Holds what a search has found so far.
-
-    Args:
-        run: the run that is searched.
-        card: the card on which it has to fit.
-        rows: the rows of one card between two optimizer steps.
-        probe: predicts the candidates.
-    """
+    """Holds what a search has found; `rows` are those of a card between two optimizer steps."""
 
     def __init__(self, run: PlanRequest, card: Card, rows: int, probe: Probe) -> None:
         self._run, self._rows, self._probe = run, rows, probe
@@ -206,11 +177,7 @@ class _Search:
         return line
 
     def best(self, predict: Predict) -> tuple[SearchLine, MemoryPlan] | None:
-        """Predict the best line exactly.
-
-        If it does not fit then, its micro-batch is reduced until it does, and another line may be
-        best.
-        """
+        """Predict the best line exactly; while it does not fit then, with a smaller micro-batch."""
         while True:
             ways = [way for way in self.found if self.found[way].fits]
             if not ways:
@@ -249,11 +216,7 @@ class _Search:
         return None
 
     def _largest(self, way: _Way, sizes: Sequence[int]) -> SearchLine:
-        """Find the largest size that is safe; if none is, return the smallest.
-
-        A larger micro-batch needs more memory. The first that is tried after the smallest is the
-        largest that seems to fit in proportion to it; from there on it bisects.
-        """
+        """Find the largest safe size by bisection from a guess; if none is safe, the smallest."""
         smallest = self._probe(way.request(self._run, sizes[0], self._rows))
         best = self._line(way, sizes[0], smallest, False)
         if not best.is_safe:

@@ -1,12 +1,16 @@
-"""Change a run that was described by a config and flags, in one respect each."""
+"""Change a run of a config and flags in one respect each, and predict what that saves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from os import environ
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
-from trainer_plugins.planner.plan import Category, PlanError
+from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.variables import names_read
+from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, at_least
 from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
 
 _NF4 = {
@@ -25,8 +29,8 @@ class Switch:
     price: str  # what it costs; `{time}` stands for the time that copies take
     flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
     turn: Callable[[PlanRequest], PlanRequest]
+    # at most, as a fraction; empty if unknown
     frees: Mapping[Category, float] = field(default_factory=dict)
-    """How much of each category it can free at most, as a fraction; empty if that is unknown."""
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -62,11 +66,7 @@ def _of_training(
 
 
 def with_adapter(run: PlanRequest) -> PlanRequest:
-    """Train LoRA adapters instead of the weights.
-
-    Raises:
-        PlanError: the run already trains an adapter.
-    """
+    """Train LoRA adapters instead of the weights."""
     source = source_of(run)
     if source.peft is not None:
         raise PlanError("this run already trains an adapter")
@@ -85,11 +85,7 @@ def not_prepared(run: PlanRequest) -> PlanRequest:
 
 
 def with_base_streamed(run: PlanRequest) -> PlanRequest:
-    """Keep the frozen base in main memory, except for a few layers.
-
-    Raises:
-        PlanError: the run already does so, or trains all its weights.
-    """
+    """Keep the frozen base in main memory, except for a few layers."""
     if run.resident_layers is not None:
         raise PlanError("this run already streams its base")
     if source_of(run).peft is None:
@@ -127,8 +123,7 @@ _OF_WEIGHTS: Mapping[Category, float] = {
     **_OF_A_BATCH,
     "gradients": 1.0,
     "optimizer states": 1.0,
-}
-"""What an adapter can free, which has few weights to train."""
+}  # what an adapter, which has few weights to train, can free
 
 CHECKPOINTING = _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 1.0})
 FUSED_OPTIMIZER = _of_training(
@@ -175,3 +170,113 @@ UNPREPARED = Switch(
     not_prepared,
     {**_OF_A_BATCH, "frozen weights": 0.5},
 )
+
+_SEVERAL = "+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Holds what one switch changes in a run. Sizes in bytes, for one card."""
+
+    change: str  # the switch by its name, or several joined by "+"
+    how: str  # what to pass or set to get the change
+    allocated_saved_bytes: int | None = None  # negative if it takes more; None: not predicted
+    reserved_saved_bytes: int | None = None
+    nvidia_smi_peak_bytes: int | None = None  # the peak with the switch
+    fits: bool | None = None  # whether the run fits with the switch; None if no card was named
+    reason: str | None = None  # why nothing is predicted
+
+
+def _expandable(run: PlanRequest) -> PlanRequest:
+    key = _SETTING.partition(":")[0]
+    parts = [part for part in run.allocator.split(",") if part]
+    others = [part for part in parts if part.partition(":")[0] != key]
+    return replace(run, allocator=",".join([*others, _SETTING]))
+
+
+_EXPANDABLE = Switch(
+    "expandable segments",
+    advice.EXPANDABLE_SEGMENTS.price,
+    advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT),
+    _expandable,
+)
+_VARIABLE, _, _SETTING = _EXPANDABLE.flags.partition("=")
+SWITCHES: dict[str, Switch] = {
+    "checkpointing": CHECKPOINTING,
+    "fused-optimizer": FUSED_OPTIMIZER,
+    "8bit-optimizer": EIGHT_BIT_OPTIMIZER,
+    "liger": FUSED_LOSS,
+    "lora": ADAPTER,
+    "stream": replace(STREAMED_BASE, flags=f"{STREAMED_BASE.flags} (the callback StreamBase)"),
+    "expandable-segments": _EXPANDABLE,
+    "length/2": replace(HALF_LENGTH, flags="half of --seq-length"),
+}  # in the order in which a reader would try them
+
+ALL = "all"
+_OTHER_NAMES = {
+    "gradient_checkpointing": "checkpointing",
+    "adamw_torch_fused": "fused-optimizer",
+    "adamw_bnb_8bit": "8bit-optimizer",
+    "chunked-loss": "liger",
+    "stream-base": "stream",
+}
+
+
+def changes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Read the changes that are asked for: names of switches, or several joined by "+"."""
+    asked = [each.strip() for name in names for each in name.split(",") if each.strip()]
+    found = [*SWITCHES] if ALL in asked else []
+    found += [name for name in asked if name != ALL and name not in found]
+    for name in (part for change in found for part in change.split(_SEVERAL)):
+        if name not in SWITCHES:
+            near = get_close_matches(_OTHER_NAMES.get(name, name), SWITCHES, 1, 0.5)
+            known = f"there are {', '.join(sorted(SWITCHES))}, and {ALL}"
+            hint = f"is it {near[0]}?" if near else known
+            raise PlanError(f"--explain-change: no switch is called {name!r}: {hint}")
+    return tuple(dict.fromkeys(found))
+
+
+def explain(
+    run: PlanRequest,
+    changes: Sequence[str],
+    predict_all: Callable[[Sequence[PlanRequest]], list[MemoryPlan | PlanError]],
+) -> tuple[MemoryPlan, tuple[Saved, ...]]:
+    """Predict a run as it is and with each of the changes that `changes_of` returned."""
+    turned = {change: _turned(run, change) for change in changes}
+    requests = {
+        change: request for change, request in turned.items() if isinstance(request, PlanRequest)
+    }
+    as_it_is, *outcomes = predict_all([run, *requests.values()])
+    if isinstance(as_it_is, PlanError):
+        raise as_it_is
+    found: dict[str, MemoryPlan | PlanError] = dict(zip(requests, outcomes, strict=True))
+    found |= {change: error for change, error in turned.items() if isinstance(error, PlanError)}
+    return as_it_is, tuple(_saved(change, as_it_is, found[change]) for change in changes)
+
+
+def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:
+    try:
+        for name in change.split(_SEVERAL):
+            run = SWITCHES[name].turn(run)
+    except PlanError as error:
+        return error
+    return run
+
+
+def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
+    # the unified name is the last one, if this torch reads it
+    variable = names_read(gather_machine(environ))[-1]
+    flags = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
+    how = flags.replace(_VARIABLE, variable)
+    if isinstance(after, PlanError):
+        return Saved(change=change, how=how, reason=str(after))
+    if after.streamed is not None and before.streamed is None:
+        how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
+    return Saved(
+        change=change,
+        how=how,
+        allocated_saved_bytes=before.allocated_peak_bytes - after.allocated_peak_bytes,
+        reserved_saved_bytes=before.reserved_peak_bytes - after.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=after.nvidia_smi_peak_bytes,
+        fits=after.fits,
+    )

@@ -23,8 +23,7 @@ from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.units import GIB
 
-ANY_CARD = Card(name="any card", capacity_bytes=80 * GIB)
-"""Stands for the card of a run that names none."""
+ANY_CARD = Card(name="any card", capacity_bytes=80 * GIB)  # of a run that names none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +33,8 @@ class World:
     device: str  # the type of device: `cuda`, or `simgpu` if that is this process's accelerator
     card: Card = ANY_CARD
     num_cards: int = 1  # how many such cards the process has
-    has_padding: bool = False
-    """Whether batches have padding. Then masks are kept, and attention takes another kernel."""
-
-    packed_sequences: int = 0
-    """How many sequences are packed into the rows, which only position ids separate; 0: a row is
-    one. If rows are packed, masks are kept too."""
-
+    has_padding: bool = False  # then masks are kept, and attention takes another kernel
+    packed_sequences: int = 0  # in the rows, apart by position ids only; 0: a row is one
     has_flash_attn: bool = True  # whether the run may call the package flash-attn
 
 
@@ -85,11 +79,7 @@ def forget_accelerate() -> None:
 
 
 def _values_are_of_this_world(patches: Patches) -> None:
-    """Let `torch.tensor(1.0, device=...)` make a fake tensor in the thread of a backward too.
-
-    It makes a tensor on the host, and moves it before FakeTensorMode sees it, unless the thread was
-    configured otherwise; FakeTensorMode does that only for its own thread.
-    """
+    """Let `torch.tensor(1.0, device=...)` make a fake tensor in a backward's thread too."""
 
     def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         torch._C._set_only_lift_cpu_tensors(True)
@@ -100,10 +90,7 @@ def _values_are_of_this_world(patches: Patches) -> None:
 
 
 def _modules_can_be_moved(patches: Patches) -> None:
-    """Let Module.to keep fake parameters, and change only their data.
-
-    torch replaces them by new ones, and an optimizer or an engine would keep the old ones.
-    """
+    """Let Module.to change only the data of fake parameters, as an optimizer holds them."""
     original: Callable[..., torch.nn.Module] = torch.nn.Module._apply
 
     def apply(
@@ -135,10 +122,7 @@ def _modules_can_be_moved(patches: Patches) -> None:
 
 
 def _data_can_be_set(patches: Patches) -> None:
-    """Let `tensor.data = other` change what a fake tensor keeps for itself: its device, its value.
-
-    A fake tensor has a value if it was made as in `torch.tensor(0.8)`; torch computes from it.
-    """
+    """Let `tensor.data = other` change the device and the value that a fake tensor keeps."""
     data: Any = torch.Tensor.data
 
     def set_data(tensor: FakeTensor, other: torch.Tensor) -> None:
@@ -152,18 +136,14 @@ def _data_can_be_set(patches: Patches) -> None:
 def _copies_are_of_this_world(patches: Patches) -> None:
     """Let `copy.deepcopy` of a fake tensor keep its mode.
 
-    A copied mode has copies of weak references to storages. Such a copy
-    (torch/multiprocessing/reductions.py, StorageWeakRef) releases a count that it never took. It
-    then writes to memory that was reused, and the process crashes somewhere else.
+    A copied mode has copies of weak references to storages (StorageWeakRef): they release counts
+    that they never took, and the process crashes somewhere else.
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
 
 def _optimizers_take_lists(patches: Patches) -> None:
-    """Let optimizers choose foreach for fake tensors too.
-
-    They choose it by the exact type of a parameter. Its temporaries are as large as the model.
-    """
+    """Let optimizers choose foreach, which has large temporaries, for fake tensors too."""
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
         if hasattr(module, "_foreach_supported_types"):
@@ -185,10 +165,7 @@ def _attention_as_on_the_card(patches: Patches, world: World) -> None:
 
 
 def _no_tracing_path(patches: Patches) -> None:
-    """Let transformers take fake tensors for real ones.
-
-    Otherwise it believes that a graph is being traced: it then makes every mask, and avoids flash.
-    """
+    """Let transformers take fake tensors for real ones: in a traced graph it makes every mask."""
     import transformers.utils.import_utils as module
 
     if hasattr(module, "is_fake_tensor"):
@@ -196,11 +173,7 @@ def _no_tracing_path(patches: Patches) -> None:
 
 
 def _masks(patches: Patches, tracker: Tracker, world: World) -> None:
-    """Answer questions about masks without values.
-
-    transformers drops a mask that is all ones. It asks by `mask.all()`, which the tracker answers,
-    or by `fast_all`. Whether positions restart inside a row is asked by `all` too.
-    """
+    """Answer without values whether a mask is all ones, and whether rows are packed."""
     import transformers.masking_utils as module
 
     def fast_all(original: Callable[..., object], tensor: torch.Tensor) -> bool:
@@ -236,14 +209,7 @@ def _shapes_of_dtensor_are_not(patches: Patches, tracker: Tracker) -> None:
     """Do not count the fake tensors of full size with which DTensor infers shapes."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def paused(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        tracker.paused = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            tracker.paused = False
-
-    patches.wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused)
+    patches.surround(ShardingPropagator, "_propagate_tensor_meta_non_cached", tracker.resting)
 
 
 def _kv_cache_is_known(patches: Patches, tracker: Tracker) -> None:
@@ -288,7 +254,7 @@ def _lists_become_tensors(patches: Patches) -> None:
 def _predictions_become_arrays(patches: Patches) -> None:
     """Let evaluation turn predictions into numpy arrays of their shape that share one element.
 
-    Each array, also a joined one, holds a fake tensor of the main memory that a real array takes.
+    Each array holds a fake tensor of the main memory that a real one takes.
     """
     from transformers import trainer, trainer_pt_utils
 
@@ -336,10 +302,7 @@ def _ctc_losses_need_no_values(patches: Patches, tracker: Tracker, on_cuda: bool
 
 
 def _no_layer_is_left_out(patches: Patches) -> None:
-    """Let LayerDrop, which draws by numpy, keep every layer: draw the highest number.
-
-    If torch draws, the tracker answers that its number is not less than another.
-    """
+    """Let LayerDrop, which draws by numpy, keep every layer: draw the highest number."""
 
     def highest(original: Callable[..., object], size: Any = None) -> object:
         return original(size) if size is not None else math.nextafter(1.0, 0.0)

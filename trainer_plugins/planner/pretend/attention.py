@@ -1,6 +1,4 @@
-"""Compute attention by the kernel that a card would take. Imports torch.
-
-Without a card, torch always takes the kernel that stores all scores.
+"""Compute attention by the kernel that a card would take: torch alone would store all scores.
 
 A tensor that is replaced here must not be kept by another name: it would be counted as allocated
 while the kernel runs.
@@ -82,11 +80,7 @@ def simgpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention as the simulated card does: by the kernel that the CPU chooses.
-
-    The CPU's flash kernel has no dropout, and takes no mask that needs a gradient. In these cases
-    all scores are stored (testing/simgpu/attention.h).
-    """
+    """Compute attention as testing/simgpu/attention.h: no flash with dropout, or mask gradient."""
     if torch.is_autocast_enabled("simgpu"):
         query, key, value, attn_mask = _in_autocast("simgpu", query, key, value, attn_mask)
     needs_scores = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)

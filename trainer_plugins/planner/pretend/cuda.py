@@ -1,9 +1,7 @@
-"""Answer what programs ask torch.cuda, and simulate its streams. Imports torch and transformers.
+"""Answer what programs ask torch.cuda, and simulate its streams.
 
-Streams decide from whose pool memory is taken. A freed block goes back to the pool of its stream,
-and can be reused there at once. After `record_stream` it waits for another stream, which runs as
-late as the program lets it (`tracing.position.Lag`). FSDP2 and DDP do not call it: they order
-streams by events, and hold what another stream reads.
+A freed block goes back to the pool of its stream at once. After `record_stream` it waits for
+another stream, which runs as late as the program lets it (`tracing.position.Lag`).
 """
 
 import contextlib
@@ -83,11 +81,7 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
 
 
 def _activations_have_one_kernel(patches: Patches) -> None:
-    """Let the backward of SiLU and Mish allocate its result alone, as their CUDA kernels do.
-
-    A build without CUDA has no such kernels, and takes them apart into six operations
-    (native_functions.yaml: CompositeImplicitAutograd beside CPU and CUDA).
-    """
+    """Let the backward of SiLU and Mish make its result alone (native_functions.yaml)."""
     for name in ("silu_backward", "mish_backward"):
         library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
         library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")

@@ -1,9 +1,4 @@
-"""Allocate what the optimizers of bitsandbytes allocate, without the package and its kernels.
-
-The sizes are from bitsandbytes 0.50.2, optim/optimizer.py (Optimizer1State, Optimizer2State) and
-optim/ademamix.py. The kernels that update a parameter get only its states, and take nothing from
-the allocator. Imports torch.
-"""
+"""Allocate what bitsandbytes 0.50.2's optimizers do: optim/optimizer.py, optim/ademamix.py."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,9 +8,7 @@ import torch
 
 from trainer_plugins.hf_trainer import HfTrainer
 
-_BLOCK = 256
-"""Elements that share a scale in 8 bits; also the number of values that 8 bits can hold."""
-
+_BLOCK = 256  # elements that share a scale in 8 bits; also the values of 8 bits
 _FEWEST_IN_8_BITS = 4096  # min_8bit_size: a smaller parameter has its states in float32
 _FEWEST_PAGED = 100_000  # get_state_buffer: a smaller parameter is not paged
 
@@ -35,11 +28,7 @@ OPTIMIZERS = (
     "rmsprop_bnb",
     "rmsprop_bnb_8bit",
     "rmsprop_bnb_32bit",
-)
-"""The optimizers of bitsandbytes that TrainingArguments can name.
-
-transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer.
-"""
+)  # transformers/trainer_optimizer.py, _get_bitsandbytes_optimizer
 
 PAGED = (
     "states of a paged optimizer are in CUDA's managed memory, which torch's allocator does not "
@@ -53,8 +42,8 @@ class DeclaredStates:
 
     bits: int
     is_paged: bool
+    # of each state that share a scale and a map: AdEMAMix has two averages in one
     copies: tuple[int, ...]
-    """For each state, how many copies share a scale and a map: AdEMAMix has two averages in one."""
 
 
 def states_of(name: str) -> DeclaredStates:
@@ -68,10 +57,7 @@ def states_of(name: str) -> DeclaredStates:
 
 
 def stand_in(trainer: HfTrainer, name: str) -> DeclaredStates | None:
-    """Replace an optimizer of bitsandbytes in the Trainer's arguments by one with the same states.
-
-    Returns what it keeps; None if the Trainer was given another optimizer.
-    """
+    """Replace an optimizer of bitsandbytes by one with the same states; None if it was given."""
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return None
     declared = states_of(name)
@@ -85,11 +71,7 @@ def stand_in(trainer: HfTrainer, name: str) -> DeclaredStates | None:
 
 
 class StandIn(torch.optim.Optimizer):
-    """Allocates the states of an optimizer of bitsandbytes, and updates nothing.
-
-    Embeddings are modules whose weights get states of 32 bits, as transformers configures it
-    (Trainer.create_optimizer).
-    """
+    """Allocates states as bitsandbytes, of 32 bits for embeddings (Trainer.create_optimizer)."""
 
     def __init__(
         self,

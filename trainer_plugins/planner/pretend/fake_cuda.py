@@ -1,13 +1,9 @@
 """Let fake tensors on a CUDA device have gradients without a card, permanently in this process.
 
-Stock torch cannot do that: autograd asks the device's guard and CUDA's hooks. A build without CUDA
-ends the process at the first backward, and a build with CUDA and no card refuses it.
-`fake_cuda.cpp` answers both in sixty lines. It is compiled once for each torch, in two seconds.
-Without a compiler, `_by_hand` installs the same answers from Python, by the order of virtual
-functions. The headers of a torch fix that order, but nothing promises it.
-
-Call this in a subprocess, before its first backward: autograd counts its devices once. Imports
-torch.
+Autograd asks the device's guard and CUDA's hooks. `fake_cuda.cpp` answers both, compiled once for
+each torch. Without a compiler, `_by_hand` installs the same answers by the order of virtual
+functions, which the headers of a torch fix and nothing promises. Call it before the first backward:
+autograd counts its devices once.
 """
 
 import ctypes
@@ -36,11 +32,7 @@ class NoFakeCuda(RuntimeError):  # noqa: N818 - says a state
 
 
 def install() -> str:
-    """Install the fake device, and prove it by a backward pass; return `compiled` or `by hand`.
-
-    Raises:
-        NoFakeCuda: neither way works with this torch, or there is no compiler.
-    """
+    """Install the fake device, and prove it by a backward pass; return `compiled` or `by hand`."""
     refusals = []
     for name, way in (("compiled", _compiled), ("by hand", _by_hand)):
         try:

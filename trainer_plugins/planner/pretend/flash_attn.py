@@ -1,11 +1,7 @@
-"""Stand in for the package flash-attn: FlashAttention 2 as models call it, without its kernels.
-
-What it keeps for the backward, and what it makes while it runs, is that of version 2.8.3:
-flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention.
-Imports torch.
-"""
+"""Stand in for flash-attn 2.8.3: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp."""
 
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -121,17 +117,17 @@ def _attended(
     value: torch.Tensor,
     begins: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the output of the kernel.
+    """Return the output of the kernel for a query of rows x length x heads x size.
 
-    A query has rows x length x heads x size. With `begins`, which has the place where each sequence
-    begins and the end, its rows follow each other in one dimension. Keys may have fewer heads.
+    With `begins`, the places where sequences begin and the end, rows follow each other in one
+    dimension. Keys may have fewer heads.
     """
     if capability < _AMPERE:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    made: torch.Tensor = _Attention.apply(query, key, value, begins)  # type: ignore[no-untyped-call]
-    return made
+    attend: Callable[..., torch.Tensor] = _Attention.apply
+    return attend(query, key, value, begins)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,7 +1,4 @@
-"""Run the optimizers of other packages by their own code, on tensors without bytes.
-
-They are Python around torch's operations, so their code shows what they keep and what a step takes.
-"""
+"""Run the optimizers of other packages by their own code, on tensors without bytes."""
 
 import importlib
 import importlib.util
@@ -22,19 +19,11 @@ PACKAGES = {
     "grokadamw": ("grokadamw", "grokadamw"),
     **dict.fromkeys(("lomo", "adalomo"), ("lomo_optim", "lomo-optim")),
     **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), ("apollo_torch", "apollo-torch")),
-}
-"""The module of each optimizer that TrainingArguments can name, and how its package is installed.
-
-See transformers/trainer_optimizer.py.
-"""
+}  # the module of each, and how to install it: transformers/trainer_optimizer.py
 
 
 def let_it_be_imported(optimizer: str, settings: str) -> None:
-    """Let the package of one of `PACKAGES` be imported; `settings` is `optim_args`.
-
-    Raises:
-        NotPredicted: the package is not installed, or it is asked for singular values.
-    """
+    """Let the package of one of `PACKAGES` be imported; `settings` is `optim_args`."""
     module, package = PACKAGES[optimizer]
     if importlib.util.find_spec(module) is None:
         raise NotPredicted(

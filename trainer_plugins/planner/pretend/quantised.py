@@ -1,9 +1,7 @@
-"""Stand in for the quantised layers of bitsandbytes, without the package and its kernels.
+"""Stand in for the quantised layers of bitsandbytes 0.50.1, without the package and its kernels.
 
-The tensors are those of bitsandbytes 0.50.1: nn/modules.py (Linear4bit, Linear8bitLt),
-functional.py (quantize_4bit), autograd/_functions.py (MatMul4Bit, MatMul8bitLt) and
-backends/cuda/ops.py. transformers and PEFT import these classes by the package's name, so their own
-code decides which layers are quantised, and what an adapter computes on top. Imports torch.
+The tensors are those of nn/modules.py, functional.py, autograd/_functions.py and
+backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 """
 
 import importlib
@@ -18,11 +16,8 @@ from torch.nn import functional
 from trainer_plugins.wrapped import base_model
 
 _VERSION = "0.50.1"
-_BLOCK = 64
-"""Weights that share a scale in 4 bits."""
-
-_NESTED_BLOCK = 256
-"""Scales that share a scale of their own, with double quantisation."""
+_BLOCK = 64  # weights that share a scale in 4 bits
+_NESTED_BLOCK = 256  # scales that share a scale, with double quantisation
 
 
 class QuantState:
@@ -88,10 +83,7 @@ class _Product4Bit(torch.autograd.Function):
 
 
 def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> torch.Tensor:
-    """Compute on the full weight, as bitsandbytes does for more than 512 tokens.
-
-    For fewer it may choose a kernel that makes no full weight (_gemm_4bit_use_custom_cuda).
-    """
+    """Compute on the full weight, as for more than 512 tokens (_gemm_4bit_use_custom_cuda)."""
     scales = state.scales()  # they live while the product is computed
     whole = torch.empty(state.shape, dtype=x.dtype, device=scales.device)
     return functional.linear(x, whole, bias)
@@ -288,15 +280,7 @@ def stand_in_for_bitsandbytes() -> None:
 def quantise(
     model: Any, config: Any, device: torch.device, dtype: torch.dtype, is_packed: bool
 ) -> Any:
-    """Load a model on the card, with the layers that transformers would quantise.
-
-    Args:
-        model: as transformers makes it from a config, on the meta device.
-        config: a BitsAndBytesConfig.
-        device: the card; or the host, if the model is streamed from there.
-        dtype: of the weights, as loaded.
-        is_packed: whether the checkpoint already holds the packed weights.
-    """
+    """Load a model on a device, with the layers that transformers would quantise."""
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -333,8 +317,8 @@ def quantise(
 def prepared(model: Any) -> Any:
     """Let PEFT prepare a quantised model for training.
 
-    PEFT recognises packed weights by their dtype, or by the name of their class, which no fake
-    tensor has. So they are bytes meanwhile, whatever their storage dtype is.
+    PEFT recognises packed weights by their dtype or the name of their class, which no fake tensor
+    has. So they are bytes meanwhile.
     """
     import peft
 

@@ -1,7 +1,4 @@
-"""Count CTC losses, which need the lengths of labels, where tensors have no values. Imports torch.
-
-The sizes are those of torch's own kernels (aten/src/ATen/native/LossCTC.cpp and cuda/LossCTC.cu).
-"""
+"""Count CTC losses where tensors have no values: sizes are of aten's LossCTC.cpp and .cu."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -21,13 +18,7 @@ _Lengths: TypeAlias = torch.Tensor | Sequence[int]
 
 
 class CtcLoss:
-    """Computes `torch.ctc_loss` by allocating what torch's kernels allocate.
-
-    Args:
-        tracker: knows which labels a mask has picked, and keeps the assumption.
-        on_cuda: whether to count what CUDA's kernels need while they run. The simulated card takes
-            that from the main memory.
-    """
+    """Computes `torch.ctc_loss` by allocating what torch's kernels allocate."""
 
     def __init__(self, tracker: Tracker, on_cuda: bool) -> None:
         self._tracker, self._on_cuda = tracker, on_cuda

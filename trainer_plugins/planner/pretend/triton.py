@@ -1,7 +1,6 @@
-"""Let Python around Triton's kernels run without Triton and without a card. Imports torch.
+"""Let Python around Triton's kernels run without Triton and without a card.
 
-A kernel of Triton gets tensors that torch has made, and takes nothing from the allocator itself.
-The code around kernels decides what memory they need, so the kernels can do nothing: Liger's
+A kernel takes nothing from the allocator itself, so kernels can do nothing: Liger's
 (liger_kernel/ops), and TRL's for logits and their losses.
 """
 
@@ -18,10 +17,7 @@ _NAME = "triton"
 
 
 def kernels_do_nothing() -> None:
-    """Let a stand-in be imported instead of Triton, permanently and even where it is installed.
-
-    Modules that have imported Triton already keep it.
-    """
+    """Let a stand-in be imported instead of Triton, permanently and even where it is installed."""
     for name in list(sys.modules):
         if _is_triton(name):
             del sys.modules[name]
@@ -98,11 +94,7 @@ def _jit(function: Callable[..., object] | None = None, **_: object) -> Any:
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Allocates what TRL's kernels for log-probabilities and entropy write to.
-
-    trl/kernels/logprob_entropy.py: four numbers a token, of which two are kept with the logits, and
-    one gradient of all logits.
-    """
+    """Allocates what TRL's trl/kernels/logprob_entropy.py does for log-probabilities."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.launch.argument_names import CALLED_ELSEWHERE
+from trainer_plugins.launch.lint.training import CALLED_ELSEWHERE
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line
@@ -46,11 +46,7 @@ _REHEARSED = {
 
 
 def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given.
-
-    Raises:
-        PlanError: transformers refuses them.
-    """
+    """Return the user's TrainingArguments, as they were given."""
     if isinstance(source, TrainerSource):
         of_trainer: HfArguments = ship.loads(source.trainer)["args"]
         return of_trainer

@@ -1,8 +1,7 @@
 """Pickle classes and functions by their content if another process cannot import them by name.
 
-These are what a script, a notebook or standard input defines (`__main__`), and what is defined
-inside a function. The script is not run again, so it needs no `if __name__ == "__main__":`. The
-other process must have the same Python and the same libraries.
+A script or a notebook defines them (`__main__`), or a function. The script is not run again, so it
+needs no `if __name__ == "__main__":`.
 """
 
 import builtins
@@ -28,8 +27,8 @@ from types import (
 )
 from typing import Any
 
+# the other process's module for all that cannot be imported, as in multiprocessing
 _HOME = "__mp_main__"
-"""The module in the other process for all that cannot be imported, named as by multiprocessing."""
 
 _MADE_AGAIN = frozenset(
     {"__dict__", "__weakref__", "__module__", "__qualname__", "__abstractmethods__", "_abc_impl"}
@@ -37,8 +36,7 @@ _MADE_AGAIN = frozenset(
 _HEAP_TYPE = 1 << 9  # Include/object.h, Py_TPFLAGS_HEAPTYPE: a class made in Python
 _numbers: "weakref.WeakKeyDictionary[type, int]" = weakref.WeakKeyDictionary()
 _counted = itertools.count()
-_made: dict[int, type] = {}
-"""The received classes by number: a class that comes in several pickles is made once."""
+_made: dict[int, type] = {}  # by number: a class that comes in several pickles is made once
 
 _MARKS = {
     id(getattr(dataclasses, name)): name
@@ -51,18 +49,11 @@ _MARKS = {
         "_FIELD_INITVAR",
     )
     if hasattr(dataclasses, name)
-}
-"""Markers that dataclasses compares by identity."""
+}  # markers that dataclasses compares by identity
 
 
 class ByValue:
-    """Reduces the values of one pickle that cannot be imported.
-
-    Args:
-        can_be_sent: whether a pickler that uses this object can pickle a value.
-        names_sent: names of the script that the pickle already has, or is about to have.
-        names_refused: for each name that was tried, whether it cannot be sent.
-    """
+    """Reduces the values of one pickle that cannot be imported."""
 
     def __init__(
         self,
@@ -76,11 +67,7 @@ class ByValue:
         self.last_class = ""  # the last class that was sent by its content; errors name it
 
     def reduce(self, value: object) -> Any:
-        """Return what a Pickler's `reducer_override` does: NotImplemented if pickle can send it.
-
-        Raises:
-            pickle.PicklingError: it belongs to a module that the other process cannot have.
-        """
+        """Return what a Pickler's `reducer_override` does: NotImplemented if pickle can send it."""
         if isinstance(value, type):
             is_by_name = not value.__flags__ & _HEAP_TYPE or _has_a_name(value)
             return NotImplemented if is_by_name else self._class(value)

@@ -1,6 +1,6 @@
 """Rehearse an evaluation: its first batches really run, those between make what they would keep."""
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ _EVALUATION_STEPS_RUN = 2
 def evaluate(trainer: HfTrainer, num_batches: int) -> list[str]:
     """Evaluate once, and say what a `compute_metrics` would keep if the Trainer has none.
 
-    See transformers/trainer.py, evaluation_loop: without `compute_metrics` only losses are kept.
-    With one the outputs of `eval_accumulation_steps` batches, or of all, stay on the card, and each
-    batch joins them in a new tensor.
+    With one, the outputs of `eval_accumulation_steps` batches, or of all, stay on the card, and
+    each batch joins them in a new tensor (transformers/trainer.py, evaluation_loop).
     """
     batch_bytes: list[int] = []
     if trainer.compute_metrics is None:
@@ -57,27 +56,19 @@ def _skip_like_evaluation_steps(trainer: HfTrainer, num_batches: int) -> None:
     """Skip the middle evaluation steps, but make their predictions, which may stay on the card."""
     prediction_step = trainer.prediction_step
     count = 0
-    shapes: object = None
+    makers: object = None
 
     def step(*args: object, **kwargs: object) -> object:
-        nonlocal count, shapes
+        nonlocal count, makers
         count += 1
-        if _EVALUATION_STEPS_RUN < count < num_batches and shapes is not None:
-            return tree_map_only(_Shape, _Shape.empty, shapes)
+        if _EVALUATION_STEPS_RUN < count < num_batches and makers is not None:
+            return tree_map_only(partial, lambda make: make(), makers)
         result = prediction_step(*args, **kwargs)
-        shapes = tree_map_only(
-            torch.Tensor, lambda each: _Shape(each.shape, each.dtype, each.device), result
+        makers = tree_map_only(
+            torch.Tensor,
+            lambda each: partial(torch.empty, each.shape, dtype=each.dtype, device=each.device),
+            result,
         )
         return result
 
     trainer.prediction_step = step
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.size, dtype=self.dtype, device=self.device)

@@ -28,8 +28,7 @@ PICTURE_MODELS = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
-)
-"""The models that take pictures with text, by model_type; `pictures.py` says how each gets them."""
+)  # by model_type; `pictures.py` says how each gets them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Make one of TRL's Trainers from a config and flags, with rows of a given length.
-
-Its own constructor runs, with a tokenizer of four words and rows of one of them. Imports torch.
-"""
+"""Make one of TRL's Trainers by its own constructor, from a config and rows of a given length."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Read a request from the user's Trainer: its longest batch, its arguments, its model.
-
-The Trainer stays as it was. Imports torch.
-"""
+"""Read a request from the user's Trainer, which stays as it was: batch, arguments, model."""
 
 import contextlib
 import itertools
@@ -11,12 +8,11 @@ import random
 import sys
 from collections.abc import Iterator, Sized
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
 from trainer_plugins.devices.host import HostDevice
-from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
@@ -28,9 +24,7 @@ from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
-_MOST_STREAMED = 20_000
-"""How many rows are read at most of a data set that has no length."""
-
+_MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
 _MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
 _EXPORTED = (
@@ -38,33 +32,13 @@ _EXPORTED = (
     "ACCELERATE_USE_FSDP",
     "PARALLELISM_CONFIG_",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
-"""How variables begin that a launcher exports and the rehearsal needs."""
-
-
-@runtime_checkable
-class _Row(Protocol):
-    """Describes a row or a batch: a dict, or an object with its `get` and `[name]`."""
-
-    def get(self, name: str, /) -> Any:
-        """Return a column, or None."""
-
-    def __getitem__(self, name: str, /) -> Any:
-        """Return a column."""
+)  # how variables begin that a launcher exports and the rehearsal needs
 
 
 def request_of(
     trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer before training.
-
-    Args:
-        trainer: the Trainer.
-        card: the card to plan for; None is the card that the Trainer runs on, if there is one.
-        allocator: the allocator settings.
-        num_gpus: how many cards train together; None is the number of the Trainer's ranks.
-        has_padding: whether batches have padding; None looks at the batch.
-    """
+    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch."""
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -90,6 +64,7 @@ def request_of(
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
     resident_layers, streams_embeddings = _streamed(trainer)
+    engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
@@ -101,7 +76,7 @@ def request_of(
         num_gpus=num_gpus,
         num_nodes=_num_nodes(num_gpus),
         environment=_exported(),
-        deepspeed=_deepspeed(trainer),
+        deepspeed=engine.deepspeed_config if engine is not None else None,
         has_padding=is_padded if has_padding is None else has_padding,
         packed_sequences=_packed_sequences(batch),
         resident_layers=resident_layers,
@@ -117,10 +92,9 @@ def _replaced(device: str) -> tuple[Replaced, ...]:
 
 
 def _streamed(trainer: Any) -> tuple[int | None, bool]:
-    """Return how many layers of its base a Trainer keeps on the card, and if it streams embeddings.
+    """Return how many layers of a streamed base are on the card, and if embeddings are streamed.
 
-    None if it streams nothing. On a CPU, where a plan for a card is made, `StreamBase` has not
-    begun.
+    On a CPU, where a plan for a card is made, `StreamBase` has not begun.
     """
     stream = stream_of(trainer.model)
     if stream is not None:
@@ -162,11 +136,6 @@ def _exported() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)}
 
 
-def _deepspeed(trainer: HfTrainer) -> dict[str, object] | None:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return plugin.deepspeed_config if plugin is not None else None
-
-
 def _card_here(device: torch.device) -> Card | None:
     """Return the card that the Trainer runs on, if there is one."""
     module = getattr(torch, device.type, None)
@@ -186,11 +155,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 @contextlib.contextmanager
 def undisturbed(trainer: Any) -> Iterator[None]:
-    """Restore the random states and the Trainer's columns afterwards.
-
-    Datasets and collators may draw random numbers; the run must draw the same ones later. And the
-    Trainer keeps which columns its model takes, once it is asked.
-    """
+    """Restore the random states and the Trainer's columns, for the run itself."""
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
@@ -240,10 +205,7 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
 def _longest_of(
     dataset: Any, num: int, name: str, num_streamed: int
 ) -> tuple[list[Any], object, str]:
-    """Return the `num` longest rows of a dataset, its shortest one, and what is unread.
-
-    Rows repeat where there are fewer.
-    """
+    """Return the `num` longest rows of a dataset (they may repeat), its shortest, what is left."""
     unread = ""
     if not has_rows(dataset):
         kind, stream = type(dataset).__name__, iter(dataset)
@@ -284,14 +246,14 @@ def _length(dataset: object) -> int:
 
 def _is_padded(batch: object) -> bool:
     """Return whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
-    found = [batch.get(name) for name in _MASKS] if isinstance(batch, _Row) else []
+    found = [ship.column(batch, name) for name in _MASKS]
     masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
     return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1
 
 
 def _packed_sequences(batch: object) -> int:
     """Count the sequences of a batch whose rows hold several; 0 if each row is one."""
-    positions = batch.get("position_ids") if isinstance(batch, _Row) else None
+    positions = ship.column(batch, "position_ids")
     # three dimensions are the time, height and width of a picture
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return 0

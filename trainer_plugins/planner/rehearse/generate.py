@@ -1,7 +1,4 @@
-"""Rehearse `generate`: each row gets as many tokens as it may, and few of them are computed.
-
-Instead of the tokens between the first and the last ones, the KV cache grows. Imports torch.
-"""
+"""Rehearse `generate`: few tokens are computed, and the KV cache grows instead of others."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,14 +9,9 @@ import torch
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.tracing.trace import Tracker
 
-_FIRST_COMPUTED = 3
-"""How many tokens are computed first: that of the prompt, and two from the KV cache."""
-
-_LAST_COMPUTED = 2
-"""How many tokens are computed at the end, where the KV cache is largest."""
-
-_MOST_GROWTHS = 64
-"""In how many steps at most the KV cache grows instead of the tokens between."""
+_FIRST_COMPUTED = 3  # tokens: that of the prompt, and two from the KV cache
+_LAST_COMPUTED = 2  # tokens at the end, where the KV cache is largest
+_MOST_GROWTHS = 64  # steps of the KV cache instead of tokens
 
 
 class Generation:

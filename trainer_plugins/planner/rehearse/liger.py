@@ -1,8 +1,4 @@
-"""Plan Liger's kernels by their own Python; know what they replaced before the Trainer was made.
-
-`apply_liger_kernel_to_llama()` and its like set functions and methods in modules of transformers
-and torch. Another process has the modules as they were.
-"""
+"""Plan Liger's kernels by their own Python; know what they replaced before the Trainer was made."""
 
 import functools
 import importlib

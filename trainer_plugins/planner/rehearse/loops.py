@@ -9,8 +9,8 @@ from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource
 
 Row = dict[str, object]
+# the vocabulary of the tokenizer: a row repeats one word
 WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "w": 3}
-"""The vocabulary of the tokenizer: a row repeats one word."""
 
 
 def _text(num_tokens: int) -> str:

@@ -16,8 +16,8 @@ from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, wrong_value
 from trainer_plugins.planner.request import ConfigSource
 
+# it comes after the model is built; no other files
 _LEFT_OUT = ("quantization_config", "configuration_files")
-"""Quantisation comes after the model is built; and there are no other files."""
 
 _SOUND: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,8 +32,7 @@ _SOUND: dict[str, object] = {
     "text_config": {},
     "vision_config": {},
     "audio_config": {},
-}
-"""Values of a sound config.json, where the config of a class has none."""
+}  # values of a sound config.json, where the config of a class has none
 
 _ENCODERS = (
     "bert",
@@ -54,8 +53,8 @@ def model_of(
 ) -> tuple[torch.nn.Module, list[str]]:
     """Build a model from its config as `from_pretrained` leaves it; also return what was assumed.
 
-    It is on the host, but a quantised or a divided one is on the card; without a card nothing is
-    quantised or divided. `num_parts` is the number of cards among which its tensors are divided.
+    It is on the host, but on the card if it is quantised or divided among `num_parts`. Without a
+    card it is neither.
     """
     assumptions: list[str] = []
     is_divided = card is not None and num_parts > 1
@@ -125,10 +124,7 @@ def _said_of_config(given: Mapping[str, object], error: BaseException) -> str:
 
 
 def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
-    """Return the class that `architectures` names if it can be trained, else the usual one.
-
-    `kind` is the `model_type` of the file: transformers reads some as another.
-    """
+    """Return the class that `architectures` names if it can be trained, else the usual one."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -257,11 +253,7 @@ def _quantised(
 
 
 def _untie(model: Any) -> None:
-    """Give the head its own weights if the config's class has overruled the config, as T5's does.
-
-    `from_pretrained` does so too if a checkpoint holds both, as that of T5 1.1 does
-    (modeling_utils.py, tie_weights).
-    """
+    """Give the head its own weights if the class has overruled the config, as T5's does."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
         return

@@ -1,7 +1,4 @@
-"""Make the pictures of a vision-language model that was built from a config.
-
-Sizes are those that the model's processor makes; none is downloaded. Imports torch.
-"""
+"""Make the pictures of a vision-language model of a config, in the sizes of its processor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +11,7 @@ from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
-_USUAL_SIDE = 448
-"""Pixels of a side, where neither the config nor the user says them."""
+_USUAL_SIDE = 448  # pixels, where neither the config nor the user says them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +19,7 @@ class Pictures:
     """Describes the pictures of a row, and what a model gets with them."""
 
     num_tokens: int  # tokens of a row that stand for pictures
-    add_to: Callable[[Batch, int], None]
-    """Adds to a batch of this number of rows what a processor adds."""
-
+    add_to: Callable[[Batch, int], None]  # adds to a batch of this many rows what a processor adds
     said: str
     asked: Asked = NOTHING  # what the model asks of the numbers that come with its pictures
 
@@ -71,12 +65,7 @@ def _of_one_size(config: Any, source: ConfigSource) -> tuple[int, int]:
 
 
 def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> Any:
-    """Describe models that get all pictures of a batch in one list.
-
-    Args:
-        num_tokens: returns the tokens of a picture, from the config and the patches along a side.
-        has_types: whether a processor marks which tokens are pictures.
-    """
+    """Describe models that get all pictures in one list, and perhaps marks of their tokens."""
 
     def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
         side, patches = _of_one_size(config, source)
@@ -156,5 +145,4 @@ _KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
     "qwen2_vl": _of_any_size,
     "qwen2_5_vl": _of_any_size,
     "qwen3_vl": _of_any_size,
-}
-"""How a processor gives pictures to a model, by its model_type; see from_config.PICTURE_MODELS."""
+}  # by model_type; see from_config.PICTURE_MODELS

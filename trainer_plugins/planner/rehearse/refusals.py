@@ -24,22 +24,13 @@ _WITHOUT_RULE = {
     "flex_attention": "attn_implementation=flex_attention, which is compiled",
 }
 
-_OF_TRL = (
-    "CPOTrainer",
-    "DPOTrainer",
-    "GMPOTrainer",
-    "GRPOTrainer",
-    "KTOTrainer",
-    "ORPOTrainer",
-    "RLOOTrainer",
-    "RewardTrainer",
-    "SFTTrainer",
-    "TPOTrainer",
-)
-"""The Trainers of TRL that are planned. Most others generate in ways of their own."""
+_OF_TRL = tuple(
+    f"{name}Trainer"
+    for name in ("CPO", "DPO", "GMPO", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT", "TPO")
+)  # most others generate in ways of their own
 
+# without a head of its own, only their loss does not keep what masks pick
 _OF_OLDER_TRL = ("SFTTrainer", "RewardTrainer")
-"""Those of them whose loss does not keep what masks pick if TRL has no head of its own."""
 
 _PACKAGES_OF_LAYERS = (
     "bitsandbytes",
@@ -50,8 +41,8 @@ _PACKAGES_OF_LAYERS = (
     "causal_conv1d",
 )
 
+# of a weight, where a quantization_config does not say them
 _BITS = {"fp8": 8, "fbgemm_fp8": 8, "eetq": 8, "mxfp8": 8, "bitnet": 2}
-"""Bits of a weight, where the fields of a quantization_config do not say them."""
 
 GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
 
@@ -70,9 +61,7 @@ _WHY = {
         "--ddp_find_unused_parameters False, or "
         f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
     ),
-}
-"""Words in the errors of runs that fail on a card too, as real ranks did in the tests, and why they
-fail and what to pass."""
+}  # words in the errors of runs that fail on a card too, and what to pass
 
 
 def told_in_one_line(work: Callable[[], _Result]) -> _Result:
@@ -191,10 +180,7 @@ def refuse_attention(name: object) -> None:
 
 
 def known_quantisation(model: torch.nn.Module, given: object) -> dict[str, object]:
-    """Return the fields of a quantization_config of bitsandbytes, and refuse any other.
-
-    Of other packages, only the sizes of weights are known here.
-    """
+    """Return the fields of a quantization_config of bitsandbytes, and refuse any other."""
     import transformers
     from transformers.utils.quantization_config import QuantizationMethod
 

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, object]
 
-_MICRO_STEPS_RUN = 2
-"""How many micro-steps of a step really run, besides the last one, in which the ranks reduce. The
-second adds to the gradients of the first; those after it do the same."""
+_MICRO_STEPS_RUN = 2  # besides the last one, in which ranks reduce; later ones repeat the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,7 @@ class Rehearsed:
 
     trainer: HfTrainer
     make_batch: Callable[[], Batch]
-    make_evaluation_batch: Callable[[], Batch] | None
-    """Makes a batch for the evaluation; None if the run does not evaluate."""
-
+    make_evaluation_batch: Callable[[], Batch] | None  # None if the run does not evaluate
     num_evaluation_batches: int
     has_padding: bool
     assumptions: list[str]
@@ -254,11 +250,7 @@ def _skip_like_micro_steps(trainer: HfTrainer, kind: Kind) -> None:
 
 
 def _batches_of_last_step(trainer: HfTrainer) -> list[object]:
-    """Return a list that keeps the batches of the last step, once it runs.
-
-    They stay on the card while the Trainer evaluates and saves, which it does between two steps:
-    transformers/trainer.py, `batch_samples` of its loop.
-    """
+    """Return a list that keeps the batches of the last step, which stay on the card."""
     training_step = trainer.training_step
     num_before = (trainer.args.max_steps - 1) * trainer.args.gradient_accumulation_steps
     held: list[object] = []

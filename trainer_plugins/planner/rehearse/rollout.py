@@ -1,8 +1,4 @@
-"""Rehearse a Trainer that generates what it trains on: TRL's GRPO and RLOO. Imports torch.
-
-Its own code runs: it generates, scores with the old weights and the reference, and trains. Only
-rewards are made up, because the user's functions would get texts that do not exist.
-"""
+"""Rehearse a Trainer that generates what it trains on: TRL's GRPO and RLOO, by its own code."""
 
 import sys
 from collections.abc import Sequence
@@ -14,8 +10,7 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.tracing.trace import Tracker
 
-COLUMNS = ("prompt", "image", "images")
-"""What such a Trainer reads of a row; everything else is for the rewards."""
+COLUMNS = ("prompt", "image", "images")  # what such a Trainer reads of a row
 
 ASSUMPTION = (
     "each completion has max_completion_length tokens, and the longest prompts are in one batch: "
@@ -82,11 +77,7 @@ def generate_again(trainer: Any) -> None:
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
-    """Return a reward of each function for each row. Reward models really read the rows.
-
-    See TRL's grpo_trainer.py, _calculate_rewards. A model reads texts by its own tokenizer; here it
-    reads as many tokens as were generated, and as many of the prompt as the policy does.
-    """
+    """Return a reward of each function for each row; reward models read the policy's tokens."""
     device, names = trainer.accelerator.device, trainer.reward_func_names
     rewards = torch.zeros(len(prompts), len(names), device=device)
     prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -109,10 +100,9 @@ def models_of(trainer: object) -> list[torch.nn.Module]:
 class Vllm:
     """Stands in for TRL's VLLMGeneration: takes the memory of vLLM, and returns completions.
 
-    vLLM takes `gpu_memory_utilization` of the card's whole memory, with its own copy of the weights
-    in it (vllm 0.26.0, v1/worker/utils.py, request_memory). On a server it takes none of this card.
-    With its sleep mode TRL gives it that memory while it generates, and empties torch's cache
-    before (trl/generation/vllm_generation.py).
+    vLLM takes `gpu_memory_utilization` of the card's whole memory (vllm 0.26.0, v1/worker/utils.py,
+    request_memory); on a server none. With its sleep mode TRL gives it that memory while it
+    generates, and empties torch's cache before (trl/generation/vllm_generation.py).
     """
 
     def __init__(self, trainer: Any, tracker: Tracker) -> None:

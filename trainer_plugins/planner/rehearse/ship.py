@@ -1,8 +1,4 @@
-"""Send a Trainer and its batches to another process without the bytes of their tensors.
-
-Shapes, dtypes and which tensors share a storage are sent; of a batch also the numbers that a model
-uses to cut its tensors. Imports torch.
-"""
+"""Send a Trainer and its batches to another process: shapes, dtypes, shared storages, no bytes."""
 
 import io
 import pickle
@@ -43,28 +39,22 @@ _LEFT_HERE = frozenset(
         "get_train_dataloader",
         "get_eval_dataloader",
     }
-)
-"""Attributes that the other process makes again or never needs. All others of the user's Trainer
-are sent, so that a subclass finds what its constructor has set."""
+)  # Made again there, or never needed; a subclass finds all else that its constructor has set.
 
+# what `forward` was, in a module that accelerate dispatches or prepares
 _FORWARDS = frozenset({"_old_forward", "_original_forward"})
-"""Where accelerate keeps what `forward` was, in a module that it dispatches or prepares."""
 
+# accelerate's hooks.py, big_modeling.py, accelerator.py
 _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
-"""All that it writes to such a module (accelerate's hooks.py, big_modeling.py, accelerator.py)."""
 
 _PICTURE_SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes")
 _CUT_BY = (*_PICTURE_SIZES, "mm_token_type_ids", "input_ids", "attention_mask")
+# what a value raises that cannot be pickled
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
-"""What a value raises that cannot be pickled."""
 
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Pickle what a rehearsal needs of a Trainer, and name the attributes that cannot be pickled.
-
-    Raises:
-        pickle.PicklingError: its class, its model or its arguments cannot be pickled.
-    """
+    """Pickle what a rehearsal needs of a Trainer; name the attributes that cannot be pickled."""
     essential = {
         "class": type(trainer),
         "args": trainer.args,
@@ -87,15 +77,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
-    """Pickle a value, with shapes instead of tensors.
-
-    Args:
-        value: what is sent.
-        stream: what streams weights in it: those that are not on the card have no bytes here.
-
-    Raises:
-        pickle.PicklingError: something in it cannot be pickled, whatever error that raised.
-    """
+    """Pickle a value with shapes instead of tensors; `stream` has weights without bytes here."""
     by_value = ByValue(_can_be_sent)
     try:
         return _dumps(value, by_value, stream)
@@ -170,15 +152,12 @@ class _Pickler(pickle.Pickler):
         return (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, shared)
 
 
+# shape, stride, offset, dtype; identity and bytes of the storage
 _ShapeOf = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, torch.dtype, tuple[int, int]]
-"""Shape, stride, offset and dtype of a tensor; the identity and the bytes of its storage."""
 
 
 def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
-    """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled.
-
-    Its hooks, which move inputs between cards, are attached again where the model is spread again.
-    """
+    """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled."""
     made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = {name: value for name, value in made[2].items() if name not in _OF_ACCELERATE}
     found = (made[2].get(name) for name in ("_old_forward", "_original_forward"))
@@ -227,7 +206,7 @@ class Numbers:
 
 def with_numbers(batch: object) -> object:
     """Return a batch with `Numbers` instead of the tensors that hold sizes of pictures."""
-    if not any(isinstance(_of(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
+    if not any(isinstance(column(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
         return batch
     found: Any = batch
     return {
@@ -250,13 +229,14 @@ def copied(batch: Any) -> Any:
 
 def asked_of(batch: object) -> Asked:
     """Return what a model asks of the numbers in a batch."""
-    if any(isinstance(_of(batch, name), Numbers) for name in _PICTURE_SIZES):
+    if any(isinstance(column(batch, name), Numbers) for name in _PICTURE_SIZES):
         return Asked(are_kept=True)
-    pictures = _of(batch, "pixel_values")
+    pictures = column(batch, "pixel_values")
     if isinstance(pictures, torch.Tensor) and pictures.ndim == 5:
         return Asked(count=pictures.shape[1])  # Idefics counts those of a row that are no padding
     return NOTHING
 
 
-def _of(batch: object, name: str) -> object:
+def column(batch: object, name: str) -> object:
+    """Return a column of a batch; None if it has none of this name, or no columns."""
     return batch.get(name) if hasattr(batch, "get") else None

@@ -6,11 +6,8 @@ from typing import Any
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource
 
-_SAMPLES_A_SECOND = 16_000
-"""As the feature extractors of transformers' speech models make them."""
-
-_LABELS_A_SECOND = 15
-"""Letters of fast speech; a guess."""
+_SAMPLES_A_SECOND = 16_000  # as in the feature extractors of transformers
+_LABELS_A_SECOND = 15  # letters of fast speech; a guess
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Spread a model over the cards of one process, as its `device_map` says. Imports torch.
+"""Spread a model over the cards of one process, as its `device_map` says.
 
-Each part computes on its own card, one after the other, and accelerate's hooks move what passes
-between them. The Trainer then makes one process of all cards (`is_model_parallel`).
+Each part computes on its own card, and accelerate's hooks move what passes between them.
 """
 
 from collections.abc import Mapping

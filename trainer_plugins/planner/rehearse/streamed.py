@@ -76,11 +76,7 @@ class Streaming:
         trainer.training_step = step
 
     def figures(self, trainer: HfTrainer) -> Streamed | None:
-        """Return how the base was streamed; None if it was not.
-
-        The first micro-step also brings what then stays, and one that generates copies more. So the
-        least of all is that of each micro-step, including those that were not rehearsed.
-        """
+        """Return how the base was streamed; a micro-batch counts as the one that copied least."""
         stream = stream_of(trainer.model)
         if stream is None:
             return None

@@ -70,10 +70,7 @@ def read_arguments(request: PlanRequest) -> HfArguments:
 
 @environment_restored()
 def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) -> Watched:
-    """Rehearse the run, and keep what one rank allocates and frees.
-
-    `loaded` gets the bytes on the fullest card when the model is there, before any step.
-    """
+    """Rehearse the run of a rank; `loaded` gets the bytes on the fullest card before any step."""
     request, source = _resolved(request), request.source
     os.environ.update(request.environment)
     world = _world_of(request)

@@ -1,8 +1,4 @@
-"""Find the value in a user's settings that cannot be right, by comparing it with sound settings.
-
-`wrong_value` is called after something has failed: a setting may rightly be of another kind than
-its default.
-"""
+"""Find the value that cannot be right in a user's settings, by comparing it with sound ones."""
 
 import dataclasses
 import json
@@ -23,19 +19,17 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     ((list, tuple), "a list"),
     (Mapping, "a mapping"),
     (type(None), "null"),
-)
-"""What people call a value; the first that applies, since `bool` is an `int` in Python."""
+)  # the first that applies, since `bool` is an `int` in Python
 
 _OF_A_FIELD = re.compile(r"error for field '(\w+)'")
+# huggingface_hub/errors.py, dataclasses.py
 _EXPECTED = re.compile(r"expected (bool|int|float|str|list|tuple|dict|NoneType)\b")
-"""huggingface_hub/errors.py and dataclasses.py: what transformers 5 raises of a config's fields."""
 
 _ALSO = {
     "true or false": "a whole number",
     "a number": "a whole number",
     "a string": "true or false",  # TrainingArguments makes `fsdp` true, which was a string
-}
-"""What is accepted instead of what a hint asks for."""
+}  # what is accepted instead of what a hint asks for
 
 _OF_PYTHON: dict[str, object] = {
     "bool": True,
@@ -61,13 +55,9 @@ def wrong_value(
     error: BaseException,
     checked: Collection[str] = (),
 ) -> str | None:
-    """Say which value cannot be right, and what is expected; None if none is found.
+    """Say which value has led to an error, and what is expected; None if none is found.
 
-    Args:
-        given: the settings, as JSON has them.
-        sound: settings that are right; a key that they lack, or that is null, is not judged.
-        error: what was raised because of the settings.
-        checked: keys whose values are of the right kind, unless the error names them.
+    Values of `checked` keys are of the right kind, unless the error names them.
     """
     said, pairs = str(error), [*_pairs(given, sound)]
     for field in _OF_A_FIELD.findall(said)[:1]:
@@ -94,11 +84,7 @@ def wrong_value(
 
 
 def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
-    """Check the fields of a dataclass by its hints, before it takes "2" for a number.
-
-    Raises:
-        PlanError: there is no such field, or it is of another kind than its hint says.
-    """
+    """Check the fields of a dataclass by its hints, before it takes "2" for a number."""
     hints = get_type_hints(kind)
     defaults = {each.name: each.default for each in dataclasses.fields(kind)}
     for name, value in fields.items():
@@ -113,10 +99,7 @@ def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
 
 
 def _expected(value: object, hint: object) -> str | None:
-    """Return what a hint asks for instead of a value; None if the value will do.
-
-    Where a mapping is asked for, a text may be the path of one, or one in JSON.
-    """
+    """Return what a hint asks for instead of a value, which may be the path of a mapping."""
     is_union = get_origin(hint) in (Union, UnionType)
     hints = {get_origin(each) or each for each in (get_args(hint) if is_union else (hint,))}
     wanted = hints - {type(None)} if hints <= {str, type(None)} else hints - {type(None), str}

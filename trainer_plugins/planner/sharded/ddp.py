@@ -1,10 +1,4 @@
-"""Run DDP by torch's own reducer, on tensors without bytes. Imports torch.
-
-torch's C++ makes the buckets (torch/csrc/distributed/c10d/reducer.cpp), and they are counted like
-any other memory. In the first step there is one bucket for the whole model, or buckets of the size
-limits if unused parameters are searched for. From the second step on, they follow the order in
-which gradients were ready.
-"""
+"""Run DDP by torch's own reducer (torch/csrc/distributed/c10d/reducer.cpp), without bytes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

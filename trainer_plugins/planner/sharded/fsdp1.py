@@ -1,17 +1,12 @@
-"""Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes. Imports torch.
-
-accelerate and the Trainer call it, as in a real run. Its flat parameters are real objects: they
-grow and shrink by `resize_`, which the tracker sees. Saving and resuming go by accelerate's own
-functions, without files.
-"""
+"""Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes."""
 
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -19,7 +14,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.one_card import bare_optimizer, tag_states
 from trainer_plugins.planner.sharded.fsdp2 import Fsdp, keeps_full_states, ranks_that_keep
-from trainer_plugins.planner.sharded.ranks import address, makes_buffers
+from trainer_plugins.planner.sharded.ranks import address, addresses_are, makes_buffers
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -76,11 +71,7 @@ class Fsdp1(Fsdp):
 
 
 def _storages_have_addresses(patches: Patches) -> None:
-    """Compare storages by the object behind them, as there are no addresses of bytes.
-
-    FSDP1 asks whether a parameter is still a view of its flat tensor, and at the end of a backward
-    whether a flat parameter is divided already (`_catch_all_reshard`).
-    """
+    """Compare storages by the object behind them, as there are no addresses of bytes."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -89,14 +80,9 @@ def _storages_have_addresses(patches: Patches) -> None:
     def allocated(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() > 0
 
-    def resharded(reshard: Callable[..., None], *args: object) -> None:
-        with Patches() as addresses:
-            addresses.set(FakeTensor, "data_ptr", address)
-            reshard(*args)
-
     patches.set(_flat_param, "_same_storage", same)
     patches.set(_flat_param, "_data_ptr_allocated", allocated)
-    patches.wrap(_runtime_utils, "_catch_all_reshard", resharded)
+    patches.surround(_runtime_utils, "_catch_all_reshard", lambda: addresses_are(address))
 
 
 def _readers_are_known(patches: Patches, tracker: Tracker) -> None:
@@ -124,11 +110,7 @@ def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:
 
 
 class _GradientsOfViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tags gradients of single parameters, and the flat one into which autograd joins them.
-
-    A flat parameter is split into views in the forward. The backward of the split takes all their
-    gradients, and makes one tensor of them.
-    """
+    """Tags gradients of single parameters, and the flat one into which autograd joins them."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -205,17 +187,17 @@ class _Files:
         from torch.distributed import checkpoint
 
         def save(content: Any, *_: object, **__: object) -> None:
-            shapes = tree_map_only(torch.Tensor, lambda t: _Shape(t.shape, t.dtype), content)
-            self.written.append(shapes)
+            self.written.append(
+                tree_map_only(
+                    torch.Tensor, lambda t: partial(torch.empty, t.shape, dtype=t.dtype), content
+                )
+            )
 
         patches.set(torch, "save", save)
         patches.set(checkpoint, "save", lambda *_, **__: None)
 
     def are_read(self, patches: Patches, tracker: Tracker) -> None:
-        """Let each read make tensors in main memory, in the order of the files.
-
-        A file with the full model is the first, and every rank reads it.
-        """
+        """Let each read make the next file's tensors in main memory: every rank reads the first."""
         from torch.distributed import checkpoint
 
         readers = [tracker.host.ranks, 1]
@@ -223,26 +205,17 @@ class _Files:
         def read(*_: object, **__: object) -> object:
             content = self.written.pop(0)
             with tracker.host.in_ranks(readers.pop(0)):
-                return tree_map_only(
-                    _Shape, lambda each: torch.empty(each.size, dtype=each.dtype), content
-                )
+                return tree_map_only(partial, lambda make: make(), content)
 
         patches.set(torch, "load", read)
         patches.set(checkpoint, "load", lambda *_, **__: None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    size: torch.Size
-    dtype: torch.dtype
-
-
 def _other_ranks_have_states(patches: Patches) -> None:
     """Answer for the ranks whose parts hold parameters of which the first rank has nothing.
 
-    Of one flat parameter, a rank has the states of those parameters that lie in its part. The ranks
-    tell each other which ones these are: `_map_param_key_to_optim_keys` and `_allgather_state_info`
-    of torch/distributed/fsdp/_optim_utils.py.
+    The ranks tell each other which ones these are: `_map_param_key_to_optim_keys` and
+    `_allgather_state_info` of torch/distributed/fsdp/_optim_utils.py.
     """
     from torch.distributed.fsdp import _optim_utils as module
 

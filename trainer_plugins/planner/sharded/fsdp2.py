@@ -1,8 +1,4 @@
-"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes. Imports torch and accelerate.
-
-accelerate and the Trainer call it, as in a real run. Saving and resuming go by torch's own state
-dicts, without files.
-"""
+"""Run FSDP2 by torch's own `fully_shard`, on tensors without bytes."""
 
 import os
 from collections.abc import Callable
@@ -10,14 +6,19 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.one_card import bare_optimizer
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.sharded.ranks import Ranks, address, makes_buffers, refuse_optimizers
+from trainer_plugins.planner.sharded.ranks import (
+    Ranks,
+    address,
+    addresses_are,
+    makes_buffers,
+    refuse_optimizers,
+)
 from trainer_plugins.planner.tracing.trace import Tracker
 
 # transformers/integrations/fsdp.py, is_fsdp_enabled: if both are true, only the first rank of a
@@ -61,11 +62,7 @@ class Fsdp2(Fsdp):
         _parameters_have_addresses(patches)
 
     def save(self, trainer: HfTrainer, tracker: Tracker) -> None:
-        """Make the states of the model and the optimizer, as saving does.
-
-        With FULL_STATE_DICT, each tensor is gathered on the cards, and the first rank keeps it on
-        the host. accelerate/utils/fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer.
-        """
+        """Make the states of the model and the optimizer, as accelerate's fsdp_utils.py does."""
         from torch.distributed.checkpoint import state_dict
 
         options = _options(trainer)
@@ -90,10 +87,9 @@ class Fsdp2(Fsdp):
 class ContextParallel(Fsdp2):
     """Divides the tokens of each row among cards too: accelerate's `cp_size`.
 
-    accelerate and torch's own ring attention do it (torch.distributed.tensor.experimental). Of each
-    row a card has two parts, one from either end, so that all compute as much. The first card needs
-    the most: it looks for half of its queries in the keys of others, and puts what it finds into a
-    copy.
+    Of each row a card has two parts, one from either end. The first card needs the most: it looks
+    for half of its queries in the keys of others, and puts what it finds into a copy
+    (torch.distributed.tensor.experimental).
     """
 
     not_reliable = (
@@ -120,10 +116,7 @@ class ContextParallel(Fsdp2):
 
 
 def _check_length(length: int, num_cards: int) -> None:
-    """Refuse rows that torch divides without a balance, or not at all.
-
-    Without a balance, the last card needs the most: it looks for all its queries in all keys.
-    """
+    """Refuse rows that torch divides without a balance, or not at all."""
     parts = _PARTS_OF_A_CARD * num_cards
     if length % parts:
         raise NotPredicted(
@@ -155,37 +148,21 @@ def meshes_have_values(patches: Patches) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-    patches.wrap(_fsdp_init, "init_device_mesh", on_real_tensors)
-    patches.wrap(ParallelismConfig, "build_device_mesh", on_real_tensors)
-    patches.wrap(DeviceMesh, "__getitem__", on_real_tensors)
-
-
-def on_real_tensors(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Let a function make tensors with values."""
-    with _disable_current_modes():
-        return original(*args, **kwargs)
+    patches.surround(_fsdp_init, "init_device_mesh", _disable_current_modes)
+    patches.surround(ParallelismConfig, "build_device_mesh", _disable_current_modes)
+    patches.surround(DeviceMesh, "__getitem__", _disable_current_modes)
 
 
 def _parameters_have_addresses(patches: Patches) -> None:
-    """Give fake parameters an address while accelerate needs one.
+    """Give fake parameters an address where accelerate finds a sharded one by it.
 
-    By its address, accelerate finds the parameter of the optimizer that a sharded one replaces.
-    Elsewhere an address must not be found: code that finds one copies bytes, and there are none.
+    Elsewhere none must be found: code that finds one copies bytes, and there are none.
     """
     from accelerate import accelerator as module
 
-    def prepared(prepare: Callable[..., object], *args: object) -> object:
-        with Patches() as addresses:
-            addresses.set(FakeTensor, "data_ptr", address)
-            return prepare(*args)
-
-    def sharded(shard: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with Patches() as none:
-            none.set(FakeTensor, "data_ptr", torch.Tensor.data_ptr)
-            return shard(*args, **kwargs)
-
-    patches.wrap(Accelerator, "_prepare_fsdp2", prepared)
-    patches.wrap(module, "fsdp2_prepare_model", sharded)
+    no_address = torch.Tensor.data_ptr
+    patches.surround(Accelerator, "_prepare_fsdp2", lambda: addresses_are(address))
+    patches.surround(module, "fsdp2_prepare_model", lambda: addresses_are(no_address))
 
 
 def ranks_that_keep(trainer: HfTrainer, tracker: Tracker) -> int:

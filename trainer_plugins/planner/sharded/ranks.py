@@ -1,8 +1,4 @@
-"""Be one rank of many in one process: the first rank, which holds the most. Imports torch.
-
-The process group is torch's own fake one: each collective returns at once, with results of the
-right shapes. Everything else (DDP, FSDP2, accelerate, the Trainer) is the real code.
-"""
+"""Be the first rank of many, which holds the most, in one process: torch's fake process group."""
 
 import contextlib
 import os
@@ -11,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.hf_trainer import HfTrainer
@@ -109,12 +105,15 @@ def refuse_optimizers(trainer: HfTrainer, by: str) -> None:
 
 def makes_buffers(patches: Patches, tracker: Tracker, owner: Any, name: str) -> None:
     """Give the category of sharding buffers to all that a function makes."""
+    patches.surround(owner, name, lambda: tracker.as_category("sharding buffers"))
 
-    def made(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"):
-            return original(*args, **kwargs)
 
-    patches.wrap(owner, name, made)
+@contextlib.contextmanager
+def addresses_are(address_of: Callable[[Any], int]) -> Iterator[None]:
+    """Let fake tensors have this address inside the block."""
+    with Patches() as patches:
+        patches.set(FakeTensor, "data_ptr", address_of)
+        yield
 
 
 def address(tensor: torch.Tensor) -> int:

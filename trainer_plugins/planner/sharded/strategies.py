@@ -1,7 +1,4 @@
-"""Choose how work is divided among cards.
-
-A strategy surrounds the rehearsal, which then runs as one rank of many.
-"""
+"""Choose how work is divided among cards: a strategy surrounds the rehearsal."""
 
 from collections.abc import Mapping
 
@@ -82,10 +79,7 @@ def _check_tensors(request: PlanRequest, kind: Kind) -> None:
 
 
 def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
-    """Refuse cards that share the tensors of a model, and something else with other cards.
-
-    `sizes` has the fields of accelerate's ParallelismConfig; `where` names their home.
-    """
+    """Refuse cards that share the tensors of a model, and something else with other cards."""
     if (size := sizes.get("tp_size")) in (None, 1):
         return
     others = [f"{name} {sizes[name]}" for name in _OTHER_SIZES if sizes.get(name) not in (None, 1)]

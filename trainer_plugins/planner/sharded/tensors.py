@@ -1,9 +1,4 @@
-"""Divide the tensors of a model among cards: `tp_size`. Imports torch.
-
-transformers' own tensor parallelism does it (transformers/distributed), as `from_pretrained` does
-with `DistributedConfig(tp_size=N, tp_plan="auto")`: after the model is made, and before its weights
-are read. All cards compute the same rows, each with its part of the weights.
-"""
+"""Divide the tensors of a model among cards (`tp_size`) by transformers/distributed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.sharded.fsdp2 import meshes_have_values, on_real_tensors
+from trainer_plugins.planner.sharded.fsdp2 import meshes_have_values
 from trainer_plugins.planner.sharded.ranks import Ranks, refuse_optimizers
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -32,7 +27,7 @@ class TensorParallel(Ranks):
 
     def patch(self, patches: Patches, tracker: Tracker) -> None:
         meshes_have_values(patches)
-        patches.wrap(dist, "init_device_mesh", on_real_tensors)
+        patches.surround(dist, "init_device_mesh", _disable_current_modes)
         patches.set(torch.accelerator, "set_device_index", lambda _: None)
 
     def prepare(self, trainer: HfTrainer) -> None:

@@ -1,7 +1,4 @@
-"""Run ZeRO-1, 2 and 3 by DeepSpeed's own engine, as one rank of many, on tensors without bytes.
-
-DeepSpeed is imported only while such a run is rehearsed. Imports torch.
-"""
+"""Run ZeRO-1, 2 and 3 by DeepSpeed's own engine, as one rank of many, on tensors without bytes."""
 
 import base64
 import contextlib
@@ -73,9 +70,8 @@ class Zero(Ranks):
 class Ulysses(Zero):
     """Divides the tokens of each row among cards too: accelerate's `sp_size`.
 
-    DeepSpeed's own code (runtime/sequence_parallel/ulysses_sp.py, from Ulysses and ALST) gathers
-    the batches of these cards, which then compute one batch after the other together. Each has a
-    part of every row; around each attention they exchange it for all tokens of some heads.
+    DeepSpeed (runtime/sequence_parallel/ulysses_sp.py) gathers the batches of these cards, which
+    compute one after the other together. Around each attention they exchange tokens for heads.
     """
 
     not_reliable = (

@@ -15,13 +15,10 @@ from trainer_plugins.planner.one_card import mapped
 from trainer_plugins.planner.tracing.host_tensors import key_of
 from trainer_plugins.planner.tracing.trace import Tracker
 
-_Content: TypeAlias = Any
-"""What a file holds: dictionaries and lists of tensors and of other values."""
+_Content: TypeAlias = Any  # what a file holds: dictionaries and lists of tensors and other values
 
 _RANK, _STATES = re.compile(r"zero_pp_rank_\d+_"), "_optim_states.pt"
-_OF_STAGES_1_AND_2 = "mp_rank_"
-"""The first rank alone writes the model of stages 1 and 2, and all ranks read it."""
-
+_OF_STAGES_1_AND_2 = "mp_rank_"  # the first rank alone writes it, and all ranks read it
 _WHOLE_MODEL_STAGE = 3
 
 
@@ -43,8 +40,7 @@ class _Files:
     def __init__(self, tracker: Tracker) -> None:
         self._host = tracker.host
         self._contents: dict[str, _Content] = {}
-        self.are_read_in_turn = False
-        """Whether a rank of the node reads its states when the one before has done so."""
+        self.are_read_in_turn = False  # a rank of the node waits for the one before
 
     def write(self, content: _Content, path: str) -> None:
         """Copy each storage that is on the card to the host, one after the other: torch.save."""
@@ -65,10 +61,7 @@ class _Files:
         Path(path).touch()  # the engine looks for its names
 
     def read(self, path: str) -> _Content:
-        """Make the tensors of a file on the host, where DeepSpeed has them read.
-
-        The file of another rank has tensors of the same sizes as this rank's.
-        """
+        """Make the tensors of a file on the host: those of other ranks have the same sizes."""
         storages: dict[int, torch.Tensor] = {}
 
         def made(saved: _Saved) -> torch.Tensor:
@@ -100,10 +93,7 @@ class _Files:
 
 
 def save_and_resume(trainer: Any, tracker: Tracker) -> None:
-    """Let the engine save the states of this rank, and read them as in a new process.
-
-    transformers/trainer.py, _save_optimizer_and_scheduler and _prepare_for_training.
-    """
+    """Let the engine save the states of this rank, and read them as in a new process."""
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
     engine = trainer.model_wrapped
@@ -158,8 +148,7 @@ def _ranks_take_turns(engine: Any) -> bool:
 def _forget_states(engine: Any) -> int:
     """Drop what an engine has from its steps, and return the bytes of that on the host.
 
-    Besides the optimizer, each weight of stages 1 and 2 holds its part of the states
-    (deepspeed/utils/mixed_precision_linkage.py).
+    Weights of stages 1 and 2 hold states too (deepspeed/utils/mixed_precision_linkage.py).
     """
     optimizer = engine.optimizer.optimizer
     values = [each for state in optimizer.state.values() for each in state.values()]

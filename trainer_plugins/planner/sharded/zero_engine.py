@@ -1,8 +1,7 @@
-"""Let DeepSpeed's own engine run on tensors without bytes. Imports torch and DeepSpeed.
+"""Let DeepSpeed's own engine run on tensors without bytes.
 
-Only what a machine without a card, or a rank without peers, cannot do is replaced. Each patch has a
-function that names the place in DeepSpeed 0.19.8 that needs it. The engine's own code decides which
-parameters are gathered, when they are released, and how large each buffer is.
+Only what a machine without a card, or a rank without peers, cannot do is replaced; each patch names
+the place in DeepSpeed 0.19.8 that needs it.
 """
 
 import contextlib
@@ -23,8 +22,7 @@ _PARTS: dict[str, Category] = {
     "single_partition_of_fp32_groups": "optimizer states",
     "grad_partitions_flat_buffer": "gradients",
     "averaged_gradients": "gradients",
-}
-"""The flat buffers of the engine's optimizer, which are tensors or lists and dicts of them."""
+}  # the flat buffers of the engine's optimizer, or lists and dicts of them
 
 
 def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
@@ -41,11 +39,7 @@ def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
 
 
 def _state_ends(patches: Patches) -> None:
-    """Restore what DeepSpeed keeps for the process: the next prediction is another run.
-
-    DeepSpeed keeps groups, counters and a replaced `linear`. transformers keeps the config, which
-    tells it that DeepSpeed is used at all.
-    """
+    """Restore what DeepSpeed and transformers keep for the process: another run comes next."""
     import deepspeed.comm.comm as comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
     from deepspeed.utils import groups
@@ -92,10 +86,7 @@ def _gradients_are_finite(patches: Patches) -> None:
 
 
 def _streams(patches: Patches) -> None:
-    """Let the engine find a default stream; it gathers on its own stream.
-
-    A freed block is free at once here, even if another stream still reads it.
-    """
+    """Let the engine find a default stream; a freed block is free at once here."""
     first: object = torch.cuda.current_stream()
     patches.set(torch.cuda, "default_stream", lambda device=None: first)
     patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -124,21 +115,18 @@ def _buffers_are_known(patches: Patches, tracker: Tracker) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    def gathered(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"), _one_view_of_each_length("narrow"):
-            return original(*args, **kwargs)
-
-    def reduced(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.as_category("sharding buffers"), _one_view_of_each_length("__getitem__"):
-            return original(*args, **kwargs)
+    @contextlib.contextmanager
+    def cutting(method: str) -> Iterator[None]:
+        with tracker.as_category("sharding buffers"), _one_view_of_each_length(method):
+            yield
 
     def buckets_set_up(set_up: Callable[..., None], optimizer: Any) -> None:
         set_up(optimizer)
         buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
         optimizer.storages_of_buckets = [tracker.storage_of(buffer) for buffer in buffers]
 
-    patches.wrap(PartitionedParameterCoordinator, "fetch_sub_module", gathered)
-    patches.wrap(stage3, "reduce_scatter_coalesced", reduced)
+    patches.surround(PartitionedParameterCoordinator, "fetch_sub_module", lambda: cutting("narrow"))
+    patches.surround(stage3, "reduce_scatter_coalesced", lambda: cutting("__getitem__"))
     patches.wrap(DeepSpeedZeroOptimizer, "setup_buckets", buckets_set_up)
 
 
@@ -146,10 +134,9 @@ def _buffers_are_known(patches: Patches, tracker: Tracker) -> None:
 def _one_view_of_each_length(name: str) -> Iterator[None]:
     """Make one view for all parts of one length that a method of Tensor cuts.
 
-    In Python, the engine cuts every gathered buffer (`narrow`, partition_parameters.py) and every
-    reduced gradient (`tensor[start:stop]`, coalesced_collectives.py) into the parts of all ranks.
-    With 1024 ranks that would take nearly all of the time. Without bytes, parts of the same length
-    are alike. A view takes no memory, and lives as long as the engine holds it.
+    The engine cuts every gathered buffer (`narrow`, partition_parameters.py) and reduced gradient
+    (`tensor[start:stop]`, coalesced_collectives.py) into the parts of all ranks, which takes nearly
+    all of the time with 1024 of them. Without bytes, parts of the same length are alike.
     """
     alive: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor]
     alive = weakref.WeakValueDictionary()
@@ -190,21 +177,14 @@ def _engines_are_watched(patches: Patches, tracker: Tracker, engines: list[Any])
             raise NotPredicted("this DeepSpeed: its engine skips steps if tensors have no values")
         return done
 
-    def consolidated(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with tracker.host.in_ranks(1):  # only rank 0 keeps what is gathered
-            return original(*args, **kwargs)
-
     patches.wrap(DeepSpeedEngine, "__init__", made)
     patches.wrap(DeepSpeedEngine, "step", stepped)
-    patches.wrap(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", consolidated)
+    gathering = "_zero3_consolidated_16bit_state_dict"  # only rank 0 keeps what it gathers
+    patches.surround(DeepSpeedEngine, gathering, lambda: tracker.host.in_ranks(1))
 
 
 def _name_parts(engine: Any, tracker: Tracker) -> None:
-    """Tag the flat buffers of the engine's optimizer, and the parts of weights.
-
-    Weights that are not trained have no flat buffer. stage3.py and stage_1_and_2.py, `__init__`;
-    partition_parameters.py.
-    """
+    """Tag the flat buffers of the engine's optimizer, and the parts of weights: stage*.py."""
     optimizer = engine.optimizer
     for weight in engine.module.parameters():
         category: Category = "weights" if weight.requires_grad else "frozen weights"

@@ -11,10 +11,7 @@ ALLOC, FREE, EMPTY_CACHE, BEGIN, LEFT = 1, -1, 0, 2, -2
 
 @dataclass(slots=True)
 class Storage:
-    """Describes one allocation of the run.
-
-    Its category may change: only after the backward is it known what is a gradient.
-    """
+    """Describes one allocation. Its category may change: gradients are known after the backward."""
 
     num_bytes: int
     stream: int
@@ -44,5 +41,4 @@ class Trace:
 
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
-    host_peaks: Mapping[Moment, int] = field(default_factory=dict)
-    """By moment, the peak of the tensors in a node's main memory, in bytes."""
+    host_peaks: Mapping[Moment, int] = field(default_factory=dict)  # bytes of a node

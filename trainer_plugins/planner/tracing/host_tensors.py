@@ -15,10 +15,7 @@ aten = torch.ops.aten
 
 
 class HostMemory:
-    """Counts the storages on the host, and those of them that are pinned. Sizes in bytes.
-
-    A pinned storage takes a block, which the process keeps for the next one of its size.
-    """
+    """Counts the storages on the host; a pinned block is kept for the next of its size."""
 
     def __init__(self) -> None:
         self.ranks = 1  # how many processes of a node do the same on the host as this one
@@ -90,11 +87,7 @@ class HostMemory:
 
 
 def makes_pinned(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> bool:
-    """Return whether the result of an operation is pinned.
-
-    That is so on request, and if it is copied to the host while the program goes on
-    (aten/src/ATen/native/TensorConversions.cpp, _to_copy).
-    """
+    """Return whether a result is pinned: on request, or copied to the host meanwhile (_to_copy)."""
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
         return True
     if func is not aten._to_copy.default or not kwargs.get("non_blocking"):

@@ -1,7 +1,4 @@
-"""Know what a card's kernels allocate besides results, do in place, or do without shape rules.
-
-Imports torch.
-"""
+"""Know what a card's kernels allocate besides results, do in place, or do without shape rules."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +13,7 @@ from trainer_plugins.units import KIB
 
 aten = torch.ops.aten
 
-Operator: TypeAlias = Callable[..., Any]
-"""An overload of an operation, as `__torch_dispatch__` gets it."""
-
+Operator: TypeAlias = Callable[..., Any]  # an overload of an operation
 OperatorArgs: TypeAlias = Sequence[Any]
 OperatorKwargs: TypeAlias = Mapping[str, Any]
 
@@ -26,8 +21,7 @@ _PLANNER = str(Path(__file__).parent.parent)
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
-_CUBLASLT_WORKSPACE_BYTES = 1024 * KIB
-"""The default: aten/src/ATen/cuda/CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize."""
+_CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +61,7 @@ def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
 
 
 def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
-    """Run an operation, even one that CUDA can do and torch's shape rules refuse.
-
-    A mask has no values here, and is taken to select everything: the worst case.
-    """
+    """Run an operation, even one that torch's shape rules refuse; a mask selects everything."""
     if picks_by_mask(func, args):
         if func is aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), 1), dtype=torch.long)
@@ -118,8 +109,7 @@ def _softmax_backward(args: OperatorArgs) -> list[int]:
 def _copied_operands(args: OperatorArgs) -> list[int]:
     """Count the operands of a matrix product that are copied for the call.
 
-    cuBLAS reads a matrix by one stride; the other one has to be 1. Other operands are copied, as
-    the gradient of a `sum()`, whose strides are 0. aten/src/ATen/native/cuda/Blas.cpp,
+    cuBLAS reads a matrix by one stride; the other has to be 1. aten/src/ATen/native/cuda/Blas.cpp,
     prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
     """
     return [
@@ -143,6 +133,8 @@ _TRANSIENT: dict[Operator, Callable[[OperatorArgs], list[int]]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
 
+# What autograd does in place, but not on fake tensors: input_buffer.cpp, accumulate;
+# FunctionsManual.cpp, areAnyTensorSubclassLike.
 IN_PLACE = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.scatter_add.default: aten.scatter_add_.default,
@@ -151,20 +143,10 @@ IN_PLACE = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value,
 }
-"""Operations that autograd does in place on a card, but not on a subclass of Tensor as fake
-tensors are.
-
-torch/csrc/autograd: input_buffer.cpp, accumulate, adds a second gradient to the first one;
-FunctionsManual.cpp and aten/src/ATen/native, areAnyTensorSubclassLike: a backward (of gather,
-indexing, index_select, max) fills zeros.
-"""
 
 
 def is_autograds_own(tensor: object) -> bool:
-    """Return whether autograd itself writes to this tensor, and nothing else holds its storage.
-
-    If autograd calls an operation, there is no Python frame around it.
-    """
+    """Return whether autograd, without Python, writes to this tensor, which nothing else holds."""
     if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
         return False
     held_here = 2  # references: the tensor, and the Python object of the storage
@@ -180,8 +162,7 @@ def is_autograds_own(tensor: object) -> bool:
 def _is_called_by_python() -> bool:
     """Return whether Python code between autograd and an operation called that operation.
 
-    Frames around every dispatch do not count: torch's, and those of the planner's modes above the
-    tracker (DDP, FSDP1). On a card they are absent, and autograd adds in place.
+    Frames around every dispatch do not count: on a card they are absent.
     """
     frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
     wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _PLANNER)

@@ -13,16 +13,11 @@ import torch
 from trainer_plugins.planner import progress
 
 _EVERY_SECONDS = 1.0
-_MANY_OPERATIONS = 1000
-"""In one call of a module; layers without a loop have tens of operations."""
+_MANY_OPERATIONS = 1000  # in one call of a module; layers without a loop have tens
 
 
 class Graph:
-    """Finds the module that made a node of the backward graph.
-
-    Autograd numbers the nodes of each thread in the order in which they are made, so it is enough
-    to note at which number each module begins.
-    """
+    """Finds the module that made a backward node, by autograd's numbers of each thread."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[list[int], list[str]]] = {}
@@ -58,9 +53,8 @@ class Graph:
 class Lag:
     """Keeps what has to wait for the card, which runs as late as the program lets it.
 
-    A program waits for its card only where it synchronises. Until then nothing is known to be
-    finished, so a plan counts the most memory that other streams can still be reading. The streams
-    of a card are assumed to keep up with each other.
+    Until a program synchronises, nothing is known to be finished, so a plan counts the most memory
+    that other streams can still be reading.
     """
 
     def __init__(self) -> None:

@@ -28,13 +28,10 @@ class Replay:
     peak_event: int  # the index of the event at the allocated peak; -1 if nothing was allocated
     moments: Mapping[Moment, MomentPeak]
     num_flushes: int
-    failed: Storage | None = None
-    """The allocation that the card refused, at which the replay ends; None if all fit."""
-
+    failed: Storage | None = None  # the card refused it; None if all fit
     failed_request_bytes: int | None = None
+    # of the block that each storage got, by the index of the storage
     block_bytes: Mapping[int, int] = field(repr=False)
-    """The size of the block that each storage got, by the index of the storage."""
-
     timeline: tuple[tuple[Moment, int, int], ...] = field(repr=False)  # see `MemoryPlan.timeline`
 
 

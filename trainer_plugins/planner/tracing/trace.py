@@ -34,13 +34,7 @@ _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the storages of one device type, real or fake.
-
-    Args:
-        device: the device type that stands for the card.
-        card: what its kernels allocate while they run; None counts results only.
-        has_padding: whether the masks of batches contain a 0, if the run asks.
-    """
+    """Records the storages of one device type; `card` has what kernels take while they run."""
 
     def __init__(
         self, device: str, card: kernels.KernelRules | None, has_padding: bool = False
@@ -48,30 +42,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.has_padding = device, has_padding
         self.module = ""  # the module that is running, by its name in the model
-        self.stream = 0
-        """The stream from whose pool memory is taken. Set it around work on another stream."""
-
+        self.stream = 0  # from whose pool memory is taken
         self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors
-        self.paused = False  # whether operations are not counted now
+        self._is_resting = False  # whether operations are not counted now
         self.checks_hold = True  # the answer to `all`, except for a batch's mask
         self.fake_mode: FakeTensorMode | None = None
-        self.scalars_answered: Counter[str] = Counter()
-        """How often the result of each operation was asked for its value."""
-
-        self.not_watched: tuple[str, ...] = ()
-        """Functions that report memory, and that the installed versions do not have."""
-
-        self.masks_pick_all = False
-        """Whether something was selected by a mask, whose ones cannot be counted here."""
-
+        self.scalars_answered: Counter[str] = Counter()  # by operation
+        self.not_watched: tuple[str, ...] = ()  # functions that the installed versions lack
+        self.masks_pick_all = False  # whether a mask, whose ones are unknown, picked something
         self.assumed: list[str] = []  # assumptions about values that cannot be known here
         self.allocated_bytes: Counter[int] = Counter()  # what each card holds now, by its index
         self.host, self.graph, self.lag, self.values = HostMemory(), Graph(), Lag(), values.Values()
         self._card, self._pace = card, Pace(self.graph)
         self._moment: Moment = "load"
-        self._category: Category | None = None
-        """The category of all that is made now; None: it depends on what is made."""
-
+        self._category: Category | None = None  # of what is made now; None: it depends
         # a backward on several cards has a thread for each, and FakeTensorMode a state for all
         self._one_at_a_time = threading.RLock()
         self._storages: list[Storage] = []
@@ -112,6 +96,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._category = before
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Count no operation inside the block."""
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting = False
 
     def tag(self, tensors: Iterable[object], category: Category) -> None:
         """Give this category to the storages of tensors; other objects are ignored."""
@@ -187,10 +180,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(Event(EMPTY_CACHE, -1, self.moment))
 
     def read_by(self, tensor: torch.Tensor, stream: int) -> None:
-        """Note another stream that reads a tensor, as `record_stream` does.
-
-        Its block cannot be used again before that stream has come to where the tensor was freed.
-        """
+        """Note another stream that reads a tensor; until then its block cannot be used again."""
         entry = self._known.get(key_of(tensor.untyped_storage()))
         if entry is not None and self._storages[entry[1][0]].stream != stream:
             self._read_elsewhere.add(entry[1][0])
@@ -213,7 +203,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # half of all calls; the mode below would be slow
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # DTensor calls again with the operations of this rank
-        if self.paused:
+        if self._is_resting:
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             answer = self._scalar(args[0])

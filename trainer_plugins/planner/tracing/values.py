@@ -1,7 +1,6 @@
-"""Answer what a program asks of values, where tensors have no bytes. Imports torch.
+"""Answer what a program asks of values, where tensors have no bytes, as in a healthy run.
 
-A model that takes pictures of any size gets their heights and widths as numbers, and cuts its
-tensors by them: such numbers are computed. Everything else is answered as in a healthy run.
+Numbers that cut tensors, such as heights and widths of pictures, are computed.
 """
 
 from dataclasses import dataclass
@@ -44,8 +43,7 @@ _SIZED_BY_VALUES = frozenset(
 
 ALL_OF_A_MASK = "aten::all of a mask"
 _MASK_DIMENSIONS = 2  # rows, and tokens
-_OF_A_MAXIMUM = ("aten::lt", "aten::ge")
-"""How a model checks labels against its vocabulary: `lt` holds, and `ge` does not."""
+_OF_A_MAXIMUM = ("aten::lt", "aten::ge")  # labels against a vocabulary: `lt` holds, `ge` does not
 
 _DO_NOT_HOLD = (
     "aten::isnan",
@@ -69,10 +67,7 @@ NOTHING = Asked()
 
 
 class Values:
-    """Computes on the host what is made of known numbers only, next to the run without bytes.
-
-    Numbers are known if a program writes them down: as a list, a range, or zeros.
-    """
+    """Computes what is made of numbers that a program writes down: a list, a range, or zeros."""
 
     def __init__(self) -> None:
         self.asked = NOTHING
@@ -148,13 +143,7 @@ class Values:
 
 
 def name_of(operation: str, args: OperatorArgs, source: Storage | None) -> str:
-    """Return the name of an operation, with what it is of where the answer depends on that.
-
-    Args:
-        operation: its name in aten.
-        args: its arguments.
-        source: where the first of them is.
-    """
+    """Return the name of an operation, with what it is of where the answer depends on that."""
     if operation == "aten::all" and args[0].ndim == _MASK_DIMENSIONS:
         return ALL_OF_A_MASK
     if operation in _OF_A_MAXIMUM and source is not None and source.operation == "aten::max":

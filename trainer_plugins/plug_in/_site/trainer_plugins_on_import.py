@@ -17,17 +17,14 @@ def when_imported(name: str, then: "Callable[[], None]") -> None:
 
 def passed_over_by_warnings(wrapper: "Function") -> "Function":
     """Have `warnings` skip a wrapper's frame, so that a `stacklevel` finds the same line."""
-    # It skips the machinery of imports by its file name: `_is_internal_frame` in Lib/warnings.py of
-    # Python 3.6 to 3.14.
+    # By its file name: `_is_internal_frame` in Lib/warnings.py of Python 3.6 to 3.14.
     code = wrapper.__code__
     if hasattr(code, "replace"):  # since Python 3.8
         wrapper.__code__ = code.replace(co_filename=code.co_filename + " (as importlib._bootstrap)")
     return wrapper
 
 
-class _Finder:
-    """Finds one module as the other finders would, and has its loader call back."""
-
+class _Finder:  # finds one module as the other finders would, and has its loader call back
     def __init__(self, name: str, then: "Callable[[], None]") -> None:
         self.name, self.then = name, then
 

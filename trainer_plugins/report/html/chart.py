@@ -10,7 +10,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB, MIB, size
 
 WIDTH = 1000.0  # of a chart in units, before it is stretched to its place on the page
 _ROUND_SECONDS = (
@@ -87,8 +87,7 @@ class Dot:
     text_y: float
 
     @property
-    def anchor(self) -> str:
-        """Return which end of the text is at the point, so that it stays in the picture."""
+    def anchor(self) -> str:  # so that the text stays in the picture
         return "start" if self.at_percent < 40 else "end" if self.at_percent > 60 else "middle"
 
 
@@ -162,10 +161,7 @@ def stacked(
     names: Sequence[tuple[str, str, str]],
     height: Height,
 ) -> tuple[Band, ...]:
-    """Draw areas on top of each other, by the upper edge of each; empty ones are left out.
-
-    `edges` are where each stretch begins, and the last one ends; `names` are name, colour and note.
-    """
+    """Draw areas between `edges` on top of each other; `names` are name, colour and note."""
     found, below = [], [height.y(0)] * (len(edges) - 1)
     for (name, colour, note), numbers in zip(names, levels, strict=True):
         above = [height.y(number) for number in numbers]
@@ -174,6 +170,16 @@ def stacked(
             found.append(Band(name=name, colour=colour, path=path, note=note))
         below = above
     return tuple(found)
+
+
+def areas(outside: int, kept: int, peak: int, reserved: int) -> list[tuple[str, str, str]]:
+    """Name the areas of a card's memory, from the bottom to the top: name, colour and size."""
+    return [
+        ("outside torch", "c-outside", size(outside)),
+        ("tensors between steps", "c-kept", size(kept)),
+        ("more within a step", "c-within", size(peak - kept)),
+        ("cache", "c-cached", size(max(0, reserved - peak))),
+    ]
 
 
 def height_of(highest: float, limit: int | None, pixels: int) -> Height:
@@ -253,8 +259,7 @@ def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
     return tuple(map(Tick, map(height.y, numbers), texts))
 
 
-def _round(top: float, most: int) -> float:
-    """Return the smallest step of 1, 2, 5, 10 and so on that needs at most `most` ticks."""
+def _round(top: float, most: int) -> float:  # 1, 2, 5, 10 and so on
     every, factors, number = 1e-3, (2.0, 2.5, 2.0), 0
     while top / every > most:
         every *= factors[number % len(factors)]

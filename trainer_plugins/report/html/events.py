@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.history import Timelines, entries_of
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
 from trainer_plugins.report.html.chart import WIDTH, Lane, Sign, colour_of, percent_of
-from trainer_plugins.report.summary import Timelines, entries_of
 from trainer_plugins.units import size
 
 _AT_ONCE = 200  # signs of one kind in a lane
@@ -21,12 +21,10 @@ class Span:
     began_seconds: float  # since the Unix epoch
     seconds: float
 
-    def place(self, seconds: float) -> float:
-        """Return where a time since the beginning lies, in units of the chart."""
+    def place(self, seconds: float) -> float:  # since the beginning, in units of the chart
         return round(WIDTH * min(max(seconds / self.seconds, 0.0), 1.0), 1)
 
     def percent(self, time_seconds: float) -> float:
-        """Return where a time since the epoch lies."""
         return percent_of(self.place(time_seconds - self.began_seconds))
 
 
@@ -91,29 +89,27 @@ def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
 
 
 def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show each moment of the run; very short ones are drawn a little wider, to be visible."""
     signs: dict[tuple[str, int], Sign] = {}
     before = 0.0
     for entry in entries:
-        if not isinstance(entry, Sample) or entry.moment in ("begin", "end"):
-            before = span.percent(entry.time_seconds) if isinstance(entry, Sample) else before
+        if not isinstance(entry, Sample):
             continue
         until = span.percent(entry.time_seconds)
-        key = (entry.moment, 0 if entry.moment == "train" else int(until * _AT_ONCE / 100))
-        begin = signs[key].at_percent if key in signs else before
-        signs[key] = Sign(
-            at_percent=begin,
-            width_percent=round(max(until - begin, 0.6), 2),
-            colour=colour_of(entry.moment),
-            title=f"{entry.moment}, step {entry.step}",
-        )
+        if entry.moment not in ("begin", "end"):
+            key = (entry.moment, 0 if entry.moment == "train" else int(until * _AT_ONCE / 100))
+            begin = signs[key].at_percent if key in signs else before
+            signs[key] = Sign(
+                at_percent=begin,
+                width_percent=round(max(until - begin, 0.6), 2),
+                colour=colour_of(entry.moment),
+                title=f"{entry.moment}, step {entry.step}",
+            )
         before = until
     ordered = sorted(signs.values(), key=lambda sign: sign.colour != "c-train")
     return [Lane(name="doing", signs=tuple(ordered))] if ordered else []
 
 
 def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    """Show when the cache was released; neighbours are one sign."""
     together: dict[int, list[Flush]] = {}
     for entry in entries:
         if isinstance(entry, Flush):
@@ -163,8 +159,7 @@ def _findings(noted: Iterable[Noted], span: Span) -> Iterator[Lane]:
         yield _labelled([*signs.values()], each.finding.code)
 
 
-def _labelled(signs: Sequence[Sign], label: str) -> Lane:
-    """Put a label where the lane has no sign, even if the page is narrow."""
+def _labelled(signs: Sequence[Sign], label: str) -> Lane:  # where it has no sign
     first, last = signs[0].at_percent, signs[-1].at_percent
     lane = Lane(name="", signs=tuple(signs), label=label, side="above")
     if first > 42:

@@ -14,6 +14,7 @@ from trainer_plugins.report.html.chart import (
     Height,
     Limit,
     Table,
+    areas,
     byte_ticks,
     height_of,
     limited,
@@ -214,14 +215,8 @@ def _levels(found: Sequence[Stretch]) -> list[tuple[int, ...]]:
 
 
 def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
-    """Name the areas, each with its size when the card was fullest."""
     peak, kept = reading.peak_allocated_bytes, reading.allocated_bytes
-    return [
-        ("outside torch", "c-outside", size(reading.non_torch_bytes)),
-        ("tensors between steps", "c-kept", size(kept)),
-        ("more within a step", "c-within", size(peak - kept)),
-        ("cache", "c-cached", size(max(0, reading.reserved_bytes - peak))),
-    ]
+    return areas(reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
 
 
 def _planned(

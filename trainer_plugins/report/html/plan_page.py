@@ -11,6 +11,7 @@ from trainer_plugins.report.html.chart import (
     Lane,
     Sign,
     Table,
+    areas,
     byte_ticks,
     colour_of,
     height_of,
@@ -75,12 +76,7 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         [outside + now for now, _ in points],
         used,
     ]
-    names = [
-        ("outside torch", "c-outside", size(outside)),
-        ("tensors between steps", "c-kept", size(kept[peak])),
-        ("more within a step", "c-within", size(points[peak][0] - kept[peak])),
-        ("cache", "c-cached", size(max(0, points[peak][1] - points[peak][0]))),
-    ]
+    names = areas(outside, kept[peak], *points[peak])
     rows = tuple(
         (moment, size(max(now for now, _ in some)), size(max(held for _, held in some)))
         for moment, some in stretches

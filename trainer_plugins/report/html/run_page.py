@@ -51,11 +51,7 @@ def run_page(
     plan: MemoryPlan | None = None,
     predicts: bool = False,
 ) -> Page:
-    """Render the last run of a folder; `ending` tells its end, if its timeline does not.
-
-    Raises:
-        ValueError: no run has left an entry, or the plan is of another run.
-    """
+    """Render the last run of a folder; `ending` tells its end, if its timeline does not."""
     if not history.runs:
         raise ValueError(f"{printable(folder)}: the timelines have no entries, nothing to draw")
     run = history.runs[-1]
@@ -158,16 +154,14 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
     return of_run[-1] if of_run else 0
 
 
-def _rank_in_full(run: Run, record: OomRecord | None) -> int:
-    """Choose the rank that failed, else the one whose card was fullest."""
+def _rank_in_full(run: Run, record: OomRecord | None) -> int:  # else the fullest card's
     if record is not None and record.rank in run.timelines:
         return record.rank
     tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
     return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)
 
 
-def _lede(record: OomRecord | None) -> str:
-    """Say in numbers what did not fit; empty if that is unknown."""
+def _lede(record: OomRecord | None) -> str:  # empty if it is unknown
     error = record.error if record is not None else None
     if record is None or error is None or error.requested_bytes is None:
         return ""
@@ -204,7 +198,6 @@ def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
 
 
 def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
-    """Draw the snapshot that torch took at the error; None if none can be read."""
     if record is None or not record.snapshot:
         return None
     try:
@@ -218,7 +211,6 @@ def _peaks(run: Run) -> list[MomentPeak]:
 
 
 def _earlier(history: History) -> Iterator[tuple[str, str, int]]:
-    """Yield when each earlier run was, how it went, and its highest peak; the newest first."""
     for run in reversed(history.runs[:-1]):
         peak = max((each.peak_bytes for each in _peaks(run)), default=0)
         yield when(run), verdict(run, None, None), peak

@@ -66,7 +66,6 @@ def segment_map(case: SnapshotCase) -> SegmentMap | None:
 
 
 def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """Cut the reserved memory into blocks and gaps: the category and the size of each."""
     alive = sorted(case.sorter.alive_at(case.held.position), key=lambda life: life.address)
     at = 0
     for low, high in segments:
@@ -86,7 +85,6 @@ def _pieces(case: SnapshotCase, segments: Sequence[tuple[int, int]]) -> Iterator
 
 
 def _cells(pieces: Sequence[tuple[str, int]], cell_bytes: float) -> Iterator[str]:
-    """Name the category that fills most of each cell of the picture."""
     inside: dict[str, float] = {}
     left = cell_bytes
     for name, num_bytes in pieces:

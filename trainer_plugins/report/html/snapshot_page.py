@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.snapshot.held import WORDS, Category
+from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, reserved_after
 from trainer_plugins.report.html.chart import (
@@ -30,18 +30,7 @@ from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
 _PIXELS, _COLUMNS, _MOST_LINES = 260, 240, 12
-# From the bottom of the picture to its top: permanent memory first.
-_ORDER: tuple[Category, ...] = (
-    "parameters",
-    "optimizer states",
-    "gradients",
-    "activations",
-    "logits",
-    "temporaries",
-    "other",
-    "unknown",
-    "waiting",
-)
+_ORDER = tuple(WORDS)
 _PASSES = (("forward", "c-first"), ("backward", "c-second"), ("optimizer", "c-third"))
 
 
@@ -71,7 +60,7 @@ def snapshot_page(case: SnapshotCase, answer: Explanation) -> Page:
 
 def _verdict(case: SnapshotCase, cause: str) -> str:
     if case.oom is None:
-        most, num_bytes = next(iter(case.held.categories.items()), ("unknown", 0))
+        most, num_bytes = case.largest_category
         share = percent(num_bytes / max(case.in_use_bytes, 1))
         return f"{size(case.in_use_bytes)} in use at the peak, {share} of it {WORDS[most]}"
     return f"Out of memory: {cause}"
@@ -130,7 +119,6 @@ def history_chart(case: SnapshotCase) -> Chart | None:
 
 
 def _named(case: SnapshotCase) -> list[tuple[str, str, str]]:
-    """Name the areas, each with its size at the moment of the case."""
     held = case.held.categories
     return [
         (WORDS[name], colour_of(name), size(held[name]) if name in held else "") for name in _ORDER
@@ -174,7 +162,6 @@ def _states(case: SnapshotCase, columns: int) -> tuple[list[int], list[list[int]
 
 
 def _passes(case: SnapshotCase, num: int) -> Iterator[Lane]:
-    """Show the passes of the run; those narrower than a column are left out."""
     signs, shown = [], 0.0
     for first, last, which in case.sorter.passes:
         begin, end = percent_of(WIDTH * first / num), percent_of(WIDTH * (last + 1) / num)

@@ -1,8 +1,4 @@
-"""Attempt: run work that may not fit on the card, and free all that a failed try holds.
-
-An exception keeps its traceback, which keeps the frames, which keep the activations. So a failed
-attempt returns the words of its error, and never the exception.
-"""
+"""Attempt: run work that may not fit on the card, and free all that a failed try holds."""
 
 import gc
 import logging
@@ -16,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.devices import Device, open_device
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.oom import classify
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import size
@@ -32,7 +28,7 @@ _NUM_FRAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class DidNotFit:
-    """Holds the words of an attempt's error, and no tensor."""
+    """Holds the words of an attempt's error: the error itself would keep frames and activations."""
 
     words: str
     is_certain: bool  # whether it names memory: on a full card cuBLAS reports something else
@@ -60,11 +56,7 @@ DID_NOT_FIT_ELSEWHERE = DidNotFit("another rank ran out of memory", True, "", 0.
 def attempt(
     work: Callable[[], T], release: Release = None, device: torch.device | None = None
 ) -> T | DidNotFit:
-    """Run work; if it does not fit, everything that its frames held is free on return.
-
-    Nothing is retried before the `except` block is left, where Python drops the exception. `device`
-    is that of the backward pass, if there is one.
-    """
+    """Run work; if it does not fit, everything that its frames held is free on return."""
     started = perf_counter()
     try:
         return work()
@@ -92,21 +84,14 @@ def attempt(
 
 
 def _wait_for_backward_thread(device: torch.device) -> None:
-    """Wait until autograd's thread of this device has dropped the graph of a pass that failed.
-
-    The error arrives here first: in two of three failures the thread still held the last layer's
-    activations. A device has one such thread, which drops its graph before it takes the next one.
-    So it gets one without numbers.
-    """
+    """Wait until autograd's thread of this device has dropped the graph of a pass that failed."""
+    # The error arrives first. The device's one thread drops a graph before it takes the next.
     leaf = torch.empty(0, device=device, requires_grad=True)
     torch.autograd.backward(leaf.neg(), leaf.detach(), inputs=leaf)
 
 
 class Card:
-    """Wraps a device so that it never ends a training: after its first error it is left alone.
-
-    Without a device it reads nothing.
-    """
+    """Reads a device until its first error, which must not end a training; without one, nothing."""
 
     def __init__(self, device: Device | None) -> None:
         self._device, self.name = device, device.name if device is not None else ""
@@ -168,9 +153,8 @@ def left_over(
     if not held:
         tensors = tensors_held(kind, model, optimizer)
         held = [f"{list(tensor.shape)} held by {tensor.holder}" for tensor in tensors]
-    return Finding(
+    return Finding.warning(
         code="out-of-memory-leftover",
-        severity=Severity.WARNING,
         summary=f"{size(left_bytes)} of an attempt that did not fit are still allocated on "
         f"{card.name}",
         evidence="; ".join(held) or "no holder found",

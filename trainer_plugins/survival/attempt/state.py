@@ -24,14 +24,10 @@ _OPAQUE = object()  # stands for what is no state: modules, functions, outputs w
 _OF_LIBRARIES = frozenset(vars(nn.Module())) | {
     "ds_grads_remaining",
     "applied_pre_backward_ref_cnt",
-}
-"""Attributes that torch and DeepSpeed (runtime/zero) keep on every module."""
+}  # what torch and DeepSpeed (runtime/zero) keep on every module
 
+# Where TRL's trainers collect what they log, under "train" and "eval"; the second of trl < 1.0.
 _METRICS = ("_metrics", "_stored_metrics")
-"""Where TRL's trainers collect what they log: lists by name, under "train" and "eval".
-
-The second is that of trl < 1.0.
-"""
 
 Owners = Mapping[str, object]  # modules, and objects that they keep, by their path in the model
 
@@ -47,13 +43,7 @@ class Moved:
 
 
 class State:
-    """Keeps the state of a model at a moment, to compare it later and to restore it.
-
-    Args:
-        owners: the objects whose attributes and buffers are kept.
-        others: modules of which only the buffers are kept.
-        has_parameters: whether the owners' small trained parameters are kept too.
-    """
+    """Keeps the state of owners, and buffers of others, to compare it later and to restore it."""
 
     def __init__(
         self,
@@ -105,8 +95,6 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Says where a value is."""
-
     holder: MutableMapping[str, Any]
     name: str
     key: str
@@ -137,8 +125,6 @@ def _places(
 
 
 class _Kept:
-    """Keeps the value of one place."""
-
     def __init__(self, place: _Place) -> None:
         self._place, self._value = place, place.holder[place.name]
         self._num_writes = self._value._version if torch.is_tensor(self._value) else 0
@@ -232,18 +218,14 @@ def owners_of_state(model: nn.Module) -> dict[str, object]:
     """Find modules that the user wrote or hooked, and objects that they keep, by their paths."""
     owners: dict[str, object] = {}
     for path, module in model.named_modules():
-        if not (is_users_object(module) or _is_hooked(module)):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not (is_users_object(module) or any(map(is_users_function, (*hooks, module.forward)))):
             continue
         owners[path] = module
         for name, value in vars(module).items():
             if hasattr(value, "__dict__") and not callable(value) and is_users_object(value):
                 owners[f"{path}.{name}"] = value
     return owners
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(map(is_users_function, (*hooks, module.forward)))
 
 
 def full_state(model: nn.Module, *, has_parameters: bool) -> State:
@@ -253,11 +235,8 @@ def full_state(model: nn.Module, *, has_parameters: bool) -> State:
 
 
 def why_not_divided(moved: Iterable[Moved]) -> str:
-    """Say why what one pass has moved forbids a division; empty if it does not.
-
-    Whole numbers, flags and attributes are restored for each piece, since a pass counts the same on
-    all rows.
-    """
+    """Say why what one pass has moved forbids a division; empty if it does not."""
+    # Counts, flags and attributes are restored for each piece: they are the same for all rows.
     for one in moved:
         if one.is_learned or not one.is_restorable:
             return (

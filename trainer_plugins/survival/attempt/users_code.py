@@ -1,8 +1,4 @@
-"""Users' code: tell whether a function or an object comes from the user or from a known library.
-
-What these libraries put on a model (accelerate for mixed precision, PEFT, Liger, DeepSpeed) keeps
-its loss, and their objects keep no state of a run and no generator that draws rows.
-"""
+"""Users' code: tell whether a function or an object is the user's or a known library's."""
 
 import functools
 import sys

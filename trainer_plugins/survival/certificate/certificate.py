@@ -1,11 +1,4 @@
-"""Certificate: measure on rows of a run which weights make its pieces add up.
-
-A piece of the size that pieces will have is compared with its halves, in the mode in which the
-model trains, with all random numbers held (`held.py`). The gradient is measured the first time, and
-for each new kind of batch. Later measurements take the loss alone, and the gradient only if the
-loss does not decide. A measurement is necessary, but proves nothing: the list in `losses.py` says
-what adds up.
-"""
+"""Certificate: measure on rows of a run which weights make its pieces add up."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -17,7 +10,6 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
-from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.comparison import (
     Comparison,
     Loss,
@@ -39,6 +31,7 @@ from trainer_plugins.survival.exact.losses import Family
 from trainer_plugins.survival.exact.shares import (
     IGNORED,
     WITHOUT_LABELS,
+    ClassWeights,
     IndivisibleError,
     Inputs,
     Weight,
@@ -56,8 +49,6 @@ Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Holds what one measurement is made on."""
-
     layout: Layout
     inputs: Inputs
     kind: Kind
@@ -66,10 +57,7 @@ class _Asked:
 
 
 class Certificate:
-    """Measures which weights make pieces add up, in one run or in its evaluations.
-
-    In evaluations (`is_trained` is False) losses are summed, and no gradients.
-    """
+    """Measures which weights make pieces add up, in one run or (by losses) in its evaluations."""
 
     def __init__(
         self,
@@ -93,7 +81,6 @@ class Certificate:
         self.overwritten: set[str] = set()  # places that may differ after two pieces
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
-        """Return the weight that makes pieces of this kind add up, if it was measured."""
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
             raise IndivisibleError(why or "whether its parts add up was not measured")
@@ -103,7 +90,6 @@ class Certificate:
         return layout.name in self._weights
 
     def wants(self, kind: Kind, inputs: Inputs) -> bool:
-        """Tell whether to measure such a micro-batch before it is divided: it is new, or due."""
         return self.is_new(kind, inputs) or (
             not self.why_broken and kind in self._kinds and self._computed >= self._next
         )
@@ -115,10 +101,8 @@ class Certificate:
         return kind not in self._kinds or bool(self.new_classes(inputs))
 
     def new_classes(self, inputs: Inputs) -> frozenset[int]:
-        """Return the classes of a micro-batch that a loss might weight, unnoticed so far.
-
-        As long as all rows are of one class a mean that is weighted by class is one over rows.
-        """
+        """Return the classes of a micro-batch that a loss might weight, unnoticed so far."""
+        # While all rows are of one class a mean that is weighted by class is one over rows.
         there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
         return there - self._classes if len(there) > 1 else frozenset()
 
@@ -136,16 +120,12 @@ class Certificate:
         put_back: Callable[[], object],
         scale: float = 1.0,
     ) -> None:
-        """Find out which weights make pieces add up, on every rank that measures with this one.
-
-        A rank without two examples joins the passes of the others. There must be no gradient yet if
-        ranks measure together.
-
-        Raises:
-            IndivisibleError: no weight fits, a part cannot be computed, or there was no room.
-        """
+        """Find out which weights make pieces add up; if none, raise IndivisibleError."""
+        # A rank without two examples joins the passes of the others.
         kind, lent = batch_kind(layout, inputs), samples.idle(layout, inputs)
-        weights = _in_question(self._family, inputs)
+        weights = self._family.weights
+        if not torch.is_tensor(inputs.get("labels")):
+            weights = tuple(w for w in weights if w in WITHOUT_LABELS) or weights
         try:
             with self._passes(loss, put_back, scale) as passes:
                 comparison = Comparison(self._ranks, weights, passes, lent)
@@ -168,8 +148,7 @@ class Certificate:
         if not told:  # nothing new: what is known holds
             self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
             return
-        # One rank measures the gradient of a new kind once. What comes again, the loss alone, costs
-        # a third of it.
+        # A new kind's gradient is measured once; the loss alone, later, costs a third.
         is_once = kind not in self._kinds and not self._ranks.measures_together
         cost = comparison.cost / 3 if is_once else comparison.cost
         self._next = self._computed + _SPARING * cost
@@ -203,10 +182,7 @@ class Certificate:
     def _judged(
         self, comparison: Comparison, asked: _Asked
     ) -> tuple[list[Measurement], list[Weight]]:
-        """Return what samples have shown, and the weights that fit, the same on all ranks.
-
-        Both are empty if samples show nothing, and batches of this kind were measured before.
-        """
+        """Return what samples have shown, and the weights that fit, the same on all ranks."""
         told = self._told(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
@@ -223,7 +199,6 @@ class Certificate:
         return told, remaining
 
     def _told(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
-        """Collect what samples of a micro-batch show; empty if none fits or tells."""
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
             self._ranks.measures_together or asked.kind not in self._kinds
@@ -265,7 +240,6 @@ class Certificate:
         return told
 
     def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
-        """Measure a row of each class that is new next to one of another."""
         new = self.new_classes(asked.inputs)
         pairs = samples.of_classes(asked.layout, asked.inputs, new)
         for place in range(self._ranks.highest(len(pairs))):
@@ -274,14 +248,6 @@ class Certificate:
             if told is None:
                 raise IndivisibleError(comparison.why_inconclusive)
             yield told
-
-
-def _in_question(family: Family, inputs: Inputs) -> tuple[Weight, ...]:
-    """Leave out the weights that count labels if the inputs have none."""
-    if torch.is_tensor(inputs.get("labels")):
-        return family.weights
-    unlabelled = tuple(w for w in family.weights if w in WITHOUT_LABELS)
-    return unlabelled or family.weights
 
 
 def _fits(asked: _Asked, told: Measurement) -> bool:

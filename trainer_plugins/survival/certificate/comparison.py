@@ -9,30 +9,26 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_not_divided
-from trainer_plugins.survival.certificate.class_weights import ClassWeights
 from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.finality import Watch
-from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, Weight
+from trainer_plugins.survival.exact.shares import ClassWeights, IndivisibleError, Inputs, Weight
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
 
-# More than rounding makes of a right weight, and less than a wrong one does. A loss is often taken
-# in float32, whatever the model is in. Right weights are off by 1e-7 in float32 and 2e-3 in
-# bfloat16, at 16 and 28 layers.
+# More than rounding makes of a right weight (1e-7 in float32, 2e-3 in bfloat16, at 16 and 28
+# layers), and less than a wrong one does. A loss is often taken in float32, whatever the model.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 5e-3
 _TOLERANCE_LOW = 3e-2
 
 _LEAST_FRACTION = 1e-2  # of the largest gradient: a smaller one may be only rounding
 
-_OF_ROUNDING = 3.0
-"""An error this many times that of other rounding is rounding: right weights were up to 2.1."""
+_OF_ROUNDING = 3.0  # times the error of other rounding: right weights were up to 2.1
 
 _NOT_A_NUMBER = 1e9  # error of a part whose gradient or loss is not finite
 
-_SMALLEST_LOSS = 1e-2
-"""A smaller loss may be nothing but rounding: terms cancel, as GRPO's do. The gradient decides."""
+_SMALLEST_LOSS = 1e-2  # a smaller one may be rounding, as terms of GRPO cancel: see the gradient
 
 _FORWARD = 1 / 3  # cost of a forward pass, as a part of a forward and backward pass
 
@@ -201,10 +197,8 @@ class Comparison:
         return None if self._is_rounding(told, whole, tells=tells) else told
 
     def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
-        """Tell whether an error that no weight explains is only rounding: it proves nothing then.
-
-        The gradients of chosen and rejected answers that are alike cancel, for one.
-        """
+        """Tell whether an error that no weight explains is only rounding, and proves nothing."""
+        # The gradients of chosen and rejected answers that are alike cancel, for one.
         least = min(told.errors.values())
         if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
             return False
@@ -234,11 +228,8 @@ class Comparison:
     def _measured(
         self, sample: Sample
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
-        """Compute a sample, and its parts by each weight, as training would.
-
-        The gradient of a part is that of its loss times its factor: what a module injects in the
-        backward pass does not grow with the factor.
-        """
+        """Compute a sample, and its parts by each weight, as training would."""
+        # What a module injects in the backward pass does not grow with the factor of the loss.
         passes = self._passes
         whole = self._pass(sample.whole)
         if not isinstance(whole, DidNotFit) and self._ranks.on_any(passes.drawers.to_eval()):
@@ -268,11 +259,8 @@ class Comparison:
         return whole, parts
 
     def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
-        """Find out whether pieces that each begin with the same state leave that of the whole.
-
-        They do if each pass moves it the same way for any rows, as a counter, or overwrites it
-        completely, as the last output.
-        """
+        """Find out whether pieces that each begin with the same state leave that of the whole."""
+        # They do if each pass counts the same for any rows, or overwrites completely.
         again = self._pass(sample.parts[1], goes_on=True)
         after = self._passes.state.moved()
         repeated = self._pass(sample.parts[1])

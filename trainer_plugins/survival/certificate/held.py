@@ -1,7 +1,4 @@
-"""Held: let passes in training mode draw no number, so that the same rows give the same result.
-
-Two passes over the same rows then differ by rounding alone: `rounded_differently` shows how much.
-"""
+"""Held: let passes in training mode draw no number, so that equal rows give equal results."""
 
 import math
 import random
@@ -15,27 +12,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all. Its
+# multiples are spread evenly, so half of the signs of `rounded_differently` are up.
 _GOLDEN = 0.6180339887498949
-"""Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all.
-
-Its multiples are spread evenly over [0, 1), so half of the signs of `rounded_differently` are up.
-"""
 
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 
 @contextmanager
 def held(model: nn.Module) -> Iterator["Drawers"]:
-    """Draw nothing inside: dropout keeps everything, and noise is a fixed point within its bounds.
-
-    The model stays in training mode: batch statistics, for one, couple rows in that mode alone. The
-    operations that draw are caught in the dispatcher, in a backward pass too, where checkpointing
-    computes forward passes again. Noise whose size depends on the micro-batch still differs between
-    parts and whole.
-
-    Numbers that a module draws by Python's generator or numpy's cannot be caught there: `Drawers`
-    finds such modules.
-    """
+    """Draw nothing inside: dropout keeps all, and noise is a fixed point within its bounds."""
+    # In training mode, where batch statistics couple rows. Draws are caught in the dispatcher, in
+    # the forward passes of checkpointing too; `Drawers` finds what other generators draw.
     with _Held(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
         yield drawers
 
@@ -106,11 +94,7 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: _Named | None = None,
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: _Named | None = None
     ) -> object:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
@@ -125,9 +109,8 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         fix = _FIXES.get(schema.name)
         if fix is not None:
-            named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-            fixed = fix(result, named)
-            return result if fixed is None else fixed
+            names = (argument.name for argument in schema.arguments)
+            return fix(result, dict(zip(names, args, strict=False)) | kwargs)
         return result
 
 
@@ -138,11 +121,8 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def _point(like: torch.Tensor) -> torch.Tensor:
-    """Return fixed numbers of [0, 1).
-
-    They differ along the last of three dimensions, since a norm removes what is alike everywhere.
-    With fewer dimensions the last may be that of rows or tokens, of which parts have fewer.
-    """
+    """Return fixed numbers of [0, 1), which differ along the last of three dimensions."""
+    # A norm removes what is alike everywhere. Of fewer dimensions the last may be rows or tokens.
     if like.dim() < 3:
         return torch.full_like(like, _GOLDEN)
     return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
@@ -157,26 +137,25 @@ def _given(named: _Named, *names: str) -> Any:
     return next((named[name] for name in names if named.get(name) is not None), None)
 
 
-def _uniform(result: torch.Tensor, named: _Named) -> None:
+def _uniform(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
-    result.copy_(low + (high - low) * _point(result))
+    return result.copy_(low + (high - low) * _point(result))
 
 
-def _normal(result: torch.Tensor, named: _Named) -> None:
+def _normal(result: torch.Tensor, named: _Named) -> torch.Tensor:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
-    result.copy_(mean + std * (2 * _point(result) - 1))
+    return result.copy_(mean + std * (2 * _point(result) - 1))
 
 
-def _exponential(result: torch.Tensor, named: _Named) -> None:
-    result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
+def _exponential(result: torch.Tensor, named: _Named) -> torch.Tensor:
+    return result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
 
 
-def _bernoulli(result: torch.Tensor, named: _Named) -> None:
-    """Fill in True wherever the probability allows it."""
+def _bernoulli(result: torch.Tensor, named: _Named) -> torch.Tensor:
     p = _given(named, "p")
     if p is None:
         p = named["self"] if result is not named["self"] else 0.5
-    result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
+    return result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
 def _dropout(
@@ -189,18 +168,14 @@ def _dropout(
     return named["input"] / (1 - named["p"]), mask.fill_(True)
 
 
-def _integers(result: torch.Tensor, named: _Named) -> None:
+def _integers(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = _given(named, "low", "from") or 0, _given(named, "high", "to")
-    result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
+    return result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
 
 
-def _permutation(result: torch.Tensor, _: _Named) -> None:
-    result.copy_(torch.arange(len(result)))
-
-
-def _likeliest(result: torch.Tensor, named: _Named) -> None:
+def _likeliest(result: torch.Tensor, named: _Named) -> torch.Tensor:
     most = named["self"].topk(min(named["num_samples"], named["self"].size(-1))).indices
-    result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
+    return result.copy_(most[..., :1].expand_as(result) if named.get("replacement") else most)
 
 
 _Fix = Callable[[Any, _Named], object]
@@ -211,7 +186,7 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _bernoulli: ("bernoulli", "bernoulli_"),
     _dropout: ("native_dropout",),
     _integers: ("randint", "randint_like", "random", "random_"),
-    _permutation: ("randperm",),
+    lambda result, _: result.copy_(torch.arange(len(result))): ("randperm",),
     _likeliest: ("multinomial",),
 }
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
@@ -219,11 +194,7 @@ _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items(
 
 @contextmanager
 def rounded_differently(model: nn.Module) -> Iterator[None]:
-    """Move what each innermost module returns by its last digit, up or down.
-
-    A gradient that changes by as much as it is large is nothing but rounding. Nothing is drawn, so
-    checkpointing computes the same numbers again.
-    """
+    """Move what each innermost module returns by its last digit: what changes much is rounding."""
     hooks = [
         module.register_forward_hook(_move)
         for module in model.modules()

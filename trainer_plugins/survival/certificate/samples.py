@@ -50,11 +50,7 @@ def real(
     *,
     varies_labels: bool = False,
 ) -> list[Sample]:
-    """Divide examples as they are into halves: as many as fit, and fewer.
-
-    They are chosen so that the weights differ most, or with `varies_labels` so that the halves have
-    other labels: a loss may be weighted by them.
-    """
+    """Halve as many examples as fit, and fewer, where the weights, or the labels, differ most."""
     total = layout.count(inputs)
     order = _by_label(layout, inputs) if varies_labels else []
     samples, num = [], min(max(2, num_fit), total)
@@ -96,7 +92,7 @@ def classes(inputs: Inputs) -> frozenset[int]:
 
 
 def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Sample]:
-    """For each of these classes, pair the row that has most of it with the one that has least."""
+    """Pair, for each of these classes, the row with most of it and the one with least."""
     samples: list[Sample] = []
     if not isinstance(layout, Rows):
         return samples
@@ -112,7 +108,6 @@ def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Samp
 
 
 def _spread(sample: Sample, weights: list[Weight]) -> float:
-    """Return the distance between the two weights that are closest; 0 if there are not two."""
     factors = sorted(sample.factors(weight)[0] for weight in weights)
     return min((more - less for less, more in pairwise(factors)), default=0.0)
 

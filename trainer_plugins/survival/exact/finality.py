@@ -1,11 +1,9 @@
 """Finality: tell which gradients a backward pass that failed half way has finished.
 
-A retry after half a backward pass rests on an invariant: autograd adds to a leaf's `.grad` once in
-a backward pass, when everything that flows into that leaf has been summed. So at any moment a
-`.grad` holds all of this pass or none of it. `holds_here` tries it on this torch. Three things
-break it: hooks that consume gradients (`refusals.py`), a module that runs backward passes inside
-its own, as tiled layers do, and a weight that is used twice under reentrant checkpointing, which
-runs one backward pass for each use. `what_is_never_final` finds the last two.
+Autograd adds to a leaf's `.grad` once a backward pass, when all that flows into it is summed, so a
+`.grad` holds all of this pass or none of it (`holds_here` tries it). Three things break that: hooks
+that consume gradients (`refusals.py`), and (`what_is_never_final`) a module that runs backward
+passes inside its own, and a weight used twice under reentrant checkpointing.
 """
 
 from collections import Counter
@@ -25,11 +23,9 @@ _PROBED_NUMBERS = 1 << 20
 
 
 class GradientMark:
-    """Marks a moment before a backward pass, to tell later which gradients it has changed.
+    """Marks a moment before a backward pass, to tell later which gradients it has changed."""
 
-    It takes 0.2 microseconds a parameter. It keeps the gradients of its moment alive, so it must
-    not outlive the backward pass.
-    """
+    # It keeps the gradients of its moment alive, so it must not outlive the backward pass.
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._before = [
@@ -49,10 +45,7 @@ class GradientMark:
 
 @contextmanager
 def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Compute no gradient for these parameters inside.
-
-    Put it around forward *and* backward: checkpointing runs the forward again in the backward.
-    """
+    """Compute no gradient for these parameters inside, where forward and backward both are."""
     changed = [p for p in parameters if p.requires_grad]
     for p in changed:
         p.requires_grad_(False)
@@ -99,8 +92,7 @@ def hooks_of_gradients(model: nn.Module) -> Iterator[str]:
 
 def _takes_gradient(parameter: nn.Parameter) -> bool:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # DeepSpeed's hooks add what they take to what is there already: they are meant for several
-    # micro-batches in a window.
+    # DeepSpeed's hooks add up what they take: they are meant for several micro-batches.
     return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 

@@ -1,10 +1,7 @@
 """Gathers: hold the exchanges between ranks that a trainer makes for metrics in `compute_loss`.
 
-The other ranks take part in each exchange once a micro-batch, with the value of an undivided one.
-So if a micro-batch is computed in pieces, what each piece would send is noted, and the last piece
-sends all of it together. What a failed attempt has exchanged already is not exchanged again. The
-code of the last piece then sees the numbers of the whole, and so do its metrics. This holds even in
-one process, which exchanges with itself.
+Other ranks take part once a micro-batch. So what each piece would send is noted, and the last piece
+sends it together, but nothing twice: its code, and so the metrics, see the numbers of the whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -134,19 +131,12 @@ class Gathers:
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:
     """Find out how values of parts become that of the whole: concatenated, as a sum or a mean."""
     if whole.dim() and len(whole) == len(first) + len(second):
-        return _concatenated
-    # Zeros would be both. Counts are sums; zeros of other numbers are more likely means (no answer
-    # was right).
+        return lambda values, _: torch.cat(values)
+    # Zeros would be both. Counts are sums; other zeros are likelier means (no answer was right).
     is_sum = bool(whole.any()) and torch.allclose(whole, first + second, rtol=0.05, atol=0)
-    return _sum if is_sum or not whole.is_floating_point() else _mean
-
-
-def _concatenated(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
-    return torch.cat(values)
-
-
-def _sum(values: list[torch.Tensor], _: list[float]) -> torch.Tensor:
-    return torch.stack(values).sum(0)
+    if is_sum or not whole.is_floating_point():
+        return lambda values, _: torch.stack(values).sum(0)
+    return _mean
 
 
 def _mean(values: list[torch.Tensor], shares: list[float]) -> torch.Tensor:

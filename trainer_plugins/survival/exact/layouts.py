@@ -17,24 +17,21 @@ from trainer_plugins.survival.exact.shares import (
     width_of,
 )
 
+# Endings of the names of what may be given once for all rows, with a first dimension of 1.
 _SHARED = ("position_ids", "attention_mask", "token_type_ids")
-"""Endings of the names of what may be given once for all rows, with a first dimension of 1."""
 
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
 class Rows:
-    """Knows the layout in which every tensor has one row an example.
-
-    One sequence that is longer than `boundary` changes the model for all others (`rope_boundary`).
-    """
+    """Knows the layout in which every tensor has one row an example."""
 
     name, unit = "rows", "rows"  # the name of the layout, and what is counted, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
-        self._boundary = boundary
+        self._boundary = boundary  # `rope_boundary` of the model
 
     def count(self, inputs: Inputs) -> int:
         """Count the examples; 0 if the micro-batch does not lie this way."""
@@ -77,23 +74,19 @@ class Rows:
         return picked
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Join a model's outputs for all parts, in order, to its output for the whole."""
         return torch.cat(parts)
 
     def probe(self, inputs: Inputs, num: int) -> Batch:
-        """Take the first few examples, cut short, with their padding.
-
-        They are labelled so that no two weights are the same: the first one has the fewest labels,
-        and in a row one of them is on a token that the attention mask hides.
-        """
+        """Take the first few examples, cut short, and labelled so that all weights differ."""
         few = self.take(inputs, 0, num)
         labels: Any = few.get("labels")
-        if num > 2 and _are_classes(labels) and bool((inputs["labels"] == IGNORED).any()):
+        is_one_a_row = torch.is_tensor(labels) and labels.dim() == 1
+        is_class = is_one_a_row and not labels.is_floating_point()
+        if num > 2 and is_class and bool((inputs["labels"] == IGNORED).any()):
             # One of them does not count. Without any such, a loss may not know that label.
             few["labels"] = torch.cat([labels[:-1].clamp(min=0), labels.new_full((1,), IGNORED)])
         texts = {n: value for n, value in few.items() if n.endswith(TEXT) and _is_text(value)}
-        # A mask of four dimensions, or features of three: it is not known which belong to which
-        # column.
+        # Of a mask of four dimensions, or features of three, the columns are not known.
         if all(_dims(value) < 2 for name, value in few.items() if name not in texts):
             few.update(cut_short(texts, num))
         return _with_answers(few, num)
@@ -106,10 +99,7 @@ class Rows:
 
 
 class Pairs(Rows):
-    """Knows TRL's layout of pairs: all chosen rows, then all rejected ones.
-
-    A tensor with one row a pair has half as many rows.
-    """
+    """Knows TRL's layout of pairs: all chosen rows, then all rejected; some tensors have half."""
 
     name, unit = "pairs", "pairs"
     per_example = 2
@@ -195,8 +185,7 @@ class Packed:
         spans[0] = (begin, min(end, begin + PROBE_TOKENS // 3))
         few = self._of_spans(inputs, spans)
         if "labels" in few:
-            # The first token of a sequence keeps its label. If it has one, the loss looks across
-            # the border.
+            # If the first token of a sequence has a label, the loss looks across the border.
             few["labels"] = torch.where(
                 few["position_ids"] == 0, few["labels"], few["labels"].clamp(min=0)
             )
@@ -251,10 +240,6 @@ def _check_one_side(lengths: list[int], boundary: int) -> None:
 
 def _dims(value: object) -> int:
     return value.dim() if torch.is_tensor(value) else 0
-
-
-def _are_classes(labels: object) -> bool:
-    return torch.is_tensor(labels) and labels.dim() == 1 and not labels.is_floating_point()
 
 
 def _is_text(value: object) -> bool:

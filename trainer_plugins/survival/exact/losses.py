@@ -1,9 +1,7 @@
 """Losses: which of them are sums over examples, by the class that computes them.
 
-Gradients of pieces add up to that of the whole only if the loss couples no example with another. No
-measurement proves that (KTO's is additive at step 0, DPO's `aot` nearly is). So what is allowed is
-listed here, with the weights that come into question, and measured before it is used
-(`certificate.py`). What is not listed is refused.
+No measurement proves that no examples are coupled (KTO's loss is additive at step 0), so what is
+allowed is listed, and measured before it is used (`certificate.py`). What is not listed is refused.
 """
 
 import inspect
@@ -58,6 +56,7 @@ _TAGS = Family((Rows(),), (shares.SUM, shares.TOKENS, shares.TOKENS_IN_SIGHT), s
 _CLASSES = Family((Rows(),), (shares.LABELLED_ROWS, shares.ROWS, shares.SUM), shares.ROWS)
 _ANSWERS = Family((Rows(),), (shares.ANSWERED_ROWS, shares.ROWS), shares.ROWS)
 _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
+_COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
 _VOUCHED = Family(
     (Packed(), Rows()),
@@ -66,8 +65,7 @@ _VOUCHED = Family(
     is_vouched=True,
 )
 
-# By `model.loss_type`, which transformers derives from the class of a model: see LOSS_MAPPING
-# there.
+# By `model.loss_type`, which transformers derives from a model's class (LOSS_MAPPING).
 _BY_MODEL = {
     "ForCausalLM": _CAUSAL,
     "ForConditionalGeneration": _CAUSAL,
@@ -115,11 +113,7 @@ _COUPLED_MODELS = {
 def family_of(
     trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
 ) -> Family | NoFamily:
-    """Find the family of a Trainer's loss, or say why it has none.
-
-    `compute_loss` is the Trainer's own, if it is replaced by now. With `is_vouched` an unknown loss
-    is taken for a sum or a mean over examples.
-    """
+    """Find the family of a loss, or say why it has none; a vouched one is a sum or a mean."""
     compute_loss = compute_loss or trainer.compute_loss
     found = _family_of(trainer, compute_loss)
     if isinstance(found, NoFamily) and found.can_vouch and not is_vouched:
@@ -226,8 +220,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
     if replaced := what_replaces_the_loss(trainer.model):
         return _unknown(f"{replaced}, and whether that loss can be divided is not known")
-    # trl before 1.3 averages its entropy over prompts too; with Liger there is no entropy, but an
-    # accuracy over labels.
+    # trl before 1.3 averages entropy over prompts too; with Liger there is an accuracy instead.
     return (
         _CAUSAL if trainer.args.use_liger_kernel else replace(_CAUSAL, share=shares.ATTENDED_TOKENS)
     )
@@ -258,11 +251,7 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
         return NoFamily("entropy_coef and use_adaptive_entropy add a mean that is over all tokens")
     if getattr(trainer, "use_liger_loss", False):
         return NoFamily("GRPO with use_liger_loss is not supported: its kernel's loss is not known")
-    return _completions(_GRPO[kind])
-
-
-def _completions(weight: shares.Weight) -> Family:
-    return Family((Completions(),), (weight,), shares.COMPLETION_TOKENS)
+    return replace(_COMPLETIONS, weights=(_GRPO[kind],))
 
 
 _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
@@ -271,6 +260,5 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "RewardTrainer"): lambda _: _PAIRS,
     ("trl", "DPOTrainer"): _family_of_dpo,
     ("trl", "GRPOTrainer"): _family_of_grpo,
-    ("trl", "RLOOTrainer"): lambda _: _completions(shares.ROWS),
-}
-"""What computes the loss, by the library and the name of the class."""
+    ("trl", "RLOOTrainer"): lambda _: _COMPLETIONS,
+}  # what computes the loss, by the library and the name of the class

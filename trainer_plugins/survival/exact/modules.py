@@ -1,7 +1,4 @@
-"""Modules: find known ones in which rows of a micro-batch, or passes, depend on each other.
-
-`attempt/state.py` finds unknown ones, by what a forward pass moves.
-"""
+"""Modules: find known ones that couple rows or passes; `attempt/state.py` finds the others."""
 
 import re
 from collections.abc import Iterator
@@ -13,13 +10,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+# Batch normalizations that are no subclass of torch's: EvoNorm B takes the micro-batch's variance.
 _NAMED_SO = re.compile(
     r"(?i)batch_?(re)?norm|inplace_?abn|evonorm(2d)?b|ghost_?norm|switch(able)?_?norm"
 )
-"""Names of batch normalizations that are no subclass of torch's.
-
-EvoNorm's variant B takes the variance of the micro-batch.
-"""
 
 _CAPACITIES = ("expert_capacity", "capacity_factor")
 _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)  # counts tokens by row
@@ -36,11 +30,7 @@ def coupled_modules(model: nn.Module) -> Iterator[str]:
 
 
 def rope_boundary(model: nn.Module) -> int | None:
-    """Return the length beyond which one sequence changes the rotary embedding of all others.
-
-    Rotary embeddings of the type "longrope" take other frequencies as soon as one position of the
-    micro-batch is beyond what the model was first trained with. It is None for other models.
-    """
+    """Return the length beyond which a sequence changes longrope's frequencies for all rows."""
     lengths = [
         _original_length(m)
         for m in model.modules()

@@ -1,14 +1,8 @@
 """Own loss: whether a loss comes from the code of a library's class, or from a user's.
 
-`losses.py` goes by the class of a model. A forward hook, a `forward` on the instance, a patched
-class or an entry of LOSS_MAPPING can give another loss under the same name. A measurement may miss
-that: a loss that is weighted by classes adds up on rows that happen to be of one class. What
-libraries put there keeps the loss (`users_code.py`).
-
-A user's `compute_loss` may be only a call of a library's. LLaMA-Factory's SFT and axolotl override
-it for losses that are seldom switched on, and otherwise call `super()`. Which way a call goes is
-seen only while it runs, so each one is watched: a loss that did not come from the library as it is,
-for the same rows, is not divided.
+Hooks, patches and an entry of LOSS_MAPPING can give another loss under a known name, which a
+measurement may miss. A user's `compute_loss` may only call a library's, as LLaMA-Factory's SFT and
+axolotl do: each call is watched, and a loss that did not come from the library is not divided.
 """
 
 import functools
@@ -113,8 +107,6 @@ def whose_loss(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | N
 
 
 class _Call(NamedTuple):
-    """Notes one call of the library's `compute_loss`."""
-
     is_same: bool  # whether it got the same model, rows and number of items
     loss: Any
     num_changes: int
@@ -204,5 +196,4 @@ def _loss(result: Any) -> Any:
 
 
 def _num_changes(value: object) -> int:
-    """Return how often a tensor was changed in place."""
     return value._version if torch.is_tensor(value) and not value.is_inference() else 0

@@ -1,18 +1,12 @@
-"""Shares: how much of a micro-batch some of its examples are, and short examples that show it.
-
-A loss that is divided by a number fixed for the whole window (`num_items_in_batch`) adds up as it
-is. A mean over tokens or rows adds up if each piece is weighted by its number of tokens or rows.
-The measure of a whole is the sum of its pieces' measures, so a piece may be divided again.
-
-A probe is padded rows cut short, labelled so that no two weights give the same share.
-"""
+"""Shares: how much of a micro-batch some of its examples are, and short examples that show it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Inputs = Mapping[str, Any]  # a micro-batch as a data collator makes it: mostly tensors
 
@@ -20,8 +14,8 @@ Batch = dict[str, Any]  # some examples of a micro-batch, which may be changed
 
 NumItems = torch.Tensor | int | None  # the number of labels of the window, if counted
 
+# The labels of question answering: a column each; beyond the last one none counts.
 ANSWERS = ("start_positions", "end_positions")
-"""Names of the labels of question answering: a column each; beyond the last one none counts."""
 
 IGNORED = -100  # the label that no loss of transformers counts
 
@@ -34,8 +28,7 @@ TEXT = (
     "position_ids",
     "token_type_ids",
     "completion_mask",
-)
-"""Endings of the names of what has a column a token."""
+)  # endings of the names of what has a column a token
 
 _FEW = 3  # fewest tokens of a probe's row that is labelled in part
 
@@ -52,13 +45,11 @@ class Weight:
     """Says how much of the whole a piece is."""
 
     name: str  # what the loss is, as in "a mean over tokens"
+    # Measures inputs that hold this number of examples; None if every piece counts in full.
     measure: Callable[[Inputs, int], float] | None
-    """Measures inputs that hold this number of examples; None if every piece counts in full."""
-
     is_finite: bool = False  # whether the loss of inputs whose measure is 0 is 0, and not 0 / 0
 
     def share(self, piece: float, whole: float) -> float:
-        """Return the factor for the loss of a piece, from the measures of piece and whole."""
         return 1.0 if self.measure is None or whole == 0 else piece / whole
 
     def of(self, inputs: Inputs, num: int) -> float:
@@ -87,12 +78,8 @@ def _is_counted(labels: torch.Tensor) -> torch.Tensor:
     return labels != IGNORED
 
 
-def _tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(labels_of(inputs)).sum())
-
-
-def _next_tokens(inputs: Inputs, _: int) -> float:
-    return float(_is_counted(labels_of(inputs)[..., 1:]).sum())
+def _num_counted(labels: torch.Tensor) -> float:
+    return float(_is_counted(labels).sum())
 
 
 def _tokens_in_sight(inputs: Inputs, _: int) -> float:
@@ -118,7 +105,7 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
 def _labelled_rows(inputs: Inputs, _: int) -> float:
     """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
     labels = labels_of(inputs)
-    return float(_is_counted(labels).sum() if labels.dim() == 1 else len(labels))
+    return _num_counted(labels) if labels.dim() == 1 else float(len(labels))
 
 
 def _answered_rows(inputs: Inputs, _: int) -> float:
@@ -135,8 +122,8 @@ SUM = Weight("a sum over the window", None)
 LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 ANSWERED_ROWS = Weight("a mean over rows with an answer", _answered_rows)
-NEXT_TOKENS = Weight("a mean over next tokens", _next_tokens)
-TOKENS = Weight("a mean over tokens", _tokens)
+NEXT_TOKENS = Weight("a mean over next tokens", lambda x, _: _num_counted(labels_of(x)[..., 1:]))
+TOKENS = Weight("a mean over tokens", lambda x, _: _num_counted(labels_of(x)))
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
 ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
@@ -144,11 +131,7 @@ WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
 
 
 def cut_short(texts: _Texts, num: int) -> _Texts:
-    """Keep `PROBE_TOKENS` columns of each row, with their padding.
-
-    In the first of every `num` rows a third of what the mask shows is labelled, and one token that
-    the mask hides.
-    """
+    """Keep `PROBE_TOKENS` columns; of each `num` rows the first is labelled in part (`_Shown`)."""
     masks = {
         (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num, _part(name))
         for name, v in texts.items()
@@ -176,13 +159,11 @@ def cut_short(texts: _Texts, num: int) -> _Texts:
 
 
 class _Shown:
-    """Holds the columns of padded rows that a probe keeps, with its mask and its labels.
+    """Holds the columns of padded rows that a probe keeps, with its mask and its labels."""
 
-    In the first row a third of what the mask shows is labelled, and the last token, which the mask
-    hides now: a loss that goes by the mask does not count it. Rows of one or two tokens are shown
-    completely, with their padding. The end of a prompt stays: with what follows it would be a hole,
-    and TRL 0.24 cuts all columns behind one (trl/trainer/utils.py, flush_left).
-    """
+    # In the first row a third of what the mask shows is labelled, and the last token, which the
+    # mask now hides from a loss that goes by it. But not of a prompt: TRL 0.24 cuts at such a hole
+    # (flush_left).
 
     def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
         width = min(PROBE_TOKENS, mask.size(1))
@@ -200,17 +181,13 @@ class _Shown:
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy the columns that are kept, of each row its own."""
         return value.expand(len(self._kept), -1).gather(1, self._kept)
 
 
 def _begins(tokens: torch.Tensor, mask: torch.Tensor, width: int) -> _Columns:
-    """Find for each row where to begin: at the first token that makes it unlike any other row.
-
-    What rows have in common would show nothing. Chosen and rejected begin with the same prompt, and
-    up to its end the gradient of their difference is 0. It is found in main memory: the card is
-    full.
-    """
+    """Find for each row where to begin: at the first token that makes it unlike any other row."""
+    # Up to the end of a prompt chosen and rejected are alike, and their difference has gradient 0.
+    # It is found in main memory: the card is full.
     is_shown = mask.cpu().numpy() != 0
     seen = np.where(is_shown, tokens.cpu().numpy(), -1)
     in_common = np.cumprod(seen[:, None] == seen, axis=2, dtype=np.int8).sum(2, dtype=np.int64)
@@ -236,3 +213,60 @@ def _tokens_of(texts: _Texts, name: str) -> torch.Tensor:
 def _part(name: str) -> str:
     """Return what a tensor is part of: `prompt_`, `chosen_`; empty for `input_ids`."""
     return next(name.removesuffix(ending) for ending in TEXT if name.endswith(ending))
+
+
+_WEIGHTED = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_MEAN = 1  # number of the reduction "mean" (torch/nn/_reduction.py)
+
+
+class _Mean(NamedTuple):
+    of_classes: torch.Tensor
+    ignored: int  # the label that does not count
+
+
+class ClassWeights:
+    """Knows the weights of classes in the mean of one run's loss."""
+
+    def __init__(self) -> None:
+        self._seen: _Mean | None = None
+        self.weights: tuple[Weight, ...] = ()  # of pieces: by all labels, and by next tokens
+
+    def look(self, compute: Callable[[], object]) -> None:
+        """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
+        with _Seen() as seen, torch.no_grad():
+            compute()
+        found = seen.found[0] if len(seen.found) == 1 else None
+        if found is None or self._seen is None or not _is_same(found, self._seen):
+            self._seen = found
+            self.weights = _weights(found) if found is not None else ()
+
+
+def _is_same(one: _Mean, other: _Mean) -> bool:
+    return one.ignored == other.ignored and torch.equal(one.of_classes, other.of_classes)
+
+
+def _weights(mean: _Mean) -> tuple[Weight, ...]:
+    def total(labels: torch.Tensor) -> float:
+        labels = labels[labels != mean.ignored].cpu()
+        return float(mean.of_classes[labels].sum())
+
+    name = "a mean that is weighted by class"
+    return (
+        Weight(name, lambda inputs, _: total(labels_of(inputs))),
+        Weight(f"{name}, over next tokens", lambda inputs, _: total(labels_of(inputs)[..., 1:])),
+    )
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[_Mean] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        if getattr(getattr(func, "_schema", None), "name", "") in _WEIGHTED:
+            _, _, weight, reduction, ignored = args
+            if weight is not None and reduction == _MEAN:
+                self.found.append(_Mean(weight.detach().cpu().double(), ignored))
+        return func(*args, **(kwargs or {}))

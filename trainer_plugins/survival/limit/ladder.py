@@ -79,16 +79,12 @@ def _stream(model: nn.Module) -> bool:
     return True
 
 
+# A tensor that stays where it is, or its device and its copy in main memory.
 _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
-"""A tensor that stays where it is, or its device and its copy in main memory."""
 
 
 class Offload:
-    """Keeps the activations of one model in main memory, from its next forward pass on.
-
-    With checkpointing they are few. Each byte crosses the bus twice, and takes a byte of main
-    memory. The numbers stay the same.
-    """
+    """Keeps the activations of one model in main memory, from its next forward pass on."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entered: list[saved_tensors_hooks] = []
@@ -110,7 +106,6 @@ class Offload:
         )
 
     def remove(self) -> None:
-        """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
 

@@ -14,11 +14,8 @@ PATIENCE_STEPS = 50  # without a failure before more is tried; doubled when that
 
 _WORTH = 1.1  # least growth of a limit that is worth a failed attempt
 
+# Steps in a row in which the allocator emptied its cache, as in Composer's trainer.py.
 _NUM_THRASHING = 2
-"""Steps in a row in which the allocator emptied its cache and tried again.
-
-Composer counts them the same way (its trainer.py).
-"""
 
 _TOKEN_IDS = ("input_ids", "prompt_ids", "completion_ids")  # endings of names
 
@@ -29,11 +26,7 @@ def has_tokens(inputs: Inputs) -> bool:
 
 
 def cells(inputs: Inputs) -> int:
-    """Return what inputs cost: all their token ids, padding included.
-
-    Inputs without token ids count as their largest tensor. Memory is not proportional to it: the
-    limit is a first guess, and every piece may fail again.
-    """
+    """Return what inputs cost: all token ids, padding included, or else their largest tensor."""
     tensors = {name: value.numel() for name, value in inputs.items() if torch.is_tensor(value)}
     return sum(num for name, num in tensors.items() if name.endswith(_TOKEN_IDS)) or max(
         tensors.values(), default=1
@@ -53,12 +46,10 @@ def sizes(num: int, num_cells: int, limit: float, min_micro_batch: int) -> list[
 def num_that_fit(num: int, num_cells: int, limit: float) -> int:
     """Return how many of `num` examples of one size are within the limit; at least 1.
 
-    A limit that stands for a number of examples is a rounded quotient, so a millionth of one does
-    not count.
-
     >>> num_that_fit(5, 79, 79 * 3 / 5), num_that_fit(6, 600, 299.9)
     (3, 2)
     """
+    # A limit that stands for examples is a rounded quotient: a millionth of one does not count.
     return num if num_cells <= limit else max(1, int(limit / (num_cells / num) + 1e-6))
 
 
@@ -75,17 +66,14 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
 
 
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
-    """Find the most of `num` examples that fit at once; 0 if not even `least` do.
-
-    The sizes in `first` are asked for first, then the interval is halved until more would save no
-    piece. Each size is asked for once.
+    """Return the most of `num` examples that fit at once, trying `first` first; 0 below `least`.
 
     >>> most(lambda n: n <= 11, 64, 1, (64,)), most(lambda n: True, 64, 1, (1, 2, 64))
     (11, 64)
-    >>> most(lambda n: n < 8, 8, 2, ())
-    7
-    >>> most(lambda n: False, 8, 2, (8,)), most(lambda n: True, 4, 8, (4,))
-    (0, 4)
+    >>> most(lambda n: n < 8, 8, 2, ()), most(lambda n: True, 4, 8, (4,))
+    (7, 4)
+    >>> most(lambda n: False, 8, 2, (8,))
+    0
     """
     least = min(least, num)
     low, high = least - 1, num + 1
@@ -116,14 +104,10 @@ class Pace:
     """Decides between steps whether the limit may grow, as after halving, or has to shrink."""
 
     fits: float = 0.0  # the limit before it grew; 0 if it never did
+    # The least that did not fit, forgotten when the limit has come near it. Each attempt that fails
+    # because of that doubles the patience: in n steps there are at most log2(n / 50) of them.
     too_much: float = math.inf
-    """The least that did not fit.
-
-    It is forgotten when the limit has come near it. Each attempt that fails because of that doubles
-    the patience, so in n steps there are at most log2(n / 50) of them.
-    """
     patience_steps: int = PATIENCE_STEPS
-
     num_clean: int = 0
     has_failed: bool = False
     is_divided: bool = False
@@ -143,15 +127,11 @@ class Pace:
         return limit
 
     def computed(self, num_cells: int, is_divided: bool) -> None:
-        """Note what was computed at once."""
         self.largest = max(self.largest, num_cells)
         self.is_divided |= is_divided
 
     def after_step(self, limit: float, num_retries: int) -> tuple[float, bool]:
-        """Return the limit from now on, and whether it was lowered because of the allocator.
-
-        `num_retries` counts how often the allocator has emptied its cache and tried again so far.
-        """
+        """Return the limit from now on, and whether it was lowered because of the allocator."""
         retried, self.num_retries = num_retries > self.num_retries, num_retries
         self.num_thrashing = self.num_thrashing + 1 if retried and not self.has_failed else 0
         largest, is_clean = self.largest, self.is_divided and not self.has_failed

@@ -1,10 +1,4 @@
-"""Optimizer states: create them before step 1, without touching a weight.
-
-By itself Adam creates its two copies of the weights in the first `optimizer.step()`, after
-activations just fitted. A step that fails half way cannot be repeated, since some weights have
-moved. With the states there already, the usual OOM of the first step comes in a micro-batch, which
-can be finished in pieces.
-"""
+"""Optimizer states: create them before step 1, so its OOM comes in a divisible micro-batch."""
 
 from typing import Any
 
@@ -14,15 +8,9 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 
 
 def create_states(optimizer: Any) -> str | None:
-    """Create the states of torch's AdamW, Adam or SGD, by a step that moves nothing.
-
-    Its learning rate and gradients are 0. The first real step is bit-equal to what it would have
-    been: weights, moments and step counters are untouched. It goes parameter by parameter, so that
-    it takes no more memory than the states and one gradient.
-
-    Returns:
-        Why nothing was done, to be logged; None if the states are there.
-    """
+    """Create the states of torch's AdamW, Adam or SGD by a step of nothing; else say why not."""
+    # The first real step stays bit-equal, and cannot fail half way, with some weights moved. It
+    # goes parameter by parameter, so it takes no more memory than the states and one gradient.
     inner = inner_optimizer(optimizer)
     name = type(inner).__name__
     if inner.state:

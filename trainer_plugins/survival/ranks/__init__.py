@@ -1,8 +1,4 @@
-"""These files know how ranks share a micro-batch, and what a failure on one asks of the others.
-
-`alone.py` says what a kind of ranks can do, and does it for one process. Each kind of several ranks
-is one file with its refusals, its proof on this torch and its passes.
-"""
+"""These files know how ranks share a micro-batch, and what a failure on one asks of the others."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -12,10 +8,7 @@ from trainer_plugins.survival.ranks.alone import Ranks
 
 
 def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
-    """Say how the ranks of a run share a micro-batch; only the file of that kind is imported.
-
-    Before training begins there is no wrapped model to look at.
-    """
+    """Say how ranks share a micro-batch; before training begins there is no wrapped model."""
     if trainer.is_deepspeed_enabled:
         from trainer_plugins.survival.ranks.zero import Zero
 

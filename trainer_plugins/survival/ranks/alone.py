@@ -1,7 +1,8 @@
-"""Ranks: what survival asks of the processes that train together, as one process answers it."""
+"""Ranks: what survival asks of the processes that train together: alone, or if they vote."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
@@ -14,7 +15,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt
 from trainer_plugins.survival.limit.limit import SLACK, most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import Agreement, RollCall
 
 T = TypeVar("T")
 
@@ -28,12 +29,7 @@ class HowToRecover(Enum):
 
 
 class Ranks:
-    """Handles a run of one process; each kind of several ranks overrides what it does differently.
-
-    Args:
-        trainer: the Trainer of the run.
-        model: the model as the Trainer calls it, in its wrapper.
-    """
+    """Handles a run of one process; each kind of several ranks overrides what differs."""
 
     recovery = HowToRecover.ALONE
 
@@ -62,10 +58,7 @@ class Ranks:
         return self.model
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
-        """Say which ranks do not take part, where every one has to; empty if all do.
-
-        If the ranks have just met in a collective of the Trainer (`is_met`), none is on its way.
-        """
+        """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""
         return ""
 
     def prepare(self, tiny: Callable[[], object]) -> None:
@@ -84,20 +77,11 @@ class Ranks:
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
-        """Run work that may not fit, here or on a rank that has to stop with this one.
-
-        After a forward pass alone (`is_end` is False) the backward pass is still to come.
-        """
+        """Run work that may not fit; with `is_end` False a backward pass is still to come."""
         return attempt(work, release, self.trainer.args.device)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """Note that an attempt did not fit; say why the run cannot go on, empty if it can.
-
-        Args:
-            phase: the "forward" or the "backward" pass.
-            is_last: whether no other piece of the micro-batch would have come after it.
-            changed: the parameters that received their gradient before it failed.
-        """
+        """Note an attempt that did not fit; say why the run cannot go on, empty if it can."""
         return ""
 
     def part_failed(self, error: Exception) -> None:
@@ -147,48 +131,69 @@ class Ranks:
     def forget(self) -> None:
         """Drop the gradients that a measurement has computed."""
 
-    def rehearsing(
-        self, harmless: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        """Return the context of a rehearsal: `harmless` logs its error, but not if others wait."""
-        return harmless
-
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once.
-
-        All of them may take the last byte, as in training, and so may the least. What is between
-        leaves `SLACK`. It is computed on the bare model: each rank rehearses by itself. Gradients
-        are dropped again.
-        """
+        """Compute examples, on top of all gradients, to find out how many fit at once."""
+        # On the bare model: each rank rehearses by itself. All examples, and the least, may take
+        # the last byte, as in training; what is between leaves `SLACK`.
+        device = self.trainer.args.device
+        reading = card_of(device).read()
+        # No less than a segment of the allocator.
+        slack_bytes = max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
         missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
         try:
             if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
                 return 0
 
+            def work(size: int) -> None:
+                held_bytes = 0 if size in (num, least) else slack_bytes
+                held = torch.empty(held_bytes, dtype=torch.uint8, device=device)
+                compute(self.bare, size)
+                del held
+
             def fits(size: int) -> bool:
-                held_bytes = 0 if size in (num, least) else self._slack_bytes()
-                work = partial(self._compute_holding, partial(compute, self.bare), size, held_bytes)
-                return not isinstance(self.attempt(work), DidNotFit)
+                return not isinstance(self.attempt(partial(work, size)), DidNotFit)
 
             return most(fits, num, least, (num,))
         finally:
             for parameter in missing:
                 parameter.grad = None
 
-    def _slack_bytes(self) -> int:
-        """Return how much to leave free: `SLACK`, and no less than a segment of the allocator."""
-        reading = card_of(self.trainer.args.device).read()
-        return max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
-
-    def _compute_holding(
-        self, compute: Callable[[int], object], size: int, held_bytes: int
-    ) -> None:
-        """Compute this number of examples while `held_bytes` of the card are taken."""
-        held = torch.empty(held_bytes, dtype=torch.uint8, device=self.trainer.args.device)
-        compute(size)
-        del held
-
 
 def _add_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+
+
+_NO_LIMIT = 1 << 60  # vote of a rank without a limit
+
+_WAIT_SECONDS, _WAIT_IF_MET_SECONDS = 10.0, 1.0  # less if they have met before
+
+
+class Together(Ranks):
+    """Handles ranks that vote before they divide, measure or rehearse."""
+
+    forward_is_shared = True
+    measures_together = True
+
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
+        super().__init__(trainer, model)
+        self._votes = Agreement(trainer.args.ddp_timeout)
+
+    def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
+        missing = roll_call.missing(_WAIT_IF_MET_SECONDS if is_met else _WAIT_SECONDS)
+        return f"{missing}; give every rank the same callbacks" if missing else ""
+
+    def agreed(self, limit: float) -> float:
+        """Return the least limit of all ranks, in whole cells: a fraction more never fitted."""
+        lowest = self.lowest(_NO_LIMIT if math.isinf(limit) else math.floor(limit))
+        return math.inf if lowest == _NO_LIMIT else float(lowest)
+
+    def highest(self, value: int) -> int:
+        found = self._votes.highest(value)
+        if found is None:
+            raise RuntimeError(self._no_answer())
+        return found
+
+    def _no_answer(self) -> str:
+        """Say why training stops when a vote could not be taken."""
+        raise NotImplementedError

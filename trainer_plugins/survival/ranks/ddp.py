@@ -1,18 +1,13 @@
 """DDP: the rank that failed finishes what the others wait for; there is no vote.
 
-Ranks may divide differently. DDP expects each rank to exchange its buffers once and to reduce each
-bucket once, in order. It sets no time limit. So nothing that the failed attempt has done is
-repeated, and a piece does the rest:
+DDP expects each rank to exchange its buffers once and to reduce each bucket once, in order. Ranks
+may divide differently. Nothing that the failed attempt has done is repeated:
 
 * It failed inside the forward pass: the last piece goes through DDP, without the exchange of
   buffers, which is done. The others are computed on the bare model, and reach no other rank.
-* It failed later, when the reducer was armed: every gradient that becomes ready is taken for that
-  of the whole and sent. Those that were ready are sent, and frozen (`Piece.final`). The pieces are
-  computed on shadows of the parameters, which share weights and gradients but not the reducer's
-  hooks; then the missing hooks are called, by adding 0.
-
-Unsynchronised micro-batches of a window are computed in pieces as in one process, except for the
-exchange of buffers.
+* It failed later, when the reducer was armed: gradients that were ready are sent, and frozen
+  (`Piece.final`). The pieces are computed on shadows of the parameters, which share weights and
+  gradients but not the reducer's hooks; then the missing hooks are called, by adding 0.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +32,6 @@ T = TypeVar("T")
 
 
 class _Progress(IntEnum):
-    """Counts how far an attempt came in `DistributedDataParallel.forward`."""
-
     OUTSIDE = 0
     PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
     INSIDE = 2  # the model computes
@@ -60,7 +53,6 @@ class DDP(Ranks):
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        """Look at what DDP will be made with, or at the wrapped model when the run begins."""
         wrapped = trainer.model_wrapped
         if wrapped is trainer.model:
             yield from _settings(trainer.accelerator.ddp_handler)
@@ -81,7 +73,6 @@ class DDP(Ranks):
 
     @property
     def bare(self) -> nn.Module:
-        """Return the model without its wrapper: computing on it reaches no other rank."""
         module: nn.Module = self.model.module
         return module
 
@@ -105,7 +96,6 @@ class DDP(Ranks):
                 hook.remove()
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
-        """Find out what the other ranks have noticed of an attempt that did not fit."""
         progress, self._progress = self._progress, _Progress.OUTSIDE
         if self._is_armed:
             return ""
@@ -206,12 +196,9 @@ def send(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def finishes_here() -> bool:
-    """Try on this torch whether DDP can be finished after a backward pass that failed half way.
-
-    It is tried once in a process, in a group of this rank alone, and takes 0.02 s. The group stays:
-    if it is freed while its thread drops a tensor, which needs the interpreter, gloo now and then
-    waits for that thread forever.
-    """
+    """Try on this torch whether DDP can be finished after a backward pass that failed half way."""
+    # Once a process, in 0.02 s. The group stays: while its thread drops a tensor, which needs the
+    # interpreter, gloo may wait for that thread forever if the group is freed.
 
     def fail(_: object) -> None:
         raise RuntimeError("half way")

@@ -1,18 +1,13 @@
 """FSDP2: ranks that hold a part of each weight, and meet in collectives.
 
-Weights are gathered and gradients reduced inside forward and backward. Invariants:
-
-* A micro-batch takes the same collectives, in the same order, whatever is in its rows, and begins
-  from the same state of FSDP on every rank (`FSDP2.begin`). So after a rank has failed behind the
-  first m of them, its peers wait for the rest.
+* A micro-batch takes the same collectives in the same order, whatever its rows, and begins from the
+  same state of FSDP on every rank (`FSDP2.begin`). After a rank has failed behind the first m of
+  them, its peers wait for the rest.
 * It takes part in the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer
-  is interrupted, and none has to know before its own pass has ended; until then some numbers of all
-  ranks are worthless.
-* One vote follows each backward pass, on the CPU. If one rank failed, every rank throws away all
-  gradients of the optimizer step (`FSDP2.clear`), and all compute its micro-batches again
-  (`training/planned.py`), in equally many pieces.
-
-No vote stands before a collective: the cost is one vote a micro-batch, whatever the limit.
+  has to know before its own pass has ended; until then some numbers of all ranks are worthless.
+* One vote follows each backward pass, on the CPU, and none stands before a collective. If one rank
+  failed, all throw away the gradients of the step (`FSDP2.clear`), and compute its micro-batches
+  again in equally many pieces (`training/planned.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
@@ -29,8 +25,7 @@ from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import HowToRecover
-from trainer_plugins.survival.ranks.together import Together
+from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
@@ -59,7 +54,6 @@ class Ledger:
         self._next = 0
 
     def rewind(self) -> None:
-        """Begin the micro-batch again, for the collectives that peers still wait in."""
         self._next = 0
 
     def is_sent(self, collective: object) -> bool:
@@ -103,14 +97,12 @@ class FSDP2(Together):
     model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule  # not in a torch without torch.distributed
-
         super().__init__(trainer, model)
         self._tiny: Callable[[], object] = list
         self._step, self._is_tried = -1, False
         self._ledger = Ledger()
-        # Several modules may share what they gather: the last norm and the head, as accelerate
-        # wraps them.
+        # Several modules may share what they gather, as accelerate wraps the last norm and the
+        # head.
         units: dict[int, Any] = {
             id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
         }
@@ -121,8 +113,6 @@ class FSDP2(Together):
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        from torch.distributed.fsdp import FSDPModule
-
         if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
             yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
         elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
@@ -135,11 +125,9 @@ class FSDP2(Together):
         self._tiny = tiny
 
     def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        """Return none: a failure throws every gradient away."""
         return ()
 
     def part_failed(self, error: Exception) -> None:
-        """End training with the error: the other ranks wait in collectives."""
         raise error
 
     def end(self) -> None:
@@ -198,13 +186,9 @@ class FSDP2(Together):
         return outcome if isinstance(outcome, DidNotFit) else reduced
 
     def clear(self) -> None:
-        """Throw away every gradient of this optimizer step, reduced or not.
-
-        What a rank has not reduced yet stays where FSDP keeps it, even through `reset_iter_state`
-        (torch 2.13), and would be added to the next reduction. So it is added to that of a tiny
-        pass, whose result is dropped. From here to the end of the micro-batch each pass reduces its
-        gradients. The first call tries whether that works on this torch.
-        """
+        """Throw away every gradient of this optimizer step; the first call tries that here."""
+        # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
+        # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
         self._flush()
         if not self._is_tried:
             self._is_tried = True

@@ -1,18 +1,10 @@
 """Zero: DeepSpeed's ZeRO-1, 2 and 3, whose ranks divide the same way before a micro-batch begins.
 
-The engine reduces gradients, and in stage 3 gathers weights, inside hooks of the forward and
-backward pass. What a failed pass leaves in them cannot be undone, and the other ranks wait inside
-the same hooks. So nothing is retried:
-
-* what fits is measured before step 1, with growing sizes that are predicted to fit, the same on all
-  ranks (`most`);
-* a micro-batch is divided on all ranks into as many pieces as the rank with most needs;
-* every piece goes through the engine as a micro-batch of a window does, and only the last one may
-  be the window's last;
-* if one still does not fit, every rank stops and logs why (`failed`). The peers of that rank wait
-  inside a collective that no exception reaches, for as long as `ddp_timeout`, half an hour by
-  default. So each rank has a thread that looks once a second, in the store that the ranks share,
-  whether one of them has pulled the brake.
+Nothing is retried: what a failed pass leaves in the engine's hooks cannot be undone, and the other
+ranks wait in the same hooks. What fits is measured before step 1 with sizes predicted to fit
+(`most`), all ranks divide into as many pieces as the one with most needs, and each piece goes
+through the engine as a micro-batch of a window does. If one still fails, every rank stops and logs
+why: no exception reaches a collective, so a thread of each rank looks for the brake in their store.
 """
 
 import inspect
@@ -35,20 +27,18 @@ from transformers.trainer_utils import get_last_checkpoint
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
 from trainer_plugins.survival.limit.limit import SLACK, most, predicted_peak
-from trainer_plugins.survival.ranks.alone import HowToRecover
-from trainer_plugins.survival.ranks.together import Together
+from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
+# Attributes that are used of the engine, and of the optimizers of ZeRO-1 and ZeRO-2.
 _ENGINE = (
     "optimizer",
     "zero_optimization_stage",
     "set_gradient_accumulation_boundary",
     "_running_engine_step",
 )
-"""Attributes that are used of the engine."""
 _STAGES_1_AND_2 = ("all_grad_tensors", "averaged_gradients", "zero_grad")
-"""Attributes that are used of the optimizers of ZeRO-1 and ZeRO-2."""
 
 _BRAKE = "trainer_plugins/brake"  # the key of the store
 _THREAD = "trainer_plugins-brake"
@@ -65,16 +55,17 @@ class Zero(Together):
     """Handles ranks that hold a part of states, gradients or weights."""
 
     recovery = HowToRecover.PLANNED
+    # What `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed.
     options: Mapping[str, object] = MappingProxyType({"scale_wrt_gas": False})
-    """Options that `Trainer.training_step` passes to `accelerator.backward` under DeepSpeed."""
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         engine: Any = model
         self._engine, self._stage = engine, int(engine.zero_optimization_stage())
         self._has_peers = dist.get_world_size() > 1
-        if self._has_peers:
-            watch_brake()
+        is_watching = any(thread.name == _THREAD for thread in threading.enumerate())
+        if self._has_peers and not is_watching:
+            threading.Thread(target=_watch_brake, daemon=True, name=_THREAD).start()
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -104,7 +95,6 @@ class Zero(Together):
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
-        """Surround a piece: only the last one may be followed by an optimizer step."""
         accelerator = self.trainer.accelerator
         is_step = accelerator.sync_gradients
         accelerator.sync_gradients = is_step and is_last
@@ -114,7 +104,6 @@ class Zero(Together):
             accelerator.sync_gradients = is_step
 
     def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Find out how many examples fit at once; a size is predicted to fit before it is tried."""
         peaks: list[tuple[int, int]] = []
         try:
             with self.piece(is_last=False) as model:
@@ -134,7 +123,6 @@ class Zero(Together):
         return outcome
 
     def forget(self) -> None:
-        """Drop all gradients: call it only when a window begins."""
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
         optimizer = self._engine.optimizer
@@ -165,7 +153,6 @@ class Zero(Together):
         return True
 
     def _stop(self, why: str) -> str:
-        """End the run on every rank. Returns what to say."""
         folder, step = self.trainer.args.output_dir, self.trainer.state.global_step
         # On another machine than rank 0's it may not be there.
         last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
@@ -174,7 +161,7 @@ class Zero(Together):
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"
         said = f"{why}, so all ranks stop, after step {step}. {kept}"
         if self._has_peers:
-            pull_brake(said)
+            _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{said}")
         return said
 
     def _no_answer(self) -> str:
@@ -217,18 +204,8 @@ def _in_engine(engine: Any) -> Iterator[str]:
         yield f"this version of DeepSpeed has no {', '.join(missing)}: please report it"
 
 
-def watch_brake() -> None:
-    """Watch for the brake while the process group lives; a second call does nothing."""
-    if not any(thread.name == _THREAD for thread in threading.enumerate()):
-        threading.Thread(target=_watch, daemon=True, name=_THREAD).start()
-
-
-def pull_brake(why: str) -> None:
-    """Tell every rank why this one stops, and end this process if nothing else does."""
-    _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{why}")
-
-
-def _watch() -> None:
+def _watch_brake() -> None:
+    """Wait, while the process group lives, for a rank that stops, and end this process then."""
     world, store, rank = dist.group.WORLD, _get_default_store(), dist.get_rank()
     while dist.is_initialized() and dist.group.WORLD is world:
         time.sleep(1.0)

@@ -15,20 +15,20 @@ from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.record.timeline import Remark
+from trainer_plugins.survival.attach import SurviveOOM
 from trainer_plugins.survival.attempt.attempt import card_of
 from trainer_plugins.survival.attempt.sources import sources_of
 from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.callback import SurviveOOM
 from trainer_plugins.survival.exact.layouts import Completions
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import cannot_be_taken_back
 from trainer_plugins.survival.rehearsal.kept import SOURCES, Kept, attributes, put_back
-from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch, first_words
+from trainer_plugins.survival.rehearsal.moments import LeftOut, Moments, NoBatch
 from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
-from trainer_plugins.upkeep.agreement import agreement_within, has_peers
-from trainer_plugins.upkeep.roll_call import RollCall
+from trainer_plugins.upkeep.agreement import RollCall, agreement_within, has_peers
+from trainer_plugins.upkeep.post_mortem import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +67,10 @@ class Rehearsal(RunCallback):
             raise ValueError(f"refuse_on is error, warning or None, got {refuse_on!r}")
         super().__init__()
         self.refuse_on, self._saves, self._plan = refuse_on, save, plan
-        self.report = RehearsalReport()
-        """How it went; empty before training has begun."""
+        self.report = RehearsalReport()  # how it went; empty before training has begun
 
     def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
-        """Rehearse, and refuse what was to be refused.
-
-        Raises:
-            RehearsalError: something is as severe as `refuse_on`.
-        """
+        """Rehearse; RehearsalError refuses what is as severe as `refuse_on`."""
         self.begin_run()
         if self.is_second(state):
             return
@@ -87,7 +82,10 @@ class Rehearsal(RunCallback):
             survives.on_train_begin(args, state)  # it may stand behind this one
         self.report = self._rehearsed(trainer)
         with self.harmless():
-            self._say(args, state)
+            for finding in self.report.findings:
+                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
+                if args.process_index == 0 or finding.severity >= Severity.ERROR:
+                    logger.log(finding.severity, "%s", finding)
         if self.refuse_on is None:
             return
         limit = LIMITS[self.refuse_on]
@@ -100,13 +98,11 @@ class Rehearsal(RunCallback):
         if has_peers() and (missing := roll.missing(_WAIT_SECONDS)):
             logger.warning("nothing is rehearsed: %s", missing)
             return RehearsalReport(left_out=(("the run", missing),))
-        return rehearse_run(trainer, self._plan, self._saves)
-
-    def _say(self, args: HfArguments, state: HfState) -> None:
-        for finding in self.report.findings:
-            self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
-            if args.process_index == 0 or finding.severity >= Severity.ERROR:
-                logger.log(finding.severity, "%s", finding)
+        generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
+        try:
+            return _rehearsed(trainer, self._plan, self._saves)
+        finally:
+            generators.restore()
 
 
 def rehearse(trainer: Trainer, *, plan: MemoryPlan | None = None) -> RehearsalReport:
@@ -149,15 +145,11 @@ class _Ended(Exception):  # noqa: N818 - it is no error
 
 
 class _EndsHere(TrainerCallback):  # type: ignore[misc]
-    """Ends a training when it begins."""
-
     def on_train_begin(self, *_: object, **__: object) -> None:
         raise _Ended
 
 
 class _Vote(IntEnum):
-    """Says how a moment went on one rank; the highest vote counts."""
-
     FITS = 0
     RAISES = 1
     DOES_NOT_FIT = 2
@@ -170,20 +162,8 @@ _ELSEWHERE = {
 }
 
 
-def rehearse_run(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
-    """Rehearse a run, on all ranks together, from an event at which training begins.
-
-    An error of a moment is reported, and not raised; except under FSDP2 and ZeRO, where the other
-    ranks wait inside the same pass.
-    """
-    generators = RestorePoint(trainer)  # even the search for reasons draws, under DDP
-    try:
-        return _rehearsed(trainer, plan, saves)
-    finally:
-        generators.restore()
-
-
 def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> RehearsalReport:
+    """Rehearse a run; an error is reported, except where other ranks wait inside the same pass."""
     started, model = perf_counter(), trainer.model_wrapped
     kept, why = None, ""
     try:
@@ -191,7 +171,7 @@ def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> Rehe
             create_states(trainer.optimizer)
             kept = Kept(trainer, model)
     except Exception as error:  # noqa: BLE001 - the user's run goes on, without a rehearsal
-        why = first_words(error)
+        why = first_line(error)
     if _agreed(trainer, int(kept is None)) or kept is None:
         return RehearsalReport(left_out=(("the run", why or "another rank says why"),))
     ranks, card = kind_of(trainer, model)(trainer, model), card_of(trainer.args.device)
@@ -217,8 +197,6 @@ def _rehearsed(trainer: HfTrainer, plan: MemoryPlan | None, saves: bool) -> Rehe
 
 
 class _Rehearsal:
-    """Computes one moment after the other, and lets the ranks agree how each went."""
-
     def __init__(self, trainer: HfTrainer, moments: Moments) -> None:
         self._trainer, self._moments = trainer, moments
         self.done: list[Rehearsed] = []
@@ -236,7 +214,7 @@ class _Rehearsal:
         except Exception as error:  # a Trainer's own methods ran
             if self._moments.is_shared:
                 raise
-            raises = first_words(error)
+            raises = first_line(error)
         peak_bytes, failure = self._moments.peak_bytes(), does_not_fit or raises
         vote = _Vote.FITS
         if failure:

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +17,12 @@ from trainer_plugins.wrapped import local_tensor
 
 _ROOM = 0.8  # part of the free main memory for copies: beyond it the kernel may end the run
 
+# What of a Trainer the rows of a run and their outputs are drawn from.
 SOURCES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
-"""What of a Trainer the rows of a run and their outputs are drawn from."""
 
 
 class Kept:
-    """Holds what a rehearsal may change, to restore it; except the random generators.
-
-    Frozen weights are not copied: nothing that is rehearsed moves them.
-    """
+    """Holds what a rehearsal may change, except generators and frozen weights, to restore it."""
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         optimizer = None if trainer.is_deepspeed_enabled else inner_optimizer(trainer.optimizer)
@@ -49,7 +45,6 @@ class Kept:
                 local_tensor(weight).copy_(value)
 
     def drop_states(self) -> None:
-        """Drop the optimizer's states, as before a resume loads them."""
         if self._states is not None:
             self._states.drop()
 
@@ -89,7 +84,6 @@ class States:
         self._optimizer.state.clear()
 
     def restore(self) -> None:
-        """Restore them; states that were not there are dropped."""
         for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -104,8 +98,6 @@ class States:
 
 
 class _Value(NamedTuple):
-    """Holds one state of a parameter: a copy in main memory, and where a tensor was."""
-
     value: Any
     device: torch.device | None
 
@@ -139,16 +131,11 @@ def attributes(owner: object) -> dict[str, Any]:
     return {n: [*v] if isinstance(v, list) else v for n, v in vars(owner).items()}
 
 
-def _owners(trainer: HfTrainer) -> Iterator[object]:
-    """Give the objects of which a moment sets attributes."""
-    yield trainer
-    yield trainer.args
-    yield trainer.state
-    yield trainer.accelerator
+def _owners(trainer: HfTrainer) -> list[object]:
     generation = getattr(trainer.model, "generation_config", None)
-    for each in (trainer.lr_scheduler, trainer.accelerator.scaler, generation):
-        if hasattr(each, "__dict__"):
-            yield each
+    optional = (trainer.lr_scheduler, trainer.accelerator.scaler, generation)
+    there = [each for each in optional if hasattr(each, "__dict__")]
+    return [trainer, trainer.args, trainer.state, trainer.accelerator, *there]
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

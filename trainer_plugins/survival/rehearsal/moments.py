@@ -27,6 +27,7 @@ from trainer_plugins.survival.rehearsal.kept import Kept
 from trainer_plugins.survival.rehearsal.report import RunMoment
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.kept_outputs import kept_bytes
+from trainer_plugins.upkeep.post_mortem import first_line
 
 FOLDER = ".trainer_plugins_rehearsal"  # in `output_dir`, removed again
 
@@ -95,7 +96,7 @@ class Moments:
         num = self._ranks.lowest(len(rows))
         self.what += f" ({cells(rows.batch(num))} tokens)"
         self._ranks.prepare(partial(self._tiny, rows))
-        num_fit = self._ranks.most(partial(self._compute, rows), num, 1)
+        num_fit = self._ranks.most(lambda model, n: self._pass(model, rows.batch(n)), num, 1)
         if num_fit == num:
             return ""
         return f"{num_fit} of them fit at once" if num_fit else "not even one row fits"
@@ -146,12 +147,10 @@ class Moments:
 
     @property
     def _folder(self) -> str:
-        """Return the folder for the checkpoint, also while `output_dir` names it."""
         folder = self._trainer.args.output_dir
         return folder if os.path.basename(folder) == FOLDER else os.path.join(folder, FOLDER)
 
     def _tried(self, work: Callable[[], T]) -> T | DidNotFit:
-        """Run work that may not fit; where other ranks wait in it, its error ends the run."""
         return work() if self._ranks.forward_is_shared else attempt(work)
 
     def _longest(self, loader: Any, num: int) -> LongestRows:
@@ -165,7 +164,7 @@ class Moments:
             if rows:
                 rows.batch(len(rows))
         except Exception as raised:  # noqa: BLE001 - the user's data set and collator
-            error = first_words(raised)
+            error = first_line(raised)
         self.what = "the longest rows"
         if self._ranks.on_any(bool(error)):
             raise NoBatch(error or "another rank cannot make a batch of them")
@@ -175,9 +174,6 @@ class Moments:
         self.what = f"{many} {seen}"
         return rows
 
-    def _compute(self, rows: LongestRows, model: nn.Module, num: int) -> None:
-        self._pass(model, rows.batch(num))
-
     def _tiny(self, rows: LongestRows) -> None:
         batch = rows.batch(1)
         with suppress(IndivisibleError):
@@ -185,7 +181,6 @@ class Moments:
         self._pass(self._ranks.bare, batch)
 
     def _pass(self, model: nn.Module, batch: Any) -> None:
-        """Run a step of training over a batch, without exchanging metrics with other ranks."""
         trainer, gathers = self._trainer, Gathers(self._trainer)
         with gathers.apart(), gathers.held():
             _, num_items = trainer.get_batch_samples(iter([batch]), 1, self._device)
@@ -285,8 +280,3 @@ def _num_batches(loader: Any) -> int:
         return len(loader)
     except TypeError:  # it can only be iterated
         return 1
-
-
-def first_words(error: Exception) -> str:
-    """Return the kind and the first line of an error, which holds tensors."""
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:300]

@@ -10,8 +10,7 @@ from trainer_plugins.planner.plan import MemoryPlan, Moment
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
-RunMoment = Literal["optimizer step", "evaluation", "training", "save", "resume"]
-"""A moment that is rehearsed, in this order."""
+RunMoment = Literal["optimizer step", "evaluation", "training", "save", "resume"]  # in this order
 
 _PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
     "optimizer step": ("optimizer step",),
@@ -19,8 +18,7 @@ _PLANNED: dict[RunMoment, tuple[Moment, ...]] = {
     "training": ("forward", "backward"),
     "save": ("save",),
     "resume": ("resume",),
-}
-"""The moments of a plan that each of them covers."""
+}  # the moments of a plan that each of them covers
 
 _REMEDIES: dict[RunMoment, str] = {
     "optimizer step": "Use an optimizer with smaller states"
@@ -112,16 +110,14 @@ class RehearsalReport:
     def _judged(self, each: Rehearsed) -> Finding:
         card = f" on a card of {size(self.total_bytes)}" if self.total_bytes else ""
         if each.has_run_out:
-            return Finding(
+            return Finding.error(
                 code="rehearsal-does-not-fit",
-                severity=Severity.ERROR,
                 summary=f"{each.moment} does not fit{card}: the run will end there",
                 evidence=f"{each.what}: {each.failure}",
                 remedy=_REMEDIES[each.moment],
             )
-        return Finding(
+        return Finding.warning(
             code="rehearsal-fails",
-            severity=Severity.WARNING,
             summary=f"{each.moment} raises when it is rehearsed, and may do so in the run",
             evidence=f"{each.what}: {each.failure}",
             remedy="Read the error; it is harmless if it comes from a row that no sampler draws, or"

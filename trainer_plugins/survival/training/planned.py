@@ -1,11 +1,8 @@
 """Planned: recovery on ranks that divide together, into equally many pieces.
 
-`Planned` divides before a micro-batch is computed. `Replay` computes a whole window again, that is
-the micro-batches of one optimizer step. If one rank fails, the gradients of the micro-batches
-before are thrown away with those of the failure: nothing distinguishes a sum to which one rank
-brought nothing from a good one. So no parameter is frozen, and all of them see the same dropout
-masks. Every decision is one of all ranks: each asks the same questions (`ranks.highest`) in the
-same order, independent of its rows.
+`Planned` divides before a micro-batch is computed, `Replay` computes a window (the micro-batches of
+one optimizer step) again: a failure spoils its sums, so no parameter is frozen. Each rank asks the
+same questions (`ranks.highest`) in the same order, independent of its rows.
 """
 
 import math
@@ -32,10 +29,7 @@ class Planned(Recovery):
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
-        """Prepare a run, at its first micro-batch: all ranks have one limit, which does not grow.
-
-        If there is a limit, they measure together which weights make pieces add up.
-        """
+        """Give all ranks one limit, which does not grow; if there is one, measure the weights."""
         run.memo.pace = None
         if run.is_refused:
             return
@@ -59,7 +53,7 @@ class Planned(Recovery):
 
     def measure(self) -> None:
         num = self._micro.whole.num if self._layout else 0
-        if self._run.ranks.lowest(num) < 2 or self._layout is None:
+        if self._ranks.lowest(num) < 2 or self._layout is None:
             raise IndivisibleError(
                 self._why_whole or "it takes two examples on each rank to measure that they add up"
             )
@@ -69,15 +63,13 @@ class Planned(Recovery):
         return max(self._cuts(self._micro.whole, min(limit, self._run.memo.limit)))
 
     def plan(self) -> int:
-        """Return how many pieces each rank computes: as many as the rank that needs most."""
-        self._num_pieces = self._run.ranks.highest(super().plan())
+        self._num_pieces = self._ranks.highest(super().plan())
         return self._num_pieces
 
     def _first_pieces(self) -> list[Piece]:
         """Return as many pieces as every other rank has; its smallest one again counts as 0."""
         whole, num, pieces = self._micro.whole, self._num_pieces, [self._micro.whole]
-        # What was not measured together, at the first micro-batch, one rank must not measure: it is
-        # computed undivided.
+        # What was not measured together, at the first micro-batch, is computed undivided.
         known = self._layout is not None and self._run.certificate.knows(self._layout)
         if self._layout and known and not self._run.certificate.new_classes(whole.inputs):
             with suppress(IndivisibleError):
@@ -89,43 +81,31 @@ class Planned(Recovery):
         return [*idle, *pieces]
 
     def _cut(self, piece: Piece) -> list[Piece]:
-        """Return the piece as it is: another rank would not know of more."""
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        """End the run on all ranks: the others compute another part now."""
-        said = self._run.ranks.failed(self._phase, False, set())
+        said = self._ranks.failed(self._phase, False, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
 
 
 class Replay(Planned):
     """Finishes one micro-batch, and computes again those before it in its window."""
 
-    def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
-        super().__init__(run, micro, **options)
-        self._ranks = run.ranks
-        self._total: torch.Tensor | None = None
-
-    def _at_stake(self) -> list[MicroBatch]:
-        return self._ranks.micros
+    _total: torch.Tensor | None = None
 
     def failed(
-        self,
-        piece: Piece,
-        start: Start,
-        failure: DidNotFit,
-        phase: str,
-        *,
-        is_last: bool = True,
-        why_not: str = "",
+        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
+        why_not = self._wrong_so_far()
         self._story.failed(failure, piece, phase)
         if failure.is_here:
             self._tried.append(piece.num)
         if self._run.has_exchanged_parameters():
             why_not = why_not or "the model has other parameters than when training began"
-        self._agree_to_go_on(why_not or self._why_whole)
+        why_not = why_not or self._why_whole
+        if self._ranks.on_any(bool(why_not)):
+            self._give_up(why_not or "another rank cannot continue, and logs why")
         self._ranks.clear()
         self._run.look_for_leftover(self._ranks.micros[0].start)
         self._make_room_for(piece if failure.is_here else None)
@@ -148,7 +128,6 @@ class Replay(Planned):
         return self._total
 
     def _compute_all(self, todo: list["Replay"], *, may_measure: bool) -> bool:
-        """Compute all of these from the start, and tell whether they fitted."""
         nums = [replay.plan() for replay in todo]
         if may_measure:
             try:
@@ -230,7 +209,3 @@ class Replay(Planned):
                     replay._why_whole or "a micro-batch of another rank cannot be divided"
                 )
             replay._measure(replay._layout, replay._num_fit(limit))
-
-    def _agree_to_go_on(self, why_not: str) -> None:
-        if self._ranks.on_any(bool(why_not)):
-            self._give_up(why_not or "another rank cannot continue, and logs why")

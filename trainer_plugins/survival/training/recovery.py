@@ -29,8 +29,6 @@ from trainer_plugins.survival.words import Story, in_doubt, part_raised, what_el
 
 
 class _Added(NamedTuple):
-    """Notes a part that has added to gradients."""
-
     piece: Piece
     snapshot: RestorePoint  # the moment before it
     final: set[nn.Parameter]  # the parameters to which it has not added
@@ -41,6 +39,7 @@ class Recovery:
 
     def __init__(self, run: TrainingRun, micro: MicroBatch, **options: object) -> None:
         self._run, self._attached, self._micro = run, run.attached, micro
+        self._ranks = run.ranks
         self._options, self._phase = options, ""
         self._layout: Layout | None = None
         self._why_whole = ""  # why the micro-batch cannot be divided
@@ -67,33 +66,19 @@ class Recovery:
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
         return micro.whole.num_cells > run.memo.limit
 
-    def wrong_so_far(self) -> str:
+    def _wrong_so_far(self) -> str:
         """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
-        for micro in self._at_stake():
+        for micro in self._ranks.micros or [self._micro]:
             if micro.handed is not None and (changed := micro.handed.seen()) is not None:
                 return changed.why
         return ""
 
-    def _at_stake(self) -> list[MicroBatch]:
-        return [self._micro]
-
     def failed(
-        self,
-        piece: Piece,
-        start: Start,
-        failure: DidNotFit,
-        phase: str,
-        *,
-        is_last: bool = True,
-        why_not: str = "",
+        self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
-        """Undo a failed attempt, and lower the limit, so that the next attempt is smaller.
-
-        Gradients that it finished are noted, and stay. It raises the error if there is nothing
-        smaller to try, or `why_not` is a reason to give up.
-        """
+        """Undo a failed attempt, keep what it finished, and make room; if there is none, raise."""
         changed = start.mark.changed()
-        why_not = self._run.ranks.failed(phase, is_last, changed) or why_not
+        why_not = self._ranks.failed(phase, is_last, changed) or self._wrong_so_far()
         self._story.failed(failure, piece, phase)
         self._tried.append(piece.num)
         if not why_not and self._run.has_exchanged_parameters():
@@ -127,7 +112,7 @@ class Recovery:
                 continue
             start = self._run.start()
             try:
-                loss = self._run.ranks.attempt(partial(self._compute, piece, not queue))
+                loss = self._ranks.attempt(partial(self._compute, piece, not queue))
                 if not isinstance(loss, DidNotFit):
                     self._look_at_state(piece, start, is_last=not queue)
             except Exception as error:
@@ -146,7 +131,7 @@ class Recovery:
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
-        self._run.ranks.finished()
+        self._ranks.finished()
         self._tell()
         assert total is not None
         return total
@@ -169,7 +154,6 @@ class Recovery:
         return self._attached.trainer.state.global_step + 1
 
     def _tell(self) -> None:
-        """Report each micro-batch that failed before, and the first one that is divided."""
         run, story, whole = self._run, self._story, self._micro.whole
         is_divided = len(story.pieces) > 1
         run.memo.num_divided += is_divided
@@ -189,16 +173,13 @@ class Recovery:
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
-        """Undo every part after one raised an error of its own, as if none had been tried.
-
-        That happens with images that are not spread evenly over rows, for one. What parts have
-        added to gradients is computed again, from the same random numbers, and subtracted.
-        """
+        """Undo every part after one raised an error of its own: images may not be spread evenly."""
+        # What parts added to gradients is computed again, with the same numbers, and subtracted.
         self._why_whole = part_raised(error)
         for added in self._added:
             added.snapshot.restore()
             opposite = replace(added.piece, factor=-added.piece.factor, final=added.final)
-            undone = self._run.ranks.attempt(partial(self._compute, opposite, False))
+            undone = self._ranks.attempt(partial(self._compute, opposite, False))
             if isinstance(undone, DidNotFit):
                 raise RuntimeError(
                     f"survive_oom could not help: {self._why_whole}; {undone.words}"
@@ -210,7 +191,6 @@ class Recovery:
         self._micro.start.snapshot.restore()
 
     def _give_up(self, why: str) -> NoReturn:
-        """Say why nothing more can be done, and raise the error of the first attempt."""
         num_rows = self._attached.trainer.args.per_device_train_batch_size
         least = min(self._tried, default=1)
         remedy = what_else(
@@ -226,7 +206,7 @@ class Recovery:
         # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
         with (
             frozen(piece.final),
-            run.ranks.piece(is_last) as model,
+            self._ranks.piece(is_last) as model,
             run.gathers.piece(piece.share, is_last),
         ):
             loss = self._loss(piece.inputs, model)
@@ -235,7 +215,7 @@ class Recovery:
             self._phase = "backward"
             if loss.requires_grad:  # it does not if every gradient is final
                 scaled = loss * (piece.factor * self._micro.scale)
-                self._attached.backward(scaled, **{**run.ranks.options, **self._options})
+                self._attached.backward(scaled, **{**self._ranks.options, **self._options})
         return loss.detach() * piece.factor
 
     def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
@@ -325,7 +305,6 @@ class Recovery:
         return batch_kind(self._layout, self._micro.whole.inputs)
 
     def _look_at_state(self, piece: Piece, start: Start, *, is_last: bool) -> None:
-        """Check that each piece has moved the model's state as the others did."""
         moved = start.snapshot.state.moved()
         if piece is self._micro.whole or not (moved or self._moved):
             return

@@ -1,13 +1,8 @@
-"""Rehearsal: find out before step 1 how many of the longest rows fit at once, and leave no trace.
-
-It computes what the second micro-batch of the second step will compute: optimizer states and
-gradients are there. The number that fitted is the limit: later micro-batches are divided before
-they are computed, so that none has to fail first.
-"""
+"""Rehearsal: find out before step 1 how many of the longest rows fit at once: that is the limit."""
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter
 
 from torch import nn
@@ -25,13 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
-    """Set the limit of a run that has none yet, before its first micro-batch.
-
-    Nothing is rehearsed if torch does not count memory, if the limit is known from a checkpoint, or
-    if rows of the data set cannot be looked at without consuming them. The limit stays open then:
-    micro-batches may fail. A rehearsal costs one forward and backward pass if everything fits, and
-    three to seven if not; the log says how many, and how long they took.
-    """
+    """Set the limit of a run that has none yet, if memory is counted and rows can be read."""
     ranks = run.ranks
     if ranks.on_any(run.card.read() is None or run.memo.is_rehearsed):
         return
@@ -49,8 +38,8 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
         if ranks.on_any(rehearsal is None or rehearsal.num == 0) or rehearsal is None:
             return
         found = None
-        # A row that no sampler draws may be none to train on.
-        with ranks.rehearsing(run.memo.harmless()):
+        # A row that no sampler draws may be none to train on; but an error ends ranks that wait.
+        with nullcontext() if ranks.forward_is_shared else run.memo.harmless():
             found = rehearsal.find()
         if found is None:
             return
@@ -68,8 +57,6 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
 
 
 class _Rehearsal:
-    """Tries the longest batch of a run."""
-
     def __init__(self, run: TrainingRun, num_items: NumItems, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
@@ -81,7 +68,6 @@ class _Rehearsal:
             self.num = self._layout.count(self._inputs)
 
     def find(self) -> tuple[int, list[str]]:
-        """Find out how many fit at once, switching rungs on as long as none does; return both."""
         run, climbed = self._run, []
         num_fit = self._most()
         while not num_fit and (rung := run.memo.climb(run.attached.ladder, run.model)):

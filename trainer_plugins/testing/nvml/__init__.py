@@ -205,9 +205,8 @@ class ScriptedNvml:
         descriptor, temporary = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(descriptor, "w") as file:
             file.write("\n".join(records) + "\n")
-        # The library recognises a new script by inode, size and time. Kernels stamp files in
-        # milliseconds and reuse inodes, so the second of two quick rewrites could be missed: stamp
-        # it in nanoseconds.
+        # Recognised by inode, size and time. Kernels stamp in milliseconds and reuse inodes, so
+        # quick rewrites could be missed: stamp in nanoseconds.
         now = time.time_ns()
         os.utime(temporary, ns=(now, now))
         os.replace(temporary, self.path)
@@ -265,14 +264,7 @@ class ScriptedNvml:
 
 
 def build() -> Path:
-    """Compile the library if necessary, and return its path in the package's cache folder.
-
-    Any number of processes may build at once.
-
-    Raises:
-        RuntimeError: there is no compiler (`unavailable_reason`), or it fails; the message contains
-            what it printed.
-    """
+    """Compile the library if necessary; return its path, or RuntimeError with what cc printed."""
     name = fingerprint(SOURCE.read_bytes(), *COMPILER_FLAGS)
     library = cache_folder().absolute() / f"nvml-{name}" / LIBRARY
     compiler = c_compiler()

@@ -110,7 +110,8 @@ def enable(
     chosen = card if card is not None else _default_card(capacity_bytes)
     if capacity_bytes is not None:
         chosen.capacity_bytes = capacity_bytes
-    _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), _process_name().encode()))
+    name = " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]  # of this process
+    _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), name.encode()))
     library.simgpu_expandable(_has_expandable_segments(os.environ))
     _enabled = _Enabled(library, chosen)
     _register(library, num_indices or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -181,14 +182,10 @@ def _register(library: ctypes.CDLL, num_indices: int) -> None:
 
 
 def _finish_backward(owner_pid: int) -> None:
-    """Wait for autograd's device thread before the interpreter ends.
-
-    After a backward pass, and more so after one that raised, the main thread continues while the
-    device thread still drops the graph. That frees Python objects, which needs the interpreter's
-    lock, and a thread that asks for it during finalisation is ended inside a C++ destructor:
-    "terminate called without an active exception", exit code 134. CUDA has the same race. A forked
-    child has no device thread to wait for.
-    """
+    """Wait for autograd's device thread before the interpreter ends."""
+    # It may still drop the graph of a pass, which needs the interpreter's lock: asked for during
+    # finalisation it ends the thread in a C++ destructor (exit code 134), as on CUDA. A forked
+    # child has no such thread.
     if os.getpid() == owner_pid:
         _require_enabled().library.simgpu_finish_backward()
 
@@ -210,10 +207,6 @@ def _default_card(capacity_bytes: int | None) -> SimCard:
 def _remove(directory: str, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # not in a forked child
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _process_name() -> str:
-    return " ".join([Path(sys.executable).name, *sys.argv[:1]])[:47]
 
 
 def _check(library: ctypes.CDLL, code: int) -> None:

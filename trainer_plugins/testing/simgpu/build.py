@@ -21,8 +21,7 @@ _SETTERS = {
     "simgpu_fail_at": ctypes.c_uint64,
     "simgpu_limit": ctypes.c_uint64,
     "simgpu_place_next": ctypes.c_uint64,
-}
-"""The functions that set one number, and its type."""
+}  # the functions that set one number, and its type
 
 
 class SimgpuUnavailable(RuntimeError):  # noqa: N818 - it names a state, as is_available does
@@ -48,7 +47,11 @@ def built_library() -> Path:
     if platform.system() != "Linux":
         raise SimgpuUnavailable(f"simgpu runs on Linux only, this is {platform.system()}")
     compiler = cpp_compiler()
-    library = cache_folder() / f"simgpu-{_fingerprint(torch.__version__)}.so"
+    # A build depends on torch, architecture, C library and sources.
+    sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), Path(__file__)])
+    contents = [path.read_bytes() for path in sources]
+    name = fingerprint(torch.__version__, platform.libc_ver()[0], *contents)
+    library = cache_folder() / f"simgpu-torch{torch.__version__}-{name}.so"
     if compiler is None and not library.exists():
         raise SimgpuUnavailable("simgpu needs a C++ compiler: install g++ or set CXX")
     major, minor = torch.__version__.split(".")[:2]
@@ -83,10 +86,3 @@ def load() -> ctypes.CDLL:
         setter = getattr(library, name)
         setter.argtypes, setter.restype = [kind], None
     return library
-
-
-def _fingerprint(torch_version: str) -> str:
-    """Name the build by torch, architecture, C library and sources, which it all depends on."""
-    sources = sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp"), Path(__file__)])
-    contents = [path.read_bytes() for path in sources]
-    return f"torch{torch_version}-{fingerprint(torch_version, platform.libc_ver()[0], *contents)}"

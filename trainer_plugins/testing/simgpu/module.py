@@ -47,17 +47,16 @@ def make_module(
         "torch.simgpu", "simgpu as torch sees it; made by trainer_plugins.testing.simgpu."
     )
     module.__dict__.update(
-        _devices(num_indices)
+        _device(num_indices)
         | _properties(current_card)
         | _limits(current_card, limit)
-        | _random()
-        | _streams()
         | {name: getattr(torch.accelerator, name) for name in _FROM_ACCELERATOR}
     )
     return module
 
 
-def _devices(num_indices: int) -> Functions:
+def _device(num_indices: int) -> Functions:
+    """Return the functions of devices, the only stream, and the CPU's generator (device.h)."""
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -69,6 +68,20 @@ def _devices(num_indices: int) -> Functions:
         "set_device": lambda device: None,
         "device": _in_context,
         "synchronize": lambda device=None: None,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "stream": _in_context,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "default_stream": lambda device=None: torch.accelerator.current_stream(),
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "seed": torch.seed,
+        "seed_all": torch.seed,
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     }
 
 
@@ -104,32 +117,6 @@ def _limits(current_card: Callable[[], SimCard], limit: Callable[[int], None]) -
     return {
         "set_per_process_memory_fraction": set_per_process_memory_fraction,
         "get_per_process_memory_fraction": lambda device=None: fractions[0],
-    }
-
-
-def _random() -> Functions:
-    """Return the functions of the random generator, which is the CPU's, see Hooks in device.h."""
-    return {
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "seed": torch.seed,
-        "seed_all": torch.seed,
-        "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
-    }
-
-
-def _streams() -> Functions:
-    """Return the functions of the only stream, on which work is done at once."""
-    return {
-        "Stream": torch.Stream,
-        "Event": torch.Event,
-        "stream": _in_context,
-        "current_stream": lambda device=None: torch.accelerator.current_stream(),
-        "default_stream": lambda device=None: torch.accelerator.current_stream(),
     }
 
 

@@ -1,18 +1,9 @@
 """Teaches other libraries about simgpu while it is enabled, because they list devices by name.
 
-It replaces three functions, which call the original where simgpu is not concerned:
-
-* `transformers.utils.import_utils.is_torch_bf16_gpu_available` asks CUDA, XPU, NPU and so on in
-  turn; without an answer for simgpu, transformers refuses `TrainingArguments(bf16=True)`.
-* `accelerate.state.PartialState._prepare_backend` chooses the collectives by the accelerators it
-  knows; without an answer every rank trains alone. It gets gloo, whose collectives simgpu serves in
-  main memory. `use_cpu=True` works there too: `ACCELERATE_TORCH_DEVICE` alone would put the batches
-  on simgpu and leave the model on the CPU.
-* `accelerate.utils.memory.clear_device_cache` empties the caches of the accelerators it knows; now
-  it empties simgpu's too, as it does CUDA's.
-
-A module that is not imported yet is taught right after its import, so enabling does not import
-transformers.
+Three functions are replaced: `is_torch_bf16_gpu_available` of transformers, which would refuse
+bf16; accelerate's `clear_device_cache`, which now empties simgpu's cache too; and its
+`PartialState._prepare_backend`: without an answer every rank trains alone, and with `use_cpu=True`
+`ACCELERATE_TORCH_DEVICE` would put batches on simgpu and leave the model on the CPU.
 """
 
 import functools
@@ -76,9 +67,7 @@ _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
 
 
 def _replace(
-    module: types.ModuleType,
-    name: str,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    module: types.ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Replace a function in its module and wherever it has been imported from there by name."""
     original = getattr(module, name)

@@ -1,8 +1,4 @@
-"""The rules that name a cause of a text, in the order in which they lead.
-
-The first that applies is the answer, the next ones are "also possible". What numbers or words prove
-comes before what a place in the code suggests.
-"""
+"""The rules that name a cause of a text: numbers and words that prove one come before places."""
 
 from collections.abc import Callable
 

@@ -3,7 +3,7 @@
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import (
+from trainer_plugins.explain.shared import (
     IMPOSSIBLE_BYTES,
     cause,
     is_in_pieces,

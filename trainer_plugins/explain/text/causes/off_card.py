@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 

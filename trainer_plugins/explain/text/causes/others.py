@@ -6,7 +6,7 @@ from collections import defaultdict
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import percent, size
@@ -101,8 +101,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
     )
 
 
-def _is_crowded(facts: TextFacts) -> bool:
-    """Return whether others hold the card, or the engine counts what it has released."""
+def _is_crowded(facts: TextFacts) -> bool:  # or the engine counts what it has released
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
     return held or (facts.live or 0) > (facts.total or facts.live or 0)
 
@@ -183,8 +182,7 @@ def _names(facts: TextFacts) -> str:
     return f"The text names {', '.join(found[:6])}." if found else ""
 
 
-def _by_table(facts: TextFacts) -> Cause | None:
-    """Judge by a pasted nvidia-smi table, where the message has no numbers."""
+def _by_table(facts: TextFacts) -> Cause | None:  # of nvidia-smi
     device = facts.oom.device or 0
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:
@@ -202,7 +200,6 @@ def _by_table(facts: TextFacts) -> Cause | None:
 
 
 def _at_first_touch(facts: TextFacts) -> Cause | None:
-    """A driver refuses the first thing it is asked for."""
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
     if facts.oom.source != "driver" or not facts.failed or is_later:
         return None

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.known_causes import cause
+from trainer_plugins.explain.shared import cause
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB, size
 
-_DEEP = 6
-"""How many frames above the failing one still say what it was for."""
-
+_DEEP = 6  # how many frames above the failing one still say what it was for
 EVALUATION = (
     r"\b(?:\w+\.)?(?:evaluate|evaluation|evaluation_loop|prediction_loop|prediction_step|predict"
     r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|val_(?:epoch|step|loop)|valid_\w+"
@@ -64,7 +62,6 @@ class ByFrame:
     within: str = ""  # a frame that must be there as well
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        """Judge the frames."""
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
             return None
@@ -135,7 +132,8 @@ shard_too_large = ByFrame(
 )
 adapter_delta = ByFrame(
     code="adapter-delta",
-    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py|get_weight_norm",
+    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py"
+    r"|get_weight_norm",
     doubt="The text does not show how large the delta is: all experts of a layer at once if"
     " target_parameters names them, however few rows there are",
 )
@@ -150,8 +148,8 @@ move_too_large = ByFrame(
 )
 before_training = ByFrame(
     code="load-too-large",
-    pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model|DistributedDataParallel\("
-    r"|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+    pattern=r"prepare_model\b|_ddp_init_helper|dist\.Reducer\(|_wrap_model"
+    r"|DistributedDataParallel\(|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
     innermost=8,
     unless=r"training_step|\bforward\b|backward|optim",
     summary="the weights, or a copy of them, do not fit before the first step",

@@ -1,4 +1,4 @@
-"""What helps against each cause that a text shows, in the order of `advice.for_causes`."""
+"""Remedies against each cause that a text shows, in the order of `advice.for_causes`."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,8 +14,8 @@ from trainer_plugins.advice.for_causes import (
     in_order,
 )
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
-from trainer_plugins.explain.advised import remedies_for, remedy
 from trainer_plugins.explain.answer import Cause, Remedy
+from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts

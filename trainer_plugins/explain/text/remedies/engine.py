@@ -4,8 +4,8 @@ from math import ceil, floor
 from typing import NamedTuple
 
 from trainer_plugins.advice import Advice, Door, smaller_share
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
@@ -21,8 +21,6 @@ _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 
 
 class _Program(NamedTuple):
-    """Names a program with an engine, by the words that show it."""
-
     words: str
     door: Door
     usual_share: float  # what it takes by default
@@ -123,8 +121,7 @@ def _has_no_cache(facts: TextFacts) -> bool:
     return facts.oom.source == "engine" and not is_startup(facts)
 
 
-def _share(facts: TextFacts) -> tuple[float, str]:
-    """Return the share in force, and a clause if it is only the program's default."""
+def _share(facts: TextFacts) -> tuple[float, str]:  # with a clause if it is the default
     if found := facts.says(_WANTED) or facts.says(_SETTING):
         return float(found["share"]), ""
     usual = _program(facts).usual_share
@@ -135,8 +132,7 @@ def _program(facts: TextFacts) -> _Program:
     return next(each for each in _PROGRAMS if facts.says(each.words))
 
 
-def _spelled(one: Advice, facts: TextFacts, share: float) -> str:
-    """Write the setting as the text does, if it is a flag, an argument or an override there."""
+def _spelled(one: Advice, facts: TextFacts, share: float) -> str:  # as the text writes it
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"

@@ -6,8 +6,8 @@ from math import ceil
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.explain.advised import remedy
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -28,7 +28,6 @@ def shows_trainer(facts: TextFacts) -> bool:
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Divide the micro-batch and accumulate more, so that the effective batch stays the same."""
     rows, steps = facts.rows(_ROWS), facts.rows(_STEPS) or 1
     if rows == 1 or facts.has_tried_one_row:
         return None
@@ -66,7 +65,6 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
-    """Say how much less is needed, in a custom loop."""
     effect, asked, free = "", facts.asked, facts.free
     if facts.framework and asked:
         effect = f"{size(asked)} were asked for at once"
@@ -76,7 +74,6 @@ def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _with_asked(one: Advice, facts: TextFacts) -> Remedy:
-    """Say how much was asked for at the place that it changes."""
     asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
     return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
 
@@ -181,5 +178,4 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.FEWER_SEQUENCES: engine.fewer_sequences,
     advice.TENSOR_PARALLEL: engine.spread_weights,
     advice.EXPORT_SETTINGS_FOR_VLLM: engine.settings,
-}
-"""Advice that takes something of the text; all other advice is the same for each text."""
+}  # advice that takes something of the text; all other advice is the same for each text

@@ -36,15 +36,12 @@ _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_tr
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
-class _Settings:
-    """Looks settings up: in the command line that a text shows, then anywhere in the text."""
-
+class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
         self.text = f"{facts.command}\n{facts.text}"
         self.given = _arguments(shown(self.text))
 
-    def value(self, names: str, values: str) -> str:
-        """Return what one of several names is set to; empty if to nothing of this form."""
+    def value(self, names: str, values: str) -> str:  # empty if to nothing of this form
         for name in names.split("|"):
             if re.fullmatch(values, self.given.get(name, "")):
                 return self.given[name]
@@ -94,7 +91,6 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
 
 
 def _adapter(facts: TextFacts, read: _Settings) -> Iterator[str]:
-    """Yield what says that the base is quantised, and an adapter trained."""
     bits = read.value(_BITS, "[48]")
     is_called = facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
     if bits == "4" or is_called or read.is_on("load_in_4bit|use_4bit"):

@@ -1,10 +1,46 @@
-"""What causes of a text, a record and a snapshot have in common: their words, and two rules."""
+"""Texts, records and snapshots share these: whose a frame is, words of causes, and remedies."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
-from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice.vendors import Vendor
+from trainer_plugins.explain.answer import Cause, Certainty, Remedy
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
+
+_PACKAGE = Path(__file__).parents[1]
+_ROOMS = {path.name for path in _PACKAGE.iterdir()}
+
+# A folder of the user's may be called torch too.
+OF_TORCH = re.compile(
+    r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
+    r"|/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
+)
+_OF_LIBRARIES = re.compile(
+    r"(?:site|dist)-packages|/lib/python3|/python3\.\d+/|/Lib/|/usr/lib/|/bin/"
+    r"|^<(?!ipython|stdin)"
+)
+
+
+def is_ours(path: str) -> bool:
+    """Return whether a path leads to a file of this package, not of a project with its name.
+
+    >>> is_ours("/src/trainer_plugins/callbacks/oom_reporter.py"), is_ours("/trainer_plugins/me.py")
+    (True, False)
+    """
+    parts = re.split(r"[/\\]", path) if _PACKAGE.name in path else []
+    return any(name == _PACKAGE.name and room in _ROOMS for name, room in pairwise(parts))
+
+
+def is_users(path: str) -> bool:
+    """Return whether a file is outside installed packages and the standard library."""
+    name = path.replace("\\", "/")
+    return bool(name) and not _OF_LIBRARIES.search(name) and not OF_TORCH.search(name)
+
 
 IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
 FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
@@ -53,11 +89,7 @@ def cause(
     is_sure: object = False,
     grade: Certainty | None = None,
 ) -> Cause:
-    """Make a cause whose words are harmless.
-
-    Empty evidence is left out, an empty summary is that of `SUMMARIES`, and `is_sure` tells that
-    this case leaves no such doubt. Without a grade it is likely with a doubt, else certain.
-    """
+    """Make a cause with harmless words; without a grade it is likely with a doubt, else certain."""
     if is_sure:
         doubt = ""
     return Cause(
@@ -78,3 +110,42 @@ def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
     """Return whether what the allocator held unused was enough, but in pieces."""
     is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
     return 0 < asked <= unused + free and is_worth_it
+
+
+# What `survive_oom` writes where it cannot help.
+SURVIVAL_REFUSED = re.compile(
+    r"survive_oom (could not help|cannot help|does nothing in this run)"
+    r"|\[?(out-of-memory-refused|gradients-in-doubt)\b"
+)
+
+
+def remedy(
+    advice: Advice,
+    do: str | Door,
+    effect: str = "",
+    *,
+    by_arithmetic: object = False,
+    **values: object,
+) -> Remedy:
+    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there."""
+    if isinstance(do, Door):
+        do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)
+    return Remedy(
+        do=printable(do),
+        effect=printable(effect or advice.effect),
+        grade="arithmetic" if by_arithmetic else "known",
+        price=advice.price,
+    )
+
+
+def remedies_for(
+    cause: str, order: Iterable[Advice], made: Callable[[Advice], Remedy | None], vendor: Vendor
+) -> Iterator[Remedy]:
+    """Yield what `made` makes of each advice, in the vendor's words; None does not apply."""
+    for advice in order:
+        if advice.only_on and vendor.name not in advice.only_on:
+            continue
+        one = made(advice)
+        if one is not None and (do := vendor.translated(one.do)):
+            effect = vendor.translated(one.effect) or one.effect
+            yield replace(one, do=do, effect=effect, cause=cause)
