@@ -118,7 +118,8 @@ def _run(
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:
-    return max(reserved for peaks in seen["moments"].values() for _, reserved in peaks)
+    moments: Mapping[str, list[tuple[int, int]]] = seen["moments"]
+    return max(reserved for peaks in moments.values() for _, reserved in peaks)
 
 
 def _never_trained(code: int, log: Path) -> str:

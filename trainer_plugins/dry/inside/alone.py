@@ -19,7 +19,7 @@ def let_the_store_be_alone() -> None:
     home._create_c10d_store = lambda *_, **__: _Alone()  # type: ignore[attr-defined]
 
 
-class _Alone(dist.HashStore):
+class _Alone(dist.HashStore):  # type: ignore[misc,name-defined]
     """Answers for the ranks that are not there as this rank would."""
 
     def wait(self, *_: Any) -> None:

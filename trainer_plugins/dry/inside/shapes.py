@@ -25,7 +25,7 @@ _library: torch.library.Library | None = None
 def compute_on_the_host() -> None:
     """Replace the kernels, for this process."""
     global _library
-    _library = torch.library.Library("aten", "IMPL")
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
         _library.impl(name, _computed(name), "CUDA", allow_override=True)
 

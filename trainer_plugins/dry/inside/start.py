@@ -1,5 +1,6 @@
 """start() prepares a Python process that has the dry libraries. Imports torch."""
 
+import ctypes
 import os
 import sys
 
@@ -23,7 +24,8 @@ def start() -> None:
     cheap.skip_initialisation()
     safety.protect()
     shapes.compute_on_the_host()
-    Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1").__enter__()
+    values = Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1")
+    values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     alone.let_the_store_be_alone()
     from trainer_plugins.dry.inside import observe
 
@@ -37,8 +39,6 @@ def is_dry() -> bool:
 
 def counters() -> dict[str, int]:
     """Return what the libraries have counted in this process, by name."""
-    import ctypes
-
     library = _runtime()
     library.drycuda_counters.restype = ctypes.c_char_p
     lines = (line.partition(" ") for line in library.drycuda_counters().decode().splitlines())
@@ -51,7 +51,5 @@ def say(text: str) -> None:
     sys.stderr.write(f"dry CUDA{f' (rank {rank})' if rank else ''}: {text}\n")
 
 
-def _runtime():  # type: ignore[no-untyped-def]
-    import ctypes
-
+def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(None)

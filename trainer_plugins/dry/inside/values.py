@@ -23,7 +23,7 @@ _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 """Operators that change which memory a tensor has; its values stay in it."""
 
 
-class Values(TorchDispatchMode):
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
 
     Args:
@@ -33,7 +33,7 @@ class Values(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, all_numbers: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._all = all_numbers
 
     @classmethod
@@ -137,7 +137,9 @@ def _on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _choose(packet: Any, made: Any, args: Any) -> None:
     """Make the choices of an operator of which something is large, by `_CHOICES`."""
     choose = _CHOICES.get(packet)
-    for own in _tensors(made) if choose is not None else ():
+    if choose is None:
+        return
+    for own in _tensors(made):
         if own.is_cuda and not own.is_floating_point() and own.numel():
             choose(alias(own), args)
 
