@@ -84,6 +84,7 @@ def test_from_a_dead_run_to_one_that_ends(place: Path) -> None:
     assert (place / "train.py").read_text() == SCRIPT
 
 
+@pytest.mark.all
 def test_a_run_under_a_preset_is_explained_by_what_it_recorded(place: Path) -> None:
     ours = Path(sys.executable).with_name("trainer-plugins")
     flags = [word.replace("runs/mine", "runs/recorded") for word in ON_CARD]

@@ -446,7 +446,7 @@ def test_plan_run_takes_a_launch_file():
         plan_run(tiny(), {"output_dir": "runs"}, accelerate_config=path("ddp"))
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 @pytest.mark.parametrize("file", ["zero3_offload_all", "fsdp2_offload"])
 def test_the_table_that_the_linter_is_held_against_is_what_plans_say(file):
