@@ -79,7 +79,7 @@ class ForkServer:
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)
         self._process: subprocess.Popen[bytes] | None = None
-        self._refusal: str | None = None
+        self.refusal: str | None = None
         """Why it does not fork; empty if it does; None during the imports."""
         if sys.platform != "linux":
             self._refuse(f"fork is not safe on {sys.platform}")
@@ -107,17 +107,17 @@ class ForkServer:
 
     def is_ready(self, timeout: float) -> bool:
         """Wait until the imports are over, and return whether they are."""
-        if self._refusal is None:
+        if self.refusal is None:
             self._control.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
                 said = self._control.recv(4096).decode() or "the server ended while it imported"
                 self._refuse("" if said == READY else said)
-        return self._refusal is not None
+        return self.refusal is not None
 
     @property
     def forks(self) -> bool:
         """Return whether the imports are over and a fork is safe."""
-        return self._refusal == ""
+        return self.refusal == ""
 
     def start(self, call: Call, files: Files) -> "Running":
         """Start a process for a call, once `is_ready`."""
@@ -140,7 +140,7 @@ class ForkServer:
             socket.send_fds(self._control, message, fds)
 
     def _refuse(self, reason: str) -> None:
-        self._refusal = reason
+        self.refusal = reason
         if reason:
             _say_once(reason)
 

@@ -187,7 +187,8 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
         before = getattr(sys, name)
         size = 0 if before.write_through else -1
-        file = open(before.fileno(), mode, size, closefd=False)  # noqa: SIM115 - as long as the process
+        # It stays open as long as the process.
+        file = open(before.fileno(), mode, size, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(
             file,
             before.encoding,
