@@ -125,6 +125,7 @@ def simgpu(monkeypatch):
         torch.accelerator.empty_cache()
     held_bytes = torch.accelerator.memory_reserved()
     assert held_bytes == 0, "an earlier test of this process still holds memory of the card"
+    torch.accelerator.reset_peak_memory_stats()  # an earlier test's card may have been larger
     yield simgpu_module
     for process in simgpu_module.card().processes():
         simgpu_module.card().release(process.pid)  # of this process, what was scripted beside torch
