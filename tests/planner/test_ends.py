@@ -261,6 +261,7 @@ class Endless(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_a_prediction_without_an_end_says_where_it_was(tmp_path, make_trainer, monkeypatch):
     """After much longer than a whole plan takes here and now, with all the imports."""

@@ -154,6 +154,7 @@ def predicted(line) -> list:
     ]
 
 
+@pytest.mark.all
 def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Path):
     flags = (
         "--num-gpus",
