@@ -65,12 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if turn is not None:
         lines = map(str.split, (ROOT / "tests" / "turns.txt").read_text().splitlines())
         paths = {ROOT / name for number, name in lines if number == turn}
-        kept = [item for item in items if item.path in paths and is_for_all(item)]
-    elif config.getoption("--all"):
-        kept = items
+        runs = [item.path in paths and is_for_all(item) for item in items]
     else:
-        kept = [item for item in items if not is_for_all(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        runs = [config.getoption("--all") or not is_for_all(item) for item in items]
+    left = [item for item, does_run in zip(items, runs, strict=True) if not does_run]
+    config.hook.pytest_deselected(items=left)
+    kept = [item for item, does_run in zip(items, runs, strict=True) if does_run]
     items[:] = sorted(kept, key=lambda item: -SECONDS.get(item.path, 0))
 
 
@@ -125,6 +125,7 @@ def simgpu(monkeypatch):
         torch.accelerator.empty_cache()
     held_bytes = torch.accelerator.memory_reserved()
     assert held_bytes == 0, "an earlier test of this process still holds memory of the card"
+    torch.accelerator.reset_peak_memory_stats()  # an earlier test's card may have been larger
     yield simgpu_module
     for process in simgpu_module.card().processes():
         simgpu_module.card().release(process.pid)  # of this process, what was scripted beside torch

@@ -95,6 +95,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.all
 def test_what_the_program_attaches_counts_more_and_its_workers_are_silent(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(WITH_WORKERS)
 

@@ -12,6 +12,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.all
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is its form without a card")
 def test_without_a_card_it_says_so_and_runs_its_cpu_form(tmp_path: Path) -> None:
     command = [

@@ -56,6 +56,7 @@ def typed(place: Path, *command: object) -> subprocess.CompletedProcess[str]:
     return processes.run([str(word) for word in command], cwd=place, environ=environment())
 
 
+@pytest.mark.all
 def test_from_a_dead_run_to_one_that_ends(place: Path) -> None:
     ours = Path(sys.executable).with_name("trainer-plugins")
     assert ours.exists() or shutil.which("trainer-plugins")
@@ -84,6 +85,7 @@ def test_from_a_dead_run_to_one_that_ends(place: Path) -> None:
     assert (place / "train.py").read_text() == SCRIPT
 
 
+@pytest.mark.all
 def test_a_run_under_a_preset_is_explained_by_what_it_recorded(place: Path) -> None:
     ours = Path(sys.executable).with_name("trainer-plugins")
     flags = [word.replace("runs/mine", "runs/recorded") for word in ON_CARD]

@@ -29,7 +29,8 @@ class Finding:
     @classmethod
     def error(
         cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
-    ) -> "Finding":  # ends a run, or makes its result useless
+    ) -> "Finding":
+        """Report what ends a run, or makes its result useless."""
         return cls(
             code=code,
             severity=Severity.ERROR,
@@ -42,7 +43,8 @@ class Finding:
     @classmethod
     def warning(
         cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
-    ) -> "Finding":  # may end a run, or wastes memory or time
+    ) -> "Finding":
+        """Report what may end a run, or wastes memory or time."""
         return cls(
             code=code,
             severity=Severity.WARNING,
@@ -58,5 +60,6 @@ class Finding:
     def as_json(self) -> dict[str, object]:
         return {**asdict(self), "severity": self.severity.name}
 
-    def worse_than(self, other: "Finding") -> bool:  # more severe, or 10% up
+    def worse_than(self, other: "Finding") -> bool:
+        """Return whether to report it again: higher severity, or an amount at least 10% up."""
         return self.severity > other.severity or self.amount >= 1.1 * other.amount > 0

@@ -41,7 +41,8 @@ class LongestRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, num: int) -> Any:  # the last of all is the short one, which is padded
+    def batch(self, num: int) -> Any:
+        """Collate the longest rows; the short one, which is padded, is the last of all."""
         return self._collate([self._dataset[index] for index in self._rows[:num]])
 
 
@@ -54,7 +55,8 @@ class Lengths:
     num_rows: int  # how many rows the data set has, read or not
 
     @property
-    def tokens(self) -> _Numbers:  # of preference data, the prompt and the longer answer
+    def tokens(self) -> _Numbers:
+        """Return the tokens of each row; of preference data, the prompt and the longer answer."""
         answers = [each for name, each in self.columns.items() if name in _ANSWERS]
         if not answers:
             return self._sum(name for name in self.columns if _holds_tokens(name))
@@ -62,11 +64,13 @@ class Lengths:
         return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum(_PROMPTS)
 
     @property
-    def sizes(self) -> _Numbers:  # tokens and labels, or numbers of a picture or sound
+    def sizes(self) -> _Numbers:
+        """Return the order of rows: tokens and labels, or numbers of pictures and sounds."""
         has_answers = any(name in _ANSWERS for name in self.columns)
         return self.tokens if has_answers else self._sum(self.columns)
 
-    def longest(self, num: int) -> list[int]:  # the longest first; maybe fewer
+    def longest(self, num: int) -> list[int]:
+        """Return the indices of the longest rows, the longest first; there may be fewer."""
         order = np.argsort(-self.sizes, kind="stable")[:num]
         return [int(index) for index in self.rows[order]]
 
@@ -172,18 +176,21 @@ def _of_rows(dataset: Any, seconds: float) -> Lengths:
     return Lengths(rows[order], columns, len(dataset))
 
 
-def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:  # a dict, or like one
+def _is_row(row: object) -> TypeGuard[Mapping[str, object]]:
+    """Return whether a row has names: a dict, or an object like one, as a `BatchEncoding`."""
     return isinstance(row, Mapping) or hasattr(row, "keys")
 
 
-def _spread(num: int) -> Iterator[int]:  # by the golden ratio
+def _spread(num: int) -> Iterator[int]:
+    """Return all indices in an order whose beginnings are spread evenly: by the golden ratio."""
     step = max(1, round(num * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, num) > 1:
         step += 1
     return (index * step % num for index in range(num))
 
 
-def _size(value: object) -> int:  # numbers or characters; a single number counts 0
+def _size(value: object) -> int:
+    """Count the numbers of a value, or the characters of a text; a single number counts 0."""
     if isinstance(value, Tensor | np.ndarray):
         return math.prod(value.shape) if value.ndim else 0
     if isinstance(value, str):
@@ -197,10 +204,12 @@ def _size(value: object) -> int:  # numbers or characters; a single number count
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _counted(names: list[str]) -> list[str]:  # the known ones; without any, all
+def _counted(names: list[str]) -> list[str]:
+    """Return the columns that count: those that a model is known to take; without any, all."""
     known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names
 
 
-def _holds_tokens(name: str) -> bool:  # `input_ids`, TRL's `prompt_ids`, ...
+def _holds_tokens(name: str) -> bool:
+    """Return whether a column holds tokens: `input_ids`, TRL's `prompt_ids`, `chosen_ids`, ..."""
     return name.endswith("_ids") and not name.endswith(("position_ids", "token_type_ids"))

@@ -63,7 +63,8 @@ class Patches(contextlib.ExitStack):
             self.callback(mapping.pop, key, None)
         mapping[key] = value
 
-    def restore(self, owner: object) -> None:  # the latest first
+    def restore(self, owner: object) -> None:
+        """Restore the attributes of one owner now, the latest first."""
         for patch in reversed(self._patches):
             if patch.owner is owner:
                 self._restore(patch)

@@ -27,7 +27,8 @@ class Strategy:
     is_checkpointing: bool = False  # whether the model recomputes activations in the backward pass
 
     @property
-    def partitioned_fraction(self) -> float:  # of its elements, across ranks
+    def partitioned_fraction(self) -> float:
+        """Return the share of the model's elements that is sharded across ranks."""
         return self.num_partitioned / self.num_params if self.num_params else 0.0
 
     def __str__(self) -> str:

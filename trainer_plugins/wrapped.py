@@ -1,9 +1,9 @@
-"""Returns what is inside a wrapper: PEFT's around a model, DTensor around this rank's part."""
+"""Returns what is inside: a model in PEFT's wrapper, a DTensor's local part, nested tensors."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 def base_model(model: Any) -> Any:
@@ -11,7 +11,19 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def local_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds, or the tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those in lists, tuples and mappings, however these are nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)

@@ -183,6 +183,7 @@ def counters(found: Calibration) -> dict[tuple[str, str], float]:
     return {(each.moment, each.counter): each.fraction for each in found.differences}
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_a_plan_is_compared_moment_by_moment(simgpu, tmp_path) -> None:
     simgpu.set_capacity(4 * GIB)

@@ -49,11 +49,12 @@ def client(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "num_ranks"),
     [
-        pytest.param(RECIPES[0], 1, id="run"),
+        pytest.param(RECIPES[0], 1, id="run", marks=pytest.mark.all),
         pytest.param(
             RECIPES[1].replace("--num_processes 2", "--num_processes 1"),
             1,
             id="accelerate-launch-alone",
+            marks=pytest.mark.all,
         ),
         pytest.param(
             RECIPES[2].partition(" --accelerate_config")[0],
@@ -62,7 +63,7 @@ def client(tmp_path_factory) -> Path:
             marks=pytest.mark.slow,
         ),
         pytest.param(RECIPES[1], 2, id="accelerate-launch"),
-        pytest.param(RECIPES[2], 2, id="exec", marks=pytest.mark.slow),
+        pytest.param(RECIPES[2], 2, id="exec", marks=pytest.mark.all),
     ],
 )
 def test_sft(client: Path, recipe: str, num_ranks: int) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("guarded.py")
 
 
+@pytest.mark.all
 @pytest.mark.skipif(
     accelerate.__version__.startswith("1.10."), reason="accelerate 1.10 shards on known cards only"
 )

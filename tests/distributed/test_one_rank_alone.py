@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).with_name("one_rank_alone.py")
 

@@ -123,7 +123,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return Launched(folder / "run", done.stdout + done.stderr)
 
 
-@pytest.mark.all(unless=lambda name: name != "zero2")
+@pytest.mark.all(unless=lambda name: name == "fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_shipped_file_trains_as_one_process_does_and_resumes(
@@ -208,6 +208,7 @@ def test_fsdp_1_is_read_too(tmp_path: Path) -> None:
             assert strategy["offload"] == ({"fsdp": "cpu"} if name == "offload" else {})
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_the_weights_are_gathered_in_16_bits_and_are_those_of_the_optimizer(tmp_path: Path) -> None:
     ran = launch(tmp_path, "zero3_offload_all", "--max_steps", "2", "--save_steps", "2", "--bf16")

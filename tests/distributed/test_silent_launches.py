@@ -12,6 +12,8 @@ from tests.distributed.launched import LOOKED_AT, Launched, launch
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.configs import copy, read
 
+pytestmark = pytest.mark.all
+
 ONE_STEP = ("--max_steps", "1")
 
 

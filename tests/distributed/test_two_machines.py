@@ -46,7 +46,7 @@ def machines(request: pytest.FixtureRequest) -> Iterator[tuple[list[list[str]], 
             ip("netns", "delete", name)
 
 
-@pytest.mark.all(unless=lambda machines: machines == "loopback")
+@pytest.mark.all
 @pytest.mark.slow
 def test_two_machines_train_together(
     machines: tuple[list[list[str]], str, list[str]], tmp_path: Path

@@ -89,7 +89,7 @@ def test_the_settings_of_a_launch_are_written_without_secrets(make_trainer, monk
     assert "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in launch.environment
 
 
-@pytest.mark.all(unless=lambda name: name == "zero3")
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2", "zero3", "stage2"])
 def test_the_plan_of_a_recorded_launch_is_that_of_its_file(tmp_path, name: str) -> None:

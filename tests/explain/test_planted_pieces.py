@@ -68,6 +68,7 @@ def trained(tmp_path):
     return train
 
 
+@pytest.mark.all
 def test_what_is_free_lies_in_pieces(trained) -> None:
     ended, folder = trained("in pieces")
     assert not ended

@@ -128,7 +128,7 @@ class Relay:
             self._start(environ)
         server = self._server_for(seen)
         assert server is not None
-        return "" if server.forks else f"{server._refusal}"
+        return "" if server.forks else f"{server.refusal}"
 
     def _seen(self, environ: dict[str, str]) -> Seen:
         return {name: environ.get(name) for name in sorted(self._read)}

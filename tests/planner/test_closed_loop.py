@@ -209,18 +209,7 @@ LOOP = Loop(RUNS)
 
 @pytest.mark.all(
     unless=lambda name: (
-        name
-        in (
-            "fp32",
-            "checkpointing",
-            "lora",
-            "bf16 autocast",
-            "foreach",
-            "padded",
-            "evaluation keeps logits",
-            "t5 generates",
-            "own trainer",
-        )
+        name in ("checkpointing", "lora", "bf16 autocast", "padded", "evaluation keeps logits")
     )
 )
 @pytest.mark.parametrize("name", RUNS)

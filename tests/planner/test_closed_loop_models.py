@@ -190,7 +190,7 @@ def loop() -> Loop:
     return Loop(RUNS)
 
 
-@pytest.mark.all(unless=lambda name: name in ("llava", "ia3", "quantised"))
+@pytest.mark.all(unless=lambda name: name in ("ia3", "quantised"))
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if name == "llava" and int(transformers.__version__.partition(".")[0]) < 5:

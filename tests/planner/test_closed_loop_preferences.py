@@ -76,7 +76,7 @@ def loop() -> Loop:
     return Loop(RUNS)
 
 
-@pytest.mark.all(unless=lambda name: name in ("orpo", "gmpo"))
+@pytest.mark.all(unless=lambda name: name == "orpo")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     plan = loop.goes_round(name, tmp_path)

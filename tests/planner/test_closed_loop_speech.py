@@ -251,7 +251,7 @@ def test_the_card_holds_what_was_predicted(simgpu, tmp_path, name):
     assert ("LayerDrop skips no layer" in said) == (name[:5] in ("wav2v", "huber", "wavlm"))
 
 
-@pytest.mark.all(unless=lambda name: name in ("wav2vec2"))
+@pytest.mark.all
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 asks how much a mask picks")
 @pytest.mark.parametrize(("name", "letters"), [("wav2vec2", LETTERS), ("wavlm", 0)])
 def test_a_config_is_planned_with_the_sounds_that_were_said(

@@ -146,7 +146,7 @@ def loop() -> Loop:
     return Loop(RUNS)
 
 
-@pytest.mark.all(unless=lambda name: name in ("sft", "dpo, lora"))
+@pytest.mark.all(unless=lambda name: name == "dpo, lora")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if "dpo" in name and not HAS_HEAD:

@@ -261,6 +261,7 @@ class Endless(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_a_prediction_without_an_end_says_where_it_was(tmp_path, make_trainer, monkeypatch):
     """After much longer than a whole plan takes here and now, with all the imports."""
@@ -306,7 +307,6 @@ def test_the_imports_may_take_too_long_too(monkeypatch):
     before = planners()
     monkeypatch.setattr(forks, "_current", None)
     line = "given up after 0 s, when it was starting Python and importing torch and transformers"
-    monkeypatch.setattr("trainer_plugins.planner.predict._GRACE_SECONDS", 0)
     with pytest.raises(PlanError, match=line):
         plan_run(SMALL_GPT2, {"output_dir": "runs"}, timeout_seconds=0.1)
     assert planners() == before

@@ -22,6 +22,8 @@ from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import GIB
 
+pytestmark = pytest.mark.all
+
 SCRIPT = Path(__file__).with_name("fsdp1_ranks.py")
 HYBRID = [name for name in CASES if name.startswith("hybrid")]
 DIVIDED_BY_ALL = [name for name in CASES if name not in HYBRID]

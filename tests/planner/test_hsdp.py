@@ -19,7 +19,7 @@ from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner.predict import predict_all
 
-pytestmark = pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
+pytestmark = [pytest.mark.all, pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)]
 
 
 def file_of(folder: Path, num_gpus: int, **sizes: int) -> Path:

@@ -96,6 +96,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.all(unless=lambda when: when == "after")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_liger_replaced_before_the_trainer_is_planned(plans, when, tmp_path) -> None:
     script = tmp_path / "train.py"

@@ -99,6 +99,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.all
 def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
     asked = ["--model", str(tmp_path), "--seq-length", "64", "--json"]

@@ -70,6 +70,7 @@ def replayed(*keys: str) -> dict[str, dict[str, int]]:
     return {answer["key"]: answer for answer in answers}
 
 
+@pytest.mark.all
 def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
     """Nothing was learned from them. The first one has 8 MiB less reserved memory in the order of Windows and WSL2."""
     measured = {row.key: row.measured for row in published()}

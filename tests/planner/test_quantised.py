@@ -122,6 +122,7 @@ def frozen(outcomes):
     }
 
 
+@pytest.mark.all
 @needs_5
 def test_a_quantised_base_takes_what_its_bits_take(frozen):
     scales = 4 * QUANTISED // 64

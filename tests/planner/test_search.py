@@ -96,6 +96,7 @@ def short_llama(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.all
 def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
     done = plan(
         llama,
@@ -153,6 +154,7 @@ def predicted(line) -> list:
     ]
 
 
+@pytest.mark.all
 def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Path):
     flags = (
         "--num-gpus",

@@ -99,6 +99,9 @@ def plans() -> dict[str, MemoryPlan | PlanError]:
     return {}
 
 
+@pytest.mark.all(
+    unless=lambda name, card: card == 0 and name in ("bf16", "lora", "tied weights", "three cards")
+)
 @pytest.mark.parametrize(
     ("name", "card"),
     [(name, card) for name, each in RUNS.items() for card in sorted({*each.device_map.values()})],

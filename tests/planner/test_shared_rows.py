@@ -22,7 +22,7 @@ from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.testing import simgpu
 
 SCRIPT = Path(__file__).with_name("shared_rows.py")
-ALWAYS = {("context", "bf16"), ("sequence, ZeRO-2", "bf16")}
+ALWAYS = {("context", "bf16")}
 MOST = "50000000"
 """Elements of a bucket in the shipped files, which are more than a small model has."""
 

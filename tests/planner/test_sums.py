@@ -84,6 +84,7 @@ def test_gradients_of_tied_weights_are_added_in_place_under_ddp(traced):
     )
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_fsdp2_on_eight_h100_is_what_a_benchmark_of_accelerate_saw():
     """Sampled every 10 ms, which does not see the sum of the tied gradients: one operation, after which they are freed.

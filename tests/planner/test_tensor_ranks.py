@@ -45,7 +45,7 @@ def both(request, tmp_path_factory) -> tuple[list[Any], dict[str, Any]]:
     return ranks, json.loads((folder / "planner.json").read_text())
 
 
-@pytest.mark.all(unless=lambda name: name in ("bf16", "checkpointing"))
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_card_holds_what_is_planned_and_the_other_no_more(both, name: str) -> None:
     """All but the run with checkpointing agree to 400 B."""
@@ -57,6 +57,7 @@ def test_the_first_card_holds_what_is_planned_and_the_other_no_more(both, name: 
     assert first["losses"] == other["losses"]
 
 
+@pytest.mark.all
 def test_the_plan_says_who_divides_the_model_and_that_all_cards_share_their_rows(both) -> None:
     plan = both[1]["bf16"]["plan"]
     assert any("DistributedConfig(tp_size=2" in line for line in plan["assumptions"])
@@ -65,6 +66,7 @@ def test_the_plan_says_who_divides_the_model_and_that_all_cards_share_their_rows
     assert plan["planned"]["strategy"] == "tensor parallelism"
 
 
+@pytest.mark.all
 def test_saving_takes_no_more_and_tied_weights_are_divided_once(both) -> None:
     plans = both[1]
     alone, saved, tied = (plans[name]["plan"] for name in ("evaluation", "saved", "tied"))
@@ -72,6 +74,7 @@ def test_saving_takes_no_more_and_tied_weights_are_divided_once(both) -> None:
     assert tied["num_parameters"] < plans["bf16"]["plan"]["num_parameters"]
 
 
+@pytest.mark.all
 def test_adapters_that_peft_makes_for_a_part_of_their_input_are_refused(both) -> None:
     """A real run fails there with `shape '[512, 64]' is invalid for input of size 65536`."""
     assert "o_proj" in both[1][EVERYWHERE]["error"]

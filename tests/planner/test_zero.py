@@ -1,6 +1,7 @@
 """ZeRO: the planner's engine does what DeepSpeed's engine does on two real ranks, call by call, and byte by byte."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
+from tests.wanted import wanted
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.sharded.zero_config import refuse_config
 from trainer_plugins.planner.tracing.host_tensors import HostMemory
@@ -19,14 +21,19 @@ if IS_TOO_OLD:
 SMALL_TENSORS = 64
 """Bytes of a loss, a norm, a scale, which one has moved to the card and the other has there already."""
 
+ALWAYS = ("3, checkpointing", "2")
+
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def both(request, tmp_path_factory):
     """What rank 0 of two did, and what the planner did, by the name of the case."""
-    first, _, planner = two_ranks_and_the_planner(SCRIPT, tmp_path_factory.mktemp("zero"))
+    folder = tmp_path_factory.mktemp("zero")
+    (folder / "wanted.json").write_text(json.dumps([*wanted(request, CASES, also=ALWAYS)]))
+    first, _, planner = two_ranks_and_the_planner(SCRIPT, folder)
     return first, planner
 
 
+@pytest.mark.all(unless=lambda name: name in ALWAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_stream_of_collectives_and_releases_is_the_engines(both, name):
     ranks, planner = (each[name] for each in both)
@@ -52,6 +59,7 @@ def in_order(stream):
     ]
 
 
+@pytest.mark.all(unless=lambda name: name in ALWAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_each_part_has_the_size_of_the_engines(both, name):
     ranks, planner = (each[name] for each in both)
@@ -59,6 +67,7 @@ def test_each_part_has_the_size_of_the_engines(both, name):
     assert sum(ranks["parts"]["states"]) == 2 * sum(ranks["parts"]["masters"]) > 0
 
 
+@pytest.mark.all(unless=lambda name: name in ALWAYS)
 @pytest.mark.parametrize("name", [name for name in CASES if "offloaded" not in name])
 def test_what_lives_has_as_many_bytes(both, name):
     """After the engine is made, and after the last step, of all tensors that Python holds."""
@@ -66,6 +75,7 @@ def test_what_lives_has_as_many_bytes(both, name):
     assert planner == pytest.approx(ranks, abs=SMALL_TENSORS)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [name for name in CASES if "offloaded" in name])
 def test_pinned_memory_is_what_the_engine_pins_in_powers_of_two(both, name):
     ranks, planner = (each[name] for each in both)

@@ -11,7 +11,10 @@ from tests.planner.zero_loops import CASES, NUM_STEPS, PLANNED, write_rows
 SCRIPT = Path(__file__).with_name("zero_loops.py")
 if IS_TOO_OLD:
     pytest.skip(WHY_NOT, allow_module_level=True)
-pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own"),
+]
 
 KEEPS = {"llama, dpo", "llama, dpo, checkpointing", "mixtral, dpo"}
 """The loops whose reference passes through the modules between the policy's two passes."""

@@ -8,6 +8,8 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_resumed import CASES, REFUSED
 from trainer_plugins.testing import simgpu
 
+pytestmark = pytest.mark.all
+
 SCRIPT = Path(__file__).with_name("zero_resumed.py")
 if IS_TOO_OLD:
     pytest.skip(WHY_NOT, allow_module_level=True)

@@ -77,6 +77,7 @@ def one_step(folder, checkpoints: bool, fail_at=None) -> Run:
     return ran
 
 
+@pytest.mark.all(unless=lambda checkpoints: checkpoints)
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_oom_at_any_allocation_of_a_step(simgpu, tmp_path, checkpoints) -> None:
     whole = one_step(tmp_path, checkpoints)
@@ -104,6 +105,7 @@ class Growths:
         monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
 
 
+@pytest.mark.all(unless=lambda checkpoints: checkpoints)
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_oom_in_any_fetch_of_a_step(simgpu, tmp_path, checkpoints) -> None:
     whole = one_step(tmp_path, checkpoints)

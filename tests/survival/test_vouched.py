@@ -53,6 +53,7 @@ def make(tmp_path, hook=None, **kwargs):
     return small_trainer(tmp_path, model, **kwargs)
 
 
+@pytest.mark.all(unless=lambda case: case == "compute_loss")
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) -> None:
     kwargs, measured = LOSSES[case]
@@ -67,6 +68,7 @@ def test_a_loss_of_ones_own_is_divided_as_it_is_measured(tmp_path, case: str) ->
     assert f"; you vouched for the loss: it was measured as {measured}" in told
 
 
+@pytest.mark.all
 def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:
     trainer = make(tmp_path, trainer_class=Squares)
     survive_oom(trainer, vouch_for_loss=True, ladder=())
@@ -86,6 +88,7 @@ def by_arguments(trainer):
         trainer.add_callback(callback)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("attach", [by_preset, by_arguments])
 def test_by_every_door(tmp_path, attach) -> None:
     whole = Run(make(tmp_path, trainer_class=Ascends))

@@ -19,7 +19,8 @@ class Vendor:
     visible: str = ""  # the variable that chooses cards
     expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
-    def translated(self, words: str) -> str:  # empty if untranslatable
+    def translated(self, words: str) -> str:
+        """Translate words for CUDA; empty if they need what does not exist there."""
         own = {
             _PROCESSES: self.processes,
             _MEMORY: self.memory,

@@ -31,7 +31,8 @@ class Checklist:
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 
     @property
-    def worst(self) -> Severity:  # INFO if nothing was found
+    def worst(self) -> Severity:
+        """Return the highest severity; INFO if nothing was found."""
         return max((finding.severity for finding in self.findings), default=Severity.INFO)
 
 
@@ -48,7 +49,8 @@ def judge(facts: Facts) -> Checklist:
     return Checklist(tuple(groups))
 
 
-def _line(check: Check, facts: Facts) -> Line | None:  # its failure stops nothing
+def _line(check: Check, facts: Facts) -> Line | None:
+    """Make one check; if it fails, training and the other checks go on."""
     try:
         return check(facts)
     except Exception as error:

@@ -182,7 +182,8 @@ class RunSettings:
         return int(value) if isinstance(value, (int, float)) else default
 
     @property
-    def vllm_share(self) -> float:  # of the training card, asleep or not
+    def vllm_share(self) -> float:
+        """Return the part of the training card that vLLM takes, asleep or not."""
         if not self.flag("use_vllm") or self.values.get("vllm_mode") == "server":
             return 0.0
         value = self.values.get("vllm_gpu_memory_utilization")

@@ -151,7 +151,8 @@ def _card(card: InstalledCard) -> CardFacts:
     return replace(facts, reading=reading, owners=owners)
 
 
-def _is_orphan(process: psutil.Process) -> bool:  # a rank whose launcher is gone
+def _is_orphan(process: psutil.Process) -> bool:
+    """Return whether it is a rank of this user whose launcher is gone."""
     parent = process.parent()
     is_alone = parent is None or parent.name() in _FIRST_PROCESSES
     is_mine = process.username() == psutil.Process().username()

@@ -93,7 +93,8 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
 
 def _with_plan(
     facts: Facts, model: str, details: ConfigInputs, inputs: RunInputs, timeout_seconds: float
-) -> Facts:  # and a second one, with its frozen base streamed, if the first does not fit
+) -> Facts:
+    """Add a plan, and if it does not fit, one with its frozen base streamed."""
     if inputs.gpu is None and facts.device_bytes is not None:
         inputs = replace(inputs, gpu=f"{facts.device_bytes // MIB}MiB")
     try:

@@ -125,7 +125,8 @@ def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
     )
 
 
-def _gathers_on_save(state: Any) -> str:  # which setting does it; empty if none
+def _gathers_on_save(state: Any) -> str:
+    """Say which setting gathers all weights on the first rank to save them; empty if none does."""
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     settings = {} if zero is None else zero.deepspeed_config.get("zero_optimization") or {}
     key = "stage3_gather_16bit_weights_on_model_save"
@@ -168,7 +169,8 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
     )
 
 
-def _optimizer_name(optimizer: object) -> str:  # with its package, if not torch's
+def _optimizer_name(optimizer: object) -> str:
+    """Name the class of an optimizer, with its package: those of bitsandbytes are called alike."""
     package, name = type(optimizer).__module__.split(".")[0], type(optimizer).__name__
     return name if package == "torch" else f"{package}.{name}"
 
@@ -220,12 +222,14 @@ def _storages(module: nn.Module, device_type: str) -> dict[int, int]:
     return dict(storage for storage in found if storage is not None)
 
 
-def _local(tensor: Any) -> torch.Tensor:  # of a DTensor, of a parameter of ZeRO-3
+def _local(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor: of a DTensor, of a parameter of ZeRO-3."""
     shard = getattr(tensor, "ds_tensor", None)
     return shard if shard is not None else local_tensor(tensor)
 
 
-def _tensor_bytes(values: object) -> int:  # 0 for anything but a mapping of them
+def _tensor_bytes(values: object) -> int:
+    """Return the size of the tensors in a mapping; 0 for anything else."""
     tensors = values.values() if isinstance(values, Mapping) else ()
     return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
 
@@ -283,7 +287,8 @@ def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataF
     return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))
 
 
-def _lengths(dataset: Any) -> Lengths:  # of no row if rows have no tokens
+def _lengths(dataset: Any) -> Lengths:
+    """Return the lengths of rows; of no row if rows have no tokens, as images."""
     first = lengths_of([dataset[0]] if len(dataset) else [])
     return lengths_of(dataset, _SECONDS) if first.tokens.any() else lengths_of([])
 

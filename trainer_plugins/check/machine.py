@@ -165,7 +165,8 @@ def _left(owner: Owner) -> Finding | None:
     return None
 
 
-def _strays(facts: Facts) -> Iterator[Finding]:  # on a card other than their own
+def _strays(facts: Facts) -> Iterator[Finding]:
+    """Find ranks that hold a context on a card other than their own."""
     held = [
         (owner, owner.process.used_bytes or 0, card)
         for card in facts.cards

@@ -100,7 +100,8 @@ def wsl(facts: Facts) -> Line | None:
 CHECKS: tuple[Check, ...] = (main_memory, shared, locked, swap, wsl)
 
 
-def _need(facts: Facts) -> tuple[int, str]:  # of all workers at once, and how it is counted
+def _need(facts: Facts) -> tuple[int, str]:
+    """Return what all workers of this machine hold at once, and how it is counted."""
     if facts.run is None or facts.data is None:
         return 0, ""
     workers = facts.run.number("dataloader_num_workers", 0)
@@ -110,7 +111,8 @@ def _need(facts: Facts) -> tuple[int, str]:  # of all workers at once, and how i
     return need, f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}"
 
 
-def _offload(facts: Facts) -> dict[str, str]:  # of the running strategy, else of the file
+def _offload(facts: Facts) -> dict[str, str]:
+    """Return what is offloaded and where to, by the running strategy or else the launch file."""
     if facts.strategy is not None:
         return dict(facts.strategy.offload)
     return {} if facts.document is None else facts.document.offload_devices

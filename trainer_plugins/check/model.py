@@ -186,7 +186,8 @@ def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) 
     return rows * per_token * (_longest(facts) if length is None else length)
 
 
-def _device(facts: Facts) -> int:  # for training (a sleeping vLLM returns its part)
+def _device(facts: Facts) -> int:
+    """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
     run, total = facts.run, facts.device_bytes or 1 << 50
     if run is None or run.flag("vllm_enable_sleep_mode"):
         return total
@@ -218,7 +219,8 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
     return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
 
 
-def _is_whole(facts: Facts) -> bool:  # has all weights and states on each card
+def _is_whole(facts: Facts) -> bool:
+    """Return whether each rank has all weights, gradients and states on its card."""
     families = ("nothing", "DDP", "DataParallel")
     return facts.strategy is not None and facts.strategy.family in families
 

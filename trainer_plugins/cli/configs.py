@@ -156,7 +156,8 @@ def check(
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:  # can be copied, and searched for
+def _one_line_errors() -> Iterator[None]:
+    """Report bad input on one line that can be copied and searched for."""
     try:
         yield
     except ValueError as error:

@@ -71,5 +71,6 @@ def _print_info(as_json: bool) -> None:
             print(f"  {name}: {printable(text)}")
 
 
-def _fish_quoted(text: str) -> str:  # a backslash escapes itself and the quote
+def _fish_quoted(text: str) -> str:
+    """Quote for fish: inside its single quotes a backslash escapes itself and the quote."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -75,7 +75,8 @@ def exec_(
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
 
 
-def _has_guards(given: dict[str, object]) -> bool:  # it does more than observe
+def _has_guards(given: dict[str, object]) -> bool:
+    """Return whether the preset does more than observe, which changes nothing."""
     from trainer_plugins.plug_in.options import DEFAULT_PRESET
     from trainer_plugins.presets import preset
 

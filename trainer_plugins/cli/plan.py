@@ -107,7 +107,8 @@ def command_of(context: typer.Context) -> str:
     return shlex.join([*words, *context.args])
 
 
-def _refuse_contradictions(answer: AnswerOptions) -> None:  # or cannot be written or read
+def _refuse_contradictions(answer: AnswerOptions) -> None:
+    """Refuse options that exclude each other, and places that cannot be written or read."""
     from trainer_plugins.planner.calibrate import timelines_of
     from trainer_plugins.planner.plan import PlanError
 

@@ -57,7 +57,9 @@ def search_batches(
 
 
 @contextmanager
-def _ended_by_a_signal() -> Iterator[None]:  # as Ctrl-C does, with its subprocess
+def _ended_by_a_signal() -> Iterator[None]:
+    """Let SIGTERM end the search as Ctrl-C does, so that its subprocess ends with it."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

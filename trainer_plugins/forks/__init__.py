@@ -1,6 +1,7 @@
 """Runs modules in processes forked from a server that has imported what they need.
 
-Importing torch and transformers takes four seconds of CPU time, which a fork does not spend.
+Importing torch and transformers takes four seconds of CPU time; a process that is forked after the
+imports does not spend them. A server belongs to the process that started it, and ends with it.
 """
 
 import contextlib
@@ -29,13 +30,19 @@ _MAY_DIFFER = re.compile(
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SIMGPU_CARD|TRAINER_PLUGINS_\w+"
     r"|ACCELERATE_(MIXED_PRECISION|TORCH_DEVICE|USE_CPU)"
 )
-# These may differ: they are read when they are used, not by an import (tests/test_forks.py).
-# For TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK libraries set own defaults.
+"""The variables that may have another value in a forked process than in its server.
+
+torch, transformers and what they import read some 400 variables during the import. Any variable
+that is not listed here counts as one of these. The listed ones are read later, when they are used;
+for TORCHINDUCTOR_CACHE_DIR and PYTORCH_NVML_BASED_CUDA_CHECK, libraries set their own defaults.
+`tests/test_forks.py` checks what is read.
+"""
 
 _NO_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's BLAS starts its threads when it is loaded
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so does pyarrow's allocator
-}  # for the server's imports: a process with threads must not fork
+}
+"""Variables of the server's imports: a process with threads must not fork."""
 _SERVE = (
     # a file in the current folder must not shadow a module of the standard library
     "import sys; sys.path[:] = filter(None, sys.path); "
@@ -50,19 +57,30 @@ class Call:
     words: tuple[str, ...]
     folder: str
     environ: Mapping[str, str]
-    scratch: str = ""  # a folder to delete if the calling process is killed
+    scratch: str = ""
+    """A folder to delete if the calling process is killed."""
 
 
-Files: TypeAlias = Mapping[int, int]  # file descriptors that become 0, 1 and so on there
+Files: TypeAlias = Mapping[int, int]
+"""The file descriptors of this process that become 0, 1 and so on in the one that is started."""
 
 
 class ForkServer:
-    """Starts processes that need the same imports, as long as anything refers to it."""
+    """Starts processes that need the same imports.
+
+    Where fork is not safe, it starts a new Python each time. The server process ends when the last
+    reference to this object goes.
+
+    Args:
+        imports: the modules that the server imports.
+        environ: the environment in which it imports them.
+    """
 
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)
         self._process: subprocess.Popen[bytes] | None = None
-        self._refusal: str | None = None  # why it does not fork; None during the imports
+        self.refusal: str | None = None
+        """Why it does not fork; empty if it does; None during the imports."""
         if sys.platform != "linux":
             self._refuse(f"fork is not safe on {sys.platform}")
             return
@@ -82,30 +100,38 @@ class ForkServer:
         weakref.finalize(self, _end_server, self._process, self._control, os.getpid())
 
     def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
+        """Return whether it can start processes with these imports and this environment."""
         if self.forks and self._process and self._process.poll() is not None:
             return False  # it was idle and has ended
         return self._needs == _needs(imports, environ)
 
-    def is_ready(self, timeout: float) -> bool:  # are the imports over?
-        if self._refusal is None:
+    def is_ready(self, timeout: float) -> bool:
+        """Wait until the imports are over, and return whether they are."""
+        if self.refusal is None:
             self._control.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
                 said = self._control.recv(4096).decode() or "the server ended while it imported"
                 self._refuse("" if said == READY else said)
-        return self._refusal is not None
+        return self.refusal is not None
 
     @property
     def forks(self) -> bool:
-        return self._refusal == ""
+        """Return whether the imports are over and a fork is safe."""
+        return self.refusal == ""
 
     def start(self, call: Call, files: Files) -> "Running":
+        """Start a process for a call, once `is_ready`."""
         if self.forks:
             with contextlib.suppress(OSError):  # the server has just ended, idle
                 return Forked(self, call, files)
         return NewPython(call, files)
 
     def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
-        """Have the server fork for a call; `answers` gets the process id, then the exit code."""
+        """Have the server fork for a call, and tell `answers` the process id, then the exit code.
+
+        Raises:
+            OSError: the server has ended.
+        """
         with tempfile.TemporaryFile("w+") as asked:
             json.dump([call.words, call.folder, dict(call.environ), [*files]], asked)
             asked.seek(0)
@@ -114,7 +140,7 @@ class ForkServer:
             socket.send_fds(self._control, message, fds)
 
     def _refuse(self, reason: str) -> None:
-        self._refusal = reason
+        self.refusal = reason
         if reason:
             _say_once(reason)
 
@@ -142,7 +168,10 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer:
-    """Return the server of this process; a new one if imports or environment differ."""
+    """Return the server of this process; start it if there is none.
+
+    A server with other imports or another environment is replaced.
+    """
     global _current
     with _lock:
         if _current is None or not _current.is_for(imports, environ):
@@ -160,7 +189,10 @@ def forget(server: ForkServer) -> None:
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, the first closed in forks: one may outlive this process."""
+    """Return two connected sockets; the first is closed in every fork of this process.
+
+    Otherwise a fork that outlives it, such as a data loader's worker, would keep the server alive.
+    """
     _close_sockets_in_forks()
     ours, theirs = socket.socketpair()
     _sockets.add(ours)
@@ -191,7 +223,11 @@ class Forked:
         self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code, or the negative number of the signal that ended it."""
+        """Return its exit code, or the negative number of the signal that ended it.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
         if self._code is None:
             self._answers.settimeout(timeout)
             try:
@@ -203,7 +239,8 @@ class Forked:
                 self._code = -signal.SIGKILL
         return self._code
 
-    def end(self) -> None:  # with what is left of its group
+    def end(self) -> None:
+        """Kill what is left of its group, and wait for it."""
         if self._code is None:
             with contextlib.suppress(OSError):
                 self._answers.shutdown(socket.SHUT_WR)
@@ -245,7 +282,8 @@ class NewPython:
                 start_new_session=True,
             )
 
-    def end(self) -> None:  # with what is left of its group
+    def end(self) -> None:
+        """Kill what is left of its group, and wait for it."""
         self._guard.kill()
         self._guard.wait()
         self._lifeline.close()

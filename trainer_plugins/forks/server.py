@@ -21,7 +21,10 @@ from typing import NamedTuple
 
 READY = "ready"
 NUMBER = struct.Struct("=i")
-_IDLE_SECONDS = 60.0  # a server holds about 400 MiB, which a planned training may need
+_IDLE_SECONDS = 60.0
+"""A server holds about 400 MiB of main memory, which a training that was planned may need."""
+
+
 _cpu_seconds_before = 0.0
 
 
@@ -38,7 +41,10 @@ def kill_group(leader: int) -> None:
 
 
 def serve() -> None:
-    """Import modules, then fork for each call; a fork returns when its module has ended."""
+    """Import modules, then fork for each call: `python -c CODE SOCKET MODULES`.
+
+    A forked process returns from here when its module has ended.
+    """
     global _cpu_seconds_before
     control = socket.socket(fileno=int(sys.argv[1]))
     reason = _import(sys.argv[2:])
@@ -53,7 +59,8 @@ def serve() -> None:
         _run(received)
 
 
-def _import(modules: Sequence[str]) -> str:  # why it must not fork then; empty if it may
+def _import(modules: Sequence[str]) -> str:
+    """Import modules, and return why this process must not be forked afterwards, if so."""
     for module in modules:
         with contextlib.suppress(ImportError):  # a forked module that needs it raises it again
             importlib.import_module(module)
@@ -69,6 +76,8 @@ def _name_of_thread(thread: str) -> str:
 
 
 class _Received(NamedTuple):
+    """Holds what comes with a call: the folder to delete and file descriptors."""
+
     scratch: bytes
     answers: int
     asked: int
@@ -81,7 +90,11 @@ class _Child(NamedTuple):
 
 
 class _Server:
-    """Forks for each call, and kills the child when its caller closes the connection or ends."""
+    """Forks for each call; tells the caller the process id and, when it ends, the exit code.
+
+    Each call comes with a connection. When the caller closes it, or ends, the server kills the
+    child and deletes its folder.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -95,7 +108,8 @@ class _Server:
         self._waits.register(control, selectors.EVENT_READ)
         self._waits.register(self._bell, selectors.EVENT_READ)
 
-    def answer(self) -> _Received | None:  # None in the server
+    def answer(self) -> _Received | None:
+        """Return what came with the call in each child, and None in the server when it ends."""
         has_caller = True
         while has_caller or self._children:
             ready = self._waits.select(None if self._children else _IDLE_SECONDS)
@@ -115,7 +129,8 @@ class _Server:
             self._tell_of_ends()
         return None
 
-    def _fork(self, received: _Received) -> bool:  # whether this is the child
+    def _fork(self, received: _Received) -> bool:
+        """Fork, and return whether this process is the child."""
         answers = socket.socket(fileno=received.answers)
         try:
             pid = os.fork()
@@ -138,7 +153,8 @@ class _Server:
         _tell(answers, pid)
         return False
 
-    def _tell_of_ends(self) -> None:  # and kills what they left running
+    def _tell_of_ends(self) -> None:
+        """Report the children that have ended, and kill what they left running."""
         for answers, (pid, scratch) in list(self._children.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -166,7 +182,8 @@ def _tell(answers: socket.socket, number: int) -> None:
         answers.sendall(NUMBER.pack(number))
 
 
-def _open_streams() -> None:  # again: they have to know whether they can seek
+def _open_streams() -> None:
+    """Open the standard streams again: they have to know whether they can seek."""
     for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
         before = getattr(sys, name)
         size = 0 if before.write_through else -1
@@ -183,6 +200,7 @@ def _open_streams() -> None:  # again: they have to know whether they can seek
 
 
 def _run(received: _Received) -> None:
+    """Become what `python -m` would have started, and run it."""
     os.setsid()
     with open(received.asked) as asked:
         words, folder, environ, numbers = json.load(asked)

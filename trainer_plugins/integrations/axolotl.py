@@ -21,10 +21,12 @@ MemoryInput = create_model("MemoryInput", **_OPTIONS)  # type: ignore[call-overl
 class MemoryPlugin(BasePlugin):
     """Gives axolotl's Trainer the callbacks of `memory_preset`, with the `memory_` options."""
 
-    def register(self, cfg: Mapping[str, object]) -> None:  # before axolotl loads anything
+    def register(self, cfg: Mapping[str, object]) -> None:
+        """Refuse a bad option with a ValueError before axolotl loads anything."""
         memory_arguments(**_given(cfg))
 
-    def get_input_args(self) -> str:  # the name of the pydantic model of our keys
+    def get_input_args(self) -> str:
+        """Return the name of the pydantic model of our keys, as axolotl asks for it."""
         return f"{__name__}.MemoryInput"
 
     def add_callbacks_post_trainer(

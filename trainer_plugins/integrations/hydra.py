@@ -43,6 +43,7 @@ class AttachToJob(Callback):
         self._job.close()
 
 
-def _in_one_line(error: Exception) -> str:  # without the layers around it
+def _in_one_line(error: Exception) -> str:
+    """Describe an error and its entry without the layers that Hydra wraps around it."""
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

@@ -64,7 +64,8 @@ def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
         yield from ((key, [*parameters]) for key in given if key not in parameters)
 
 
-def _meant(key: str) -> str:  # one with a similar end, else any
+def _meant(key: str) -> str:
+    """Suggest a key: one with a similar end, else any."""
     known, last = _known(), key.rpartition(".")[2]
     ends = get_close_matches(last, {each.rpartition(".")[2] for each in known}, 1, 0.8)
     alike = [each for each in known if each.rpartition(".")[2] in ends]

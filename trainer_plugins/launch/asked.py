@@ -40,7 +40,8 @@ class Asked:
     flags_beside_json: tuple[str, ...] = ()  # flags that accelerate ignores next to a JSON
 
     @property
-    def family(self) -> str | None:  # as in `Strategy.family`; None if not specified
+    def family(self) -> str | None:
+        """Return the requested wrapper, as in `Strategy.family`; None if it is not specified."""
         kind = self.distributed_type or ""
         if self.one_process_for == "--cpu":
             return "nothing"
@@ -163,14 +164,16 @@ def _read_file(launcher: Launcher, flags: Namespace) -> _File:
     return _File(path.name, config | {"deepspeed_config": corrected}, misspelt)
 
 
-def _prefixed(section: object, name: str) -> dict[str, Any]:  # as flags are: with `fsdp_`
+def _prefixed(section: object, name: str) -> dict[str, Any]:
+    """Name the keys of a section as flags do: accelerate adds `fsdp_` to those that lack it."""
     if not isinstance(section, dict):
         return {}
     prefix = "fsdp_" if name == "fsdp_config" else ""
     return {prefix + str(key).removeprefix(prefix): value for key, value in section.items()}
 
 
-def _plain(value: object) -> object:  # of a flag, as YAML would have it
+def _plain(value: object) -> object:
+    """Convert the value of a flag to the value that YAML would have."""
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
@@ -216,7 +219,8 @@ def _of_environment(environ: Mapping[str, str]) -> Asked:
     return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
-def _of_json(given: object) -> Document | None:  # also of a path or of text
+def _of_json(given: object) -> Document | None:
+    """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
     if isinstance(given, dict) and given:
         return Document(name="deepspeed", deepspeed=given)
     if not isinstance(given, str) or not given or given == "none":

@@ -87,7 +87,8 @@ def _overridden(text: str, override: str, name: str) -> str:
     return _with_json(text, key, value)
 
 
-def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:  # by its end, else by similarity
+def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:
+    """Suggest a key: one that ends with the given name, else a similar one."""
     sections = keys.ACCELERATE_SECTIONS.items()
     in_sections = [f"{section}.{name}" for section, known in sections for name in known]
     choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]

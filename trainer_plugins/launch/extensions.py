@@ -137,7 +137,8 @@ def _read_lock(file: Path) -> ExtensionLock | None:
     return ExtensionLock(path=file, age_seconds=age_seconds, holder=holder, unseen=unseen)
 
 
-def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:  # or why it is unseen
+def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
+    """Return the process that has a file open, or why it may be invisible."""
     unseen = _why_unseen(file)
     for process in psutil.process_iter(["uids", "status"]):
         try:
@@ -153,7 +154,8 @@ def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:  # or 
     return None, unseen
 
 
-def _may_hold(process: psutil.Process, owner: int) -> bool:  # if its files are unreadable
+def _may_hold(process: psutil.Process, owner: int) -> bool:
+    """Return whether a process with unreadable open files may have created this user's file."""
     is_first = process.pid == 1 and _sees_all_processes()
     if is_first or process.info["status"] == psutil.STATUS_ZOMBIE:
         return False
@@ -168,7 +170,8 @@ def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
         return False  # it was closed
 
 
-def _why_unseen(file: Path) -> str:  # empty if its users are visible here
+def _why_unseen(file: Path) -> str:
+    """Say why processes that may use a folder are invisible here; empty if they are visible."""
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"
     kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -181,7 +184,8 @@ def _why_unseen(file: Path) -> str:  # empty if its users are visible here
     return ""
 
 
-def _sees_all_processes() -> bool:  # process 1 is the system's first
+def _sees_all_processes() -> bool:
+    """Return whether process 1 is the system's first, so this container has no pids of its own."""
     return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
 
 

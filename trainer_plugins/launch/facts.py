@@ -103,7 +103,8 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
     )
 
 
-def _built_class(model: object) -> str:  # without the one that FSDP2 puts in front
+def _built_class(model: object) -> str:
+    """Name the class of a model without the class that FSDP2 puts in front of it."""
     kinds = type(model).__mro__
     own = next((kind for kind in kinds if not kind.__module__.startswith("torch.")), kinds[0])
     return f"{own.__module__}.{own.__qualname__}"

@@ -70,7 +70,8 @@ def _family(wrapper: nn.Module) -> str:
     return next((family for name, family in _FAMILIES.items() if name in names), "nothing")
 
 
-def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:  # by the module of its class
+def _zero_stage(wrapper: Any, optimizer: Any) -> int | None:
+    """Return the stage that the optimizer implements, by the module of DeepSpeed's class."""
     homes = {cls.__module__ for cls in type(optimizer).__mro__}
     if any(home.endswith("zero.stage3") for home in homes):
         return 3

@@ -26,7 +26,8 @@ class Launcher:
     arguments: tuple[str, ...]  # the arguments after `launch`
     folder: Path  # the folder where it was started; its paths are relative to that
 
-    def flags(self) -> Namespace | None:  # None if accelerate does not know them
+    def flags(self) -> Namespace | None:
+        """Parse the arguments as accelerate does; None if its version does not know them."""
         from accelerate.commands.launch import launch_command_parser
 
         try:
@@ -36,7 +37,8 @@ class Launcher:
         except (SystemExit, ValueError):
             return None
 
-    def file(self, flags: Namespace) -> Path | None:  # also the user's default
+    def file(self, flags: Namespace) -> Path | None:
+        """Return the launch file: the named one, or the user's default if accelerate reads that."""
         from accelerate.commands.config.config_args import default_config_file
 
         if flags.config_file:
@@ -102,7 +104,8 @@ def launcher_words(command: list[str]) -> list[str]:
     return []
 
 
-def _commands_above() -> Iterator[tuple[list[str], Path]]:  # as far as they may be read
+def _commands_above() -> Iterator[tuple[list[str], Path]]:
+    """Yield command line and folder of the processes above, as far as they may be read."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):

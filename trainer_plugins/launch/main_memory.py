@@ -38,13 +38,15 @@ class HostLimits:
     @classmethod
     def of(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
-    ) -> "HostLimits":  # `here_bytes` is the default
+    ) -> "HostLimits":
+        """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default."""
         return cls(
             total_bytes=here_bytes if host_memory is None else _size("--host-memory", host_memory),
             pinned_bytes=None if pinned_memory is None else _size("--pinned-memory", pinned_memory),
         )
 
-    def shortage(self, need: HostNeed) -> str | None:  # None if there is none or it is unknown
+    def shortage(self, need: HostNeed) -> str | None:
+        """Say in a few words what is short; None if nothing is, or if the limits are unknown."""
         if self.total_bytes is not None and need.total_bytes > self.total_bytes:
             what = f"it needs {size(need.total_bytes)} of main memory on a machine, which has"
             what += f" {size(self.total_bytes)}"

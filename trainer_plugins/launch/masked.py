@@ -63,7 +63,8 @@ class Kind(Enum):
     def is_secret(self) -> bool:
         return self in (Kind.LIKELY, Kind.SURE)
 
-    def hides(self, text: str) -> bool:  # all that stands below the name
+    def hides(self, text: str) -> bool:
+        """Return whether to hide this text, which is the undivided value below the name."""
         if self is Kind.LIKELY and _NO_TOKEN.fullmatch(text):
             return False
         return self.is_secret and not _SWITCH.fullmatch(text)
@@ -210,7 +211,8 @@ def masked_fields(
     }
 
 
-def _is_value(argument: str, flag: str) -> bool:  # some begin with `-`
+def _is_value(argument: str, flag: str) -> bool:
+    """Return whether an argument is a value of the flag before it: some values begin with `-`."""
     if not flag.startswith("-") or not argument.startswith("-"):
         return flag.startswith("-")
     if not kind_of(flag).is_secret:
@@ -242,7 +244,8 @@ def _without_values(text: str, kind: Kind, is_code: bool = False) -> str:
     return text if kind is Kind.PUBLIC else _RUN.sub(_without_drawn, text)
 
 
-def _without_user(found: re.Match[str]) -> str:  # which may have any characters in them
+def _without_user(found: re.Match[str]) -> str:
+    """Hide user and password of a URL, which may have any characters in them."""
     rest = found[0]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, at, host = authority.rpartition("@")
@@ -297,7 +300,8 @@ def _value_at(text: str, start: int, kind: Kind, name: str, is_code: bool) -> tu
     return (start, start) if is_shown or not kind.hides(text[start:end]) else (start, end)
 
 
-def _closed(text: str, start: int) -> int:  # quoted brackets do not count
+def _closed(text: str, start: int) -> int:
+    """Return the end of the brackets that open here; quoted brackets do not count."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
@@ -306,7 +310,8 @@ def _closed(text: str, start: int) -> int:  # quoted brackets do not count
     return len(text)
 
 
-def _without_drawn(found: re.Match[str]) -> str:  # but no hash, by its name or path
+def _without_drawn(found: re.Match[str]) -> str:
+    """Hide random letters and digits, but no hash that is named as one, or in a path."""
     run, before = found[0], found.string[: found.start()]
     letters = re.sub(r"[^A-Za-z0-9]", "", run)
     num_others = len(re.sub(r"[A-Za-z0-9+]", "", run))

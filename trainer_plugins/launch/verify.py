@@ -133,7 +133,8 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         )
 
 
-def _why_lost(asked: Asked) -> tuple[str, str]:  # the summary's end, and the remedy
+def _why_lost(asked: Asked) -> tuple[str, str]:
+    """Say where a setting of the launch got lost: the end of a summary, and the remedy."""
     if asked.misspelt:
         wrong, right = next(iter(asked.misspelt.items()))
         remedy = f"Write `{right}` under deepspeed_config; accelerate ignores unknown keys"

@@ -132,7 +132,8 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
     return next((found for text in all_texts if (found := _read(text, all_texts))), None)
 
 
-def _chain(error: BaseException) -> Iterator[Exception]:  # once each: it may be circular
+def _chain(error: BaseException) -> Iterator[Exception]:
+    """Yield the error and its causes, once each (a chain may be circular)."""
     waiting: list[object] = [error]
     seen: set[int] = set()
     while waiting:
@@ -227,7 +228,8 @@ def _number(patterns: tuple[str, ...], message: str) -> int | None:
     return next((_bytes(*match.groups()) for match in matches if match), None)
 
 
-def _contradiction(found: OutOfMemory) -> str:  # empty if there is none
+def _contradiction(found: OutOfMemory) -> str:
+    """Say why the numbers of a message cannot all be true; empty if they can."""
     numbers = (
         found.total_bytes,
         found.free_bytes,

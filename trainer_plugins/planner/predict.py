@@ -206,9 +206,10 @@ def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
     """Run the subprocess, and kill all that it started; return its exit code, None if late."""
     server = forks.server_for(_IMPORTS, _environment(work.first))
     process: forks.Running | None = None
+    grace = 0  # of the imports, which cannot stop themselves
     begun, most = time.monotonic(), min(_MOST_BYTES, psutil.virtual_memory().total // 2)
     try:
-        while (seconds := time.monotonic() - begun) < timeout_seconds + _GRACE_SECONDS:
+        while (seconds := time.monotonic() - begun) < timeout_seconds + grace:
             if process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(_LOOK_EVERY_SECONDS)
@@ -216,7 +217,7 @@ def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
                 with work.log.open("w") as log, open(os.devnull) as nothing:
                     call = work.call(timeout_seconds - seconds)
                     files = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
-                    process = server.start(call, files)
+                    process, grace = server.start(call, files), _GRACE_SECONDS
             progress.show(seconds)
             if process is not None and (held := _held_bytes(process.pid)) > most:
                 raise _TooLargeError(

@@ -29,7 +29,7 @@ from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.units import size
 
-_LOCKED_SECONDS = 3
+_LOCKED_SECONDS = 3  # how much longer Python's lock may be held at the time limit
 
 if TYPE_CHECKING:
     from trainer_plugins.hf_trainer import HfArguments

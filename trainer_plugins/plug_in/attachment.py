@@ -257,7 +257,8 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
     return add_callback
 
 
-def _made() -> "list[TrainerCallback] | None":  # for the next Trainer; None: not attached
+def _made() -> "list[TrainerCallback] | None":
+    """Make the callbacks for a Trainer that is about to be built; None if nothing is attached."""
     if _state.make is None:
         return None
     with _harmless("a Trainer"):
@@ -266,7 +267,8 @@ def _made() -> "list[TrainerCallback] | None":  # for the next Trainer; None: no
 
 
 @contextmanager
-def _harmless(who: str) -> Iterator[None]:  # it must not stop training
+def _harmless(who: str) -> Iterator[None]:
+    """Log an error of a custom preset or an unusual Trainer: it must not stop training."""
     try:
         yield
     except Exception:

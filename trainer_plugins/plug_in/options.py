@@ -143,7 +143,8 @@ class MemoryArguments:
             name = "memory_min_reclaimable_fraction"
             raise ValueError(f"{name} is a fraction of the card, 0 to 1, got {got}")
 
-    def _check_types(self) -> None:  # nor options for missing callbacks
+    def _check_types(self) -> None:
+        """Refuse values of another type, and options for callbacks that the preset lacks."""
         callbacks = (*preset(self.memory_preset).callbacks, STREAM)  # StreamBase is always possible
         for option in fields(MemoryArguments):
             value, kind = getattr(self, option.name), kind_of(option)

@@ -37,12 +37,14 @@ class Run:
     timelines: Timelines
 
     @property
-    def steps(self) -> tuple[int, int]:  # completed before the run and at its end
+    def steps(self) -> tuple[int, int]:
+        """Return the optimizer steps completed before the run and at its end."""
         first = min(entries[0].step for entries in self.timelines.values())
         return first, max(entry.step for entry in self._entries())
 
     @property
-    def seconds(self) -> tuple[float, float]:  # since the Unix epoch
+    def seconds(self) -> tuple[float, float]:
+        """Return the times of the first and last entry, in seconds since the Unix epoch."""
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
 
@@ -237,7 +239,8 @@ class _RankFile:
         self._offset = 0
         self._last_line = b""
 
-    def read_on(self) -> None:  # an incomplete line waits for its other half
+    def read_on(self) -> None:
+        """Read the new lines; an incomplete one waits for its other half."""
         with BufferedReader(open_regular(self.path, "r")) as file:
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:

@@ -140,7 +140,8 @@ class OomRecord:
         return f"step {self.step} ({self.moment}{part})"
 
     @property
-    def last_sample(self) -> Sample | None:  # missing in the timeline
+    def last_sample(self) -> Sample | None:
+        """Return the reading as the timeline entry that is missing there; None without one."""
         if self.reading is None:
             return None
         return Sample(

@@ -48,7 +48,8 @@ def thin(path: Path) -> int:
         return thinned.tell()
 
 
-def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:  # one over 1 MiB comes in pieces
+def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
+    """Read lines up to about `num_bytes`; a line over 1 MiB comes in pieces."""
     lines: list[bytes] = []
     while num_bytes > 0 and (line := file.readline(_AT_ONCE_BYTES)):
         lines.append(line)
@@ -104,7 +105,8 @@ def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
-def _added(first: bytes, second: bytes) -> bytes | None:  # if run and reason agree
+def _added(first: bytes, second: bytes) -> bytes | None:
+    """Add up two releases, dated as the second; None if they differ in run or reason."""
     try:
         one, other = json.loads(first), json.loads(second)
         is_same_kind = all(one.get(name) == other.get(name) for name in ("run", "reason"))

@@ -122,7 +122,8 @@ _SAMPLE_LINE = (
 )
 
 
-def _to_sample_line(sample: Sample) -> str:  # by hand: it runs at every step
+def _to_sample_line(sample: Sample) -> str:
+    """Format by hand, without `dataclasses.asdict` and json: this runs at every training step."""
     moment, device = _quoted(sample.moment), _quoted(sample.reading.device)
     when = (PROCESS, sample.time_seconds, sample.step)
     line = _SAMPLE_LINE % (*when, moment, device, *_sizes_of(sample.reading))
@@ -199,10 +200,12 @@ class Timeline:
         if self.listener is not None:
             self.listener(entry)
 
-    def since(self, num_added: int) -> list[Entry]:  # as far as they are in memory
+    def since(self, num_added: int) -> list[Entry]:
+        """Return the entries added after the first `num_added`, as far as they are in memory."""
         return list(islice(reversed(self._entries), self.num_added - num_added))[::-1]
 
-    def close(self) -> None:  # a later entry opens it again
+    def close(self) -> None:
+        """Close the file; a later entry opens it again and appends to it."""
         self._num_taken = 0
         if self._file is not None:
             self._file.close()
@@ -242,7 +245,8 @@ class Timeline:
                 error.strerror,
             )
 
-    def _file_now(self, path: Path) -> FileIO:  # it may have been replaced
+    def _file_now(self, path: Path) -> FileIO:
+        """Return the file that the path names now: it may have been removed or replaced."""
         try:
             found = os.stat(path)
         except FileNotFoundError:

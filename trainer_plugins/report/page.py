@@ -72,7 +72,8 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
         yield page
 
 
-def _needed(table: Table, console: Console) -> int:  # that keeps numbers whole
+def _needed(table: Table, console: Console) -> int:
+    """Return the width that keeps numbers whole; the other columns may be folded."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
         if column.justify == "right":

@@ -109,7 +109,8 @@ def planned(plan: MemoryPlan) -> str:
     return "; ".join(f"{name} {text}" for name, text in named)
 
 
-def _proposals(plan: MemoryPlan) -> list[Text]:  # the flags in one line, to be copied
+def _proposals(plan: MemoryPlan) -> list[Text]:
+    """Render the changes that make it fit: the flags of each in one line, to be copied."""
     lines: list[Text] = []
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"
@@ -301,7 +302,8 @@ def line_in_words(line: SearchLine) -> str:
     return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare{bus}"
 
 
-def _to_copy(best: SearchLine) -> list[str]:  # its settings, and why it is the best: by memory
+def _to_copy(best: SearchLine) -> list[str]:
+    """Return the best line's settings, and why it is the best: by memory, not speed."""
     lines = [
         "Best: the most tokens in a forward pass of one card, preferably without offload; among"
         " equals, without checkpointing, then the simplest strategy, then the longest rows. Speed"

@@ -105,7 +105,8 @@ def _releases(timelines: Timelines) -> Text:
     return Text(f"{who}: {given.num} releases freed {size(given.released_bytes)} and {took}")
 
 
-def _findings(timelines: Timelines) -> list[Text]:  # none is good if it ended well
+def _findings(timelines: Timelines) -> list[Text]:
+    """Render each finding once; having none is good news only if the run ended well."""
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
@@ -120,7 +121,8 @@ def _findings(timelines: Timelines) -> list[Text]:  # none is good if it ended w
     ]
 
 
-def _endless(run: Run, is_last: bool) -> list[Text]:  # the ranks without an end or an error
+def _endless(run: Run, is_last: bool) -> list[Text]:
+    """Name the ranks whose timeline has neither an end nor an error."""
     if not run.silent_ranks:
         return []
     why = "it still runs" if is_last else "its process was killed"

@@ -64,7 +64,8 @@ def _state(run: RankRun) -> str:
     return run.sample.moment if run.sample else "begin"
 
 
-def _growth(run: RankRun) -> Growth | None:  # as `MemoryWatch` judges the last steps
+def _growth(run: RankRun) -> Growth | None:
+    """Judge the last steps as `MemoryWatch` does; a card's timeline lacks main memory."""
     is_over = run.failure or (run.sample and run.sample.moment == "end")
     if is_over or run.num_trained < WARM_UP_LOOKS + WINDOW:
         return None
@@ -143,7 +144,8 @@ class TopPage:
             table.add_row(*cells)
         yield table
 
-    def _news(self) -> list[Text]:  # the first failure, else the newest finding
+    def _news(self) -> list[Text]:
+        """Render the first failure, or else the newest finding, with its remedy."""
         failed = [line for line in self.ranks if line.failure]
         if failed:
             first = min(failed, key=lambda line: line.time_seconds)
@@ -183,7 +185,8 @@ def _sizes(reading: MemoryReading | None) -> str:
     return f"{parts} of {reading.total_bytes / unit:.{digits}f} {name}"
 
 
-def _heights(trend: Sequence[float]) -> str:  # above the lowest, so that a slow rise is visible
+def _heights(trend: Sequence[float]) -> str:
+    """Draw the pressure above its lowest, so that a slow rise is visible and noise is not."""
     if not trend:
         return ""
     low, span = min(trend), max(max(trend) - min(trend), _FLAT)
@@ -191,7 +194,8 @@ def _heights(trend: Sequence[float]) -> str:  # above the lowest, so that a slow
     return "".join(_HEIGHTS[round(top * (pressure - low) / span)] for pressure in trend)
 
 
-def _age(seconds: float) -> str:  # never negative: clocks may differ
+def _age(seconds: float) -> str:
+    """Render an age; it is never negative, since clocks of two machines may differ."""
     seconds = max(0.0, seconds)
     for unit, name in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < 100 * unit:

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_plugins.streaming.weight import Weight, tensors_in
+from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.wrapped import tensors_in
 
 _OF_THE_PARAMETER = re.compile(
     "requires_grad_?|grad|grad_fn|is_leaf|_is_view|_base|_version|register_hook|_backward_hooks"

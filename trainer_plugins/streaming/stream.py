@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainer_plugins.streaming.guard import Guarded, guarded
 from trainer_plugins.streaming.layers import frozen_weights
-from trainer_plugins.streaming.weight import Weight, tensors_in
+from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.wrapped import tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """Keep one frozen weight: in main memory always, on the card sometimes."""
 
-from collections.abc import Iterator, Mapping
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -84,15 +82,3 @@ def _num_holders(tensor: torch.Tensor) -> int:
     """Return how many tensors share a storage."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or those in lists, tuples and mappings, however these are nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)

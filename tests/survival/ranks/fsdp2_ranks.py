@@ -405,7 +405,9 @@ def main(folder: Path) -> None:
             run = run_on_some if "on" in case else run_case
             facts[name] = run(folder / "run", case, references[like])
         facts[name]["seconds"] = perf_counter() - began
-        (folder / f"rank-{RANK}.json").write_text(json.dumps(facts))
+        draft = folder / f"rank-{RANK}.draft"  # a rank may be ended while it writes
+        draft.write_text(json.dumps(facts))
+        draft.rename(folder / f"rank-{RANK}.json")
         if facts[name].get("ended") and "card" not in case and "options" not in case:
             print(f"rank {RANK} ended: {facts[name]['ended']}", file=sys.stderr, flush=True)
             os._exit(1)  # the other ranks may wait in a collective

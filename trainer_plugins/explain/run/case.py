@@ -25,11 +25,13 @@ class Case:
     entries: Sequence[Entry] = ()  # the timeline of this rank in this run, oldest first
 
     @property
-    def asked(self) -> int:  # and refused; 0 if the error does not say
+    def asked(self) -> int:
+        """Return what was asked for and refused; 0 if the error does not say."""
         return self.record.error.requested_bytes or 0
 
     @property
-    def total(self) -> int:  # of the card; 0 if unknown
+    def total(self) -> int:
+        """Return the memory of the card; 0 if unknown."""
         reading = self.record.reading
         return self.record.error.total_bytes or (reading.total_bytes if reading else 0)
 
@@ -38,17 +40,20 @@ class Case:
         return self._first_known(self.record.error.free_bytes, lambda each: each.free_bytes)
 
     @property
-    def live(self) -> int:  # in tensors of this process
+    def live(self) -> int:
+        """Return what tensors of this process held."""
         error = self.record.error
         return self._first_known(error.allocated_bytes, lambda each: each.allocated_bytes)
 
     @property
-    def unused(self) -> int:  # by the allocator, under no tensor
+    def unused(self) -> int:
+        """Return what the allocator held under no tensor."""
         error = self.record.error
         return self._first_known(error.unused_bytes, lambda each: max(0, each.cached_bytes))
 
     @property
-    def outside(self) -> int:  # what is neither free nor torch's: context, libraries, others
+    def outside(self) -> int:
+        """Return what is neither free nor torch's: context, libraries, other processes."""
         return max(0, self.total - self.free - self.live - self.unused)
 
     @property
@@ -57,52 +62,63 @@ class Case:
         return [each for each in samples if each.moment == "train"]
 
     @property
-    def highest_peak(self) -> int:  # of the steps before; 0 if none is known
+    def highest_peak(self) -> int:
+        """Return the most that a step before it needed; 0 if none is known."""
         return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
 
     @cached_property
-    def functions(self) -> frozenset[str]:  # that the error came through
+    def functions(self) -> frozenset[str]:
+        """Return the names of the functions that the error came through."""
         return frozenset(frame.function for frame in self.record.frames)
 
     @property
-    def is_first_step(self) -> bool:  # no optimizer step of this run was complete
+    def is_first_step(self) -> bool:
+        """Return whether no optimizer step of this run was complete."""
         return self.record.step == self.record.run.step
 
     @property
-    def tokens(self) -> tuple[int, int] | None:  # rows and length of the batch; else None
+    def tokens(self) -> tuple[int, int] | None:
+        """Return rows and length of the batch; None if it has no input_ids or labels."""
         for name in ("input_ids", "labels", "decoder_input_ids"):
             shape = self.record.batch.get(name)
             if shape is not None and len(shape.shape) == 2:
                 return shape.shape[0], shape.shape[1]
         return None
 
-    def argument(self, name: str, default: int) -> int:  # the default if it is implausible
+    def argument(self, name: str, default: int) -> int:
+        """Return a count of the TrainingArguments; the default if the value is implausible."""
         value = self.record.run.arguments.get(name)
         return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else default
 
-    def config(self, name: str) -> int:  # also of its text part; 0 if it has none
+    def config(self, name: str) -> int:
+        """Return a number of the model's config, also of its text part; 0 if it has none."""
         config = self.record.run.model_config
         text = config.get("text_config")
         found = (config.get(name), text.get(name) if isinstance(text, dict) else None)
         return next((value for value in found if isinstance(value, int)), 0)
 
-    def category(self, name: str) -> int:  # the bytes that were alive
+    def category(self, name: str) -> int:
+        """Return the bytes of a category that were alive."""
         return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
 
     @property
-    def fixed(self) -> int:  # what stays from step to step, as far as it was there
+    def fixed(self) -> int:
+        """Return what stays from step to step, as far as it was there."""
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
 
     @property
-    def trained(self) -> int:  # as much as the gradients, where they were there
+    def trained(self) -> int:
+        """Return what is trained: as much as the gradients, where they were there."""
         return self.category("gradient") or self.category("parameter")
 
     @property
-    def states(self) -> int:  # of the optimizer
+    def states(self) -> int:
+        """Return what the optimizer's states take of what is trained."""
         return int(self._state_factor * self.trained)
 
     @property
-    def to_come(self) -> int:  # what training still adds to `fixed`
+    def to_come(self) -> int:
+        """Return what training still adds to `fixed`: gradients and states not yet made."""
         trained = self.trained
         if not self.is_first_step:
             trained = self.category("optimizer") // 2 or trained
@@ -118,7 +134,8 @@ class Case:
         return factor / 4 if "8bit" in name else factor
 
     @property
-    def room(self) -> int:  # what this process could have had of the card, less 1/20
+    def room(self) -> int:
+        """Return what this process could have had of the card, less a twentieth."""
         return int(0.95 * (self.total - self.outside))
 
     @property
@@ -126,11 +143,13 @@ class Case:
         option = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
         return any(option in text for text in self.record.run.allocator.values())
 
-    def is_size_of(self, num_bytes: int) -> bool:  # as the allocator rounds it
+    def is_size_of(self, num_bytes: int) -> bool:
+        """Return whether exactly this was asked for, as the allocator rounds it."""
         return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < _ROUNDING_BYTES
 
     @property
-    def foreign(self) -> int:  # what others held, as far as sure; 0 if it may be ours
+    def foreign(self) -> int:
+        """Return what other processes held, as far as that is sure; 0 if it may be our own."""
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)

@@ -100,7 +100,8 @@ def _explained(
     return replace(found, remedies=tuple(_as_typed(each, first.run) for each in found.remedies))
 
 
-def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:  # as overrides, if Hydra made the run
+def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
+    """Write flags and the preset as overrides, if Hydra made the run."""
     if not run.override:
         return remedy
     if remedy.do.startswith(advice.SURVIVE.shell.partition(" -- ")[0]):
@@ -208,7 +209,8 @@ def _unknown(case: Case) -> tuple[str, ...]:
 
 def _without_record(
     folder: Path, history: History | None, facts: Sequence[RunFacts]
-) -> Explanation | None:  # None if nothing was killed
+) -> Explanation | None:
+    """Explain a run that was killed, or whose dataloader worker was; None if it was neither."""
     if history is None or not history.runs:
         return None
     failures = (failure for _, failure in entries_of(history.runs[-1].timelines, Failure))

@@ -92,7 +92,8 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     )
 
 
-def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:  # None: sought, or cannot be
+def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
+    """Return the request of a run with a remedy; None if the planner searches, or cannot."""
     flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
         source = source_of(asked)
@@ -136,7 +137,8 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 
 def _in_order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
-) -> list[Remedy]:  # what fits, what no plan knows, what is not enough
+) -> list[Remedy]:
+    """Return first what makes the run fit, then what no plan knows, then what is not enough."""
     found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
@@ -237,7 +239,8 @@ def request_of(case: Case) -> PlanRequest:
     )
 
 
-def _refuse(run: RunFacts) -> None:  # whose plan would be one of something else
+def _refuse(run: RunFacts) -> None:
+    """Refuse runs whose plan would be a plan of something else."""
     if not run.built_class.startswith("transformers."):
         raise PlanError(
             f"transformers has no class {run.built_class or run.model or 'of its model'}"
@@ -251,7 +254,8 @@ def _refuse(run: RunFacts) -> None:  # whose plan would be one of something else
         raise PlanError(f"it ran as {run.family}")
 
 
-def _exported(run: RunFacts) -> dict[str, str]:  # none if arguments set the strategy up
+def _exported(run: RunFacts) -> dict[str, str]:
+    """Return the variables that a launch file set; none if arguments set the strategy up."""
     set_up = _SET_UP.get(run.family)
     if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
         return {}

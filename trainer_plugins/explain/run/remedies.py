@@ -192,7 +192,8 @@ def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.CODE, how=how, place=f"{copied.file}:{copied.line}")
 
 
-def _copying(case: Case) -> Frame | None:  # by a line of the user's
+def _copying(case: Case) -> Frame | None:
+    """Return the innermost line of the user's that copies a tensor or a model."""
     copies = [each for each in _own_frames(case) if _COPIES.search(each.code)]
     return copies[-1] if copies else None
 

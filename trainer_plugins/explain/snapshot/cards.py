@@ -91,11 +91,13 @@ class Card:
     has_taken: bool  # whether segments were taken
 
     @property
-    def allocated_bytes(self) -> int:  # as the file states it, at the end
+    def allocated_bytes(self) -> int:
+        """Return what the file states as allocated at its end."""
         return sum(segment.allocated_bytes for segment in self.segments)
 
     @property
-    def reserved_bytes(self) -> int:  # at the end
+    def reserved_bytes(self) -> int:
+        """Return what the process held of the card at the end."""
         return sum(segment.num_bytes for segment in self.segments)
 
     @property
@@ -112,7 +114,8 @@ class Snapshot:
     stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
-    def main_card(self) -> Card:  # one that ran out of memory, else the busiest
+    def main_card(self) -> Card:
+        """Choose the card to explain: one that ran out of memory, else the busiest."""
         return max(
             self.cards, key=lambda one: (one.num_ooms > 0, len(one.events), one.reserved_bytes)
         )

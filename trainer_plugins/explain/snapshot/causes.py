@@ -45,7 +45,8 @@ def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
             yield _capacity(case)
 
 
-def _foreign(case: SnapshotCase) -> Iterator[Cause]:  # by what fitted at the first OOM
+def _foreign(case: SnapshotCase) -> Iterator[Cause]:
+    """Compare what could be held at the first and at the last OOM: the rest is others'."""
     reserved = reserved_after(case.card)
     ends = [
         reserved[at + 1] + event.address
@@ -140,7 +141,8 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
         yield cause("save-gather", grade="likely")
 
 
-def _uneven(case: SnapshotCase) -> str:  # empty if the cards are loaded evenly
+def _uneven(case: SnapshotCase) -> str:
+    """Compare the cards of a process that uses several; empty if they are loaded evenly."""
     cards = [card for card in case.snapshot.cards if card is not case.card]
     others = {card.index: max(reserved_after(card)) for card in cards}
     if not others or max(others.values()) >= case.reserved_bytes / 2:

@@ -107,7 +107,8 @@ def _ending(case: SnapshotCase) -> Iterator[str]:
     yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
 
 
-def _checks(case: SnapshotCase) -> Iterator[str]:  # against what the file states
+def _checks(case: SnapshotCase) -> Iterator[str]:
+    """Say how the figures were checked against what the file states."""
     stated = case.card.allocated_bytes
     if case.at_end.allocated_bytes == stated:
         yield f"At the end the categories sum to the {stated:,} bytes that the file states"
@@ -152,7 +153,8 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
 
-def _likely(unknown: int, case: SnapshotCase) -> str:  # by the size of the gradients
+def _likely(unknown: int, case: SnapshotCase) -> str:
+    """Guess from the size of the gradients, which is that of the parameters."""
     gradients = case.sorter.gradient_bytes()
     for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):
         if gradients and abs(unknown / gradients - times) < 0.05 * times:
@@ -160,7 +162,8 @@ def _likely(unknown: int, case: SnapshotCase) -> str:  # by the size of the grad
     return ""
 
 
-def _in_bytes(num_bytes: int) -> str:  # comparable to the byte
+def _in_bytes(num_bytes: int) -> str:
+    """Render a size so that it can be compared to the byte."""
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
 
 

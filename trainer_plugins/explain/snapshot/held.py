@@ -94,13 +94,15 @@ class Sorter:
             self._meanings[stack] = meaning_of(self._stacks[stack])
         return self._meanings[stack]
 
-    def step_at(self, position: int) -> int:  # backward passes that had ended before
+    def step_at(self, position: int) -> int:
+        """Return how many backward passes had ended before an event."""
         return self._backward_before[max(bisect_right(self._starts, position) - 1, 0)]
 
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
 
-    def held_at(self, position: int) -> Held:  # in use after an event
+    def held_at(self, position: int) -> Held:
+        """Say what is in use after an event."""
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
         categories: Counter[Category] = Counter()
         bytes_from: Counter[str] = Counter()
@@ -114,11 +116,13 @@ class Sorter:
         lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
         return Held(position, dict(categories.most_common()), tuple(lines))
 
-    def gradient_bytes(self) -> int:  # at the end of the last complete backward pass
+    def gradient_bytes(self) -> int:
+        """Return what the gradients took at the end of the last complete backward pass."""
         ends = [each.last for each in self.passes[:-1] if each.kind == "backward"]
         return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
-    def place(self, life: Life) -> str:  # the line that asked for it
+    def place(self, life: Life) -> str:
+        """Name the line that asked for a block."""
         if life.stack:
             return self.meaning(life.stack).place
         if life.birth == BEFORE:
@@ -163,7 +167,8 @@ class Sorter:
         index = bisect_right(self._starts, position) - 1
         return self.passes[index] if index >= 0 else None
 
-    def _fate(self, life: Life) -> bool | None:  # within its pass? None if the run ended before
+    def _fate(self, life: Life) -> bool | None:
+        """Say whether a block went within its pass; None if the run ended before that was known."""
         its, death = self._pass_at(life.birth), self._known_death(life)
         if its is None or life.birth == BEFORE:
             return False
@@ -174,7 +179,8 @@ class Sorter:
             return death < its.last and (is_training or death - life.birth < _SHORT_EVENTS)
         return None if is_last and self._end < len(self._card.events) else False
 
-    def _usual_fates(self) -> Mapping[int, bool]:  # by stack: most bytes went in their pass
+    def _usual_fates(self) -> Mapping[int, bool]:
+        """Say for each stack whether most of its bytes went within their pass."""
         balance: Counter[int] = Counter()
         for life in self.lives:
             if (fate := self._fate(life)) is not None:
@@ -186,7 +192,8 @@ class Sorter:
         its = self._pass_at(death) if death is not None else None
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 
-    def _sizes_of_losses(self) -> frozenset[int]:  # of a loss's largest tensor, in fp32, 16 bits
+    def _sizes_of_losses(self) -> frozenset[int]:
+        """Return the size of the largest tensor of a loss, rows x vocabulary in float32."""
         losses = (life for life in self.lives if self.meaning(life.stack).work == "loss")
         largest = max((life.requested_bytes for life in losses), default=0)
         return frozenset({largest, largest // 2} if largest >= _LEAST_LOGITS_BYTES else ())

@@ -46,19 +46,23 @@ class SnapshotCase:
     why_not_repeated: str
 
     @property
-    def in_use_bytes(self) -> int:  # also what still waits for another stream
+    def in_use_bytes(self) -> int:
+        """Return what is allocated, with what still waits for another stream."""
         return sum(self.held.categories.values())
 
     @property
-    def unused_bytes(self) -> int:  # reserved and not in use
+    def unused_bytes(self) -> int:
+        """Return what was reserved and not in use; at an OOM it could not be used or released."""
         return self.reserved_bytes - self.in_use_bytes
 
     @property
-    def capacity_bytes(self) -> int:  # what the process held, and what the card had left
+    def capacity_bytes(self) -> int:
+        """Return what the process could have held: what it held, and what the card had left."""
         return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
 
     @property
-    def missing_bytes(self) -> int:  # even without a gap; negative if it had fitted
+    def missing_bytes(self) -> int:
+        """Return what the request lacked even without a gap; it is negative if it had fitted."""
         wanted = self.oom.num_bytes - self.oom.left_bytes if self.oom is not None else 0
         return wanted - self.unused_bytes
 

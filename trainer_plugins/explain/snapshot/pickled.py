@@ -93,7 +93,8 @@ class _Program:
         self._marks: list[int] = []  # where each list or dict began that is not filled yet
         self._memo: list[Any] = []
 
-    def run(self, data: bytes) -> Any:  # raises whatever unfit instructions raise
+    def run(self, data: bytes) -> Any:
+        """Return what it makes; instructions that do not fit together raise whatever they raise."""
         made, memo, at, end = self._made, self._memo, 2, len(data)
         while at < end and len(made) <= _MOST_WAITING:
             code = data[at]

@@ -81,7 +81,8 @@ class _Trial:
         self._try_capacity()
         return self.found
 
-    def _try_settings(self) -> str:  # why none helps; empty if one does
+    def _try_settings(self) -> str:
+        """Try other settings; return why none helps, empty if one does."""
         recorded = self.repeated.rules
         if self._spare() is not None:
             return (
@@ -124,7 +125,8 @@ class _Trial:
                 " spare",
             )
 
-    def _try_half(self) -> None:  # of what passes allocated in the trace
+    def _try_half(self) -> None:
+        """Halve what forward and backward passes allocated within the trace."""
         sorter = self.case.sorter
         if self.case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
             return
@@ -143,7 +145,8 @@ class _Trial:
                 " activations, logits and temporaries of the trace grow with the batch",
             )
 
-    def _try_small_states(self) -> None:  # one byte a number, not four
+    def _try_small_states(self) -> None:
+        """Hold the states of Adam in one byte a number instead of four."""
         case = self.case
         if case.request.work != "optimizer" or not any(
             "/torch/optim/adam" in frame.file for frame in case.snapshot.stacks[case.oom_stack]
@@ -181,7 +184,8 @@ class _Trial:
         divisor: int = 1,
         request_divisor: int = 1,
         more_bytes: int = 0,
-    ) -> int | None:  # left on the card after the request that failed; None is an OOM
+    ) -> int | None:
+        """Return what the card has left after the request that failed; None is an OOM."""
         births = {life.birth for life in smaller}
         events, trace = self.case.card.events, self.repeated.trace
         first = len(events) - len(trace.events)

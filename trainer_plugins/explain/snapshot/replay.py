@@ -271,7 +271,8 @@ def _num_pieces(segment: StartSegment) -> int:
     return len(segment.pieces) + small
 
 
-def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:  # at most 1 MiB each
+def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
+    """Cut what one allocation of the small pool cannot hold."""
     for state, left in segment.pieces:
         while segment.is_small and left > _SMALL_BYTES:
             yield state, _SMALL_BYTES

@@ -25,7 +25,8 @@ class StartSegment(NamedTuple):
     is_small: bool
     pieces: tuple[tuple[State, int], ...]  # what lies in it, without a hole: state and bytes
 
-    def used(self) -> Iterator[tuple[int, int]]:  # address and bytes of each block
+    def used(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and the bytes of each block in use."""
         address = self.address
         for state, num_bytes in self.pieces:
             if state == "used":
@@ -52,7 +53,8 @@ def known_from(card: Card) -> int:
     return 0 if has_lost_its_end(card) else _after_gap(card)
 
 
-def _after_gap(card: Card) -> int:  # a program stopped recording, and began again
+def _after_gap(card: Card) -> int:
+    """Undo the events back to the first gap: a program stopped recording, and began again."""
     live = {
         block.address for segment in card.segments for block in segment.blocks if block.is_active
     }
@@ -138,7 +140,8 @@ class _Start:
             pieces = self._pieces(inside, start, start + size, None if is_small else behind)
             yield StartSegment(start, stream, is_small, tuple(pieces))
 
-    def _first_behind(self, addresses: list[int]) -> dict[int, int]:  # its first neighbour
+    def _first_behind(self, addresses: list[int]) -> dict[int, int]:
+        """Return where the first allocation after a live block lies, in its segment."""
         found: dict[int, int] = {}
         gone: set[int] = set()
         starts = sorted(self._taken)
@@ -179,7 +182,8 @@ class _Start:
         if position < end:
             yield "free", end - position
 
-    def _of_ranges(self) -> Iterator[StartSegment]:  # one for a stream and a pool
+    def _of_ranges(self) -> Iterator[StartSegment]:
+        """Cut each range of addresses into pieces; there is one for a stream and a pool."""
         addresses, mapped = sorted(self._live), self._mapped.joined()
         known = sorted(self._ranges.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
@@ -220,7 +224,8 @@ class _Ranges:
     def apart(self) -> list[tuple[int, int]]:
         return [(low, self._highs[low]) for low in self._lows]
 
-    def joined(self) -> list[tuple[int, int]]:  # those that touch are one
+    def joined(self) -> list[tuple[int, int]]:
+        """Return the ranges in order; those that touch are one."""
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
             if joined and low <= joined[-1][1]:

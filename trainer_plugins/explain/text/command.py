@@ -66,7 +66,8 @@ def shown(text: str) -> list[str]:
     return []
 
 
-def _names_a_program(words: Sequence[str]) -> bool:  # or are a sentence that begins so
+def _names_a_program(words: Sequence[str]) -> bool:
+    """Tell a command line from a sentence that begins with the same word."""
     launcher, *others = words
     if launcher.rpartition("/")[2].startswith("python"):
         others = [word for word in others if word == "-m" or not word.startswith("-")][:1]

@@ -84,7 +84,8 @@ def _clean_lines(text: str) -> list[Line]:
     return [_clean_line(raw[:_LONGEST_LINE]) for raw in re.split(r"\r\n|\n|\r", text)]
 
 
-def _clean_line(raw: str) -> Line:  # without escapes, boxes and prefixes
+def _clean_line(raw: str) -> Line:
+    """Strip one line of escapes, boxes and prefixes, and name its writer."""
     text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):
@@ -124,7 +125,8 @@ def find_first(stream: BinaryIO) -> Excerpt:
     return Excerpt(None, lines)
 
 
-def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:  # and whether it is the last
+def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
+    """Yield the text block by block, and whether it is the last one."""
     block = stream.read(_BLOCK_BYTES)
     if not block.strip():
         raise ValueError("there is nothing in it")
@@ -141,7 +143,8 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:  # and whether it is
         block = following
 
 
-def _first_oom(text: str, start: int, end: int) -> int | None:  # at or after `start`
+def _first_oom(text: str, start: int, end: int) -> int | None:
+    """Return where the first line with an OOM begins, at or after `start`; None without one."""
     seen = start
     for match in _HINTS.finditer(text, start, end):
         if match.start() < seen:
@@ -162,7 +165,8 @@ def _oom_in(raw: str) -> OutOfMemory | None:
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 
 
-def _excerpt(lines: list[Line], at: int) -> Excerpt:  # a certain one soon after is better
+def _excerpt(lines: list[Line], at: int) -> Excerpt:
+    """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
     writer = lines[at].writer
     context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
     found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
@@ -174,7 +178,8 @@ def _excerpt(lines: list[Line], at: int) -> Excerpt:  # a certain one soon after
     return Excerpt(found, tuple(lines), at)
 
 
-def _message(lines: list[Line], at: int) -> str:  # joined where a terminal has broken it
+def _message(lines: list[Line], at: int) -> str:
+    """Join what a terminal has broken; a message of several lines keeps them."""
     said = [lines[at].text]
     tried = _TRIED.search(said[0])
     if tried and not classify(said[0]):

@@ -66,7 +66,8 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     )
 
 
-def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:  # but a table or a lookalike
+def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
+    """Explain a table of nvidia-smi, or words that are taken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:

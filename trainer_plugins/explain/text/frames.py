@@ -33,7 +33,8 @@ class Frame(NamedTuple):
         return is_users(self.path)
 
     @property
-    def words(self) -> str:  # all that the traceback shows of this call, for a search
+    def words(self) -> str:
+        """Return all that the traceback shows of this call, for a search."""
         return f"{self.path} {self.function} {self.source}"
 
     def __str__(self) -> str:

@@ -82,7 +82,8 @@ def progress(before: Sequence[Line]) -> str:
     return ""
 
 
-def _of_bar(text: str) -> str | None:  # empty if it is at its start
+def _of_bar(text: str) -> str | None:
+    """Read a bar that counts steps; None if there is none, empty if it is at its start."""
     bars = (bar for each in _BARS if (bar := each.search(text)))
     if (bar := min(bars, key=lambda bar: bar.start(), default=None)) is None:
         return None
@@ -99,7 +100,8 @@ def _of_bar(text: str) -> str | None:  # empty if it is at its start
     return f"the run was in epoch {epoch[1]}" if epoch and int(epoch[1]) > 1 else ""
 
 
-def _of_dict(num_losses: int, text: str) -> str | None:  # of a logger
+def _of_dict(num_losses: int, text: str) -> str | None:
+    """Read a dict of a logger: a positive epoch, or enough lines with a loss."""
     epoch = _EPOCH.search(text)
     if epoch and float(epoch[1]) > 0:
         return f"the run was at epoch {epoch[1]}"
@@ -108,7 +110,8 @@ def _of_dict(num_losses: int, text: str) -> str | None:  # of a logger
     return f"{num_losses} lines before it report a loss" if num_losses >= _FAR else ""
 
 
-def _of_step(text: str) -> str | None:  # with what was measured in it, or the last step
+def _of_step(text: str) -> str | None:
+    """Read a line that names a step, with what was measured in it or with the last step."""
     step = _STEP_OF_EPOCH.search(text)
     if not step and (step := _STEP.search(text)) and not _tells(step):
         step = None
@@ -120,7 +123,8 @@ def _of_step(text: str) -> str | None:  # with what was measured in it, or the l
     return f"the run was at epoch {epoch['done']}" if int(epoch["done"]) else ""
 
 
-def _tells(step: re.Match[str]) -> bool:  # is it a step of the run, and no setting?
+def _tells(step: re.Match[str]) -> bool:
+    """Return whether a number beside the word is a step of the run, and no setting."""
     if step["batch"]:
         return bool(step["of"])
     if step["many"]:

@@ -74,14 +74,16 @@ class TextFacts:
         return self.oom.allocated_bytes
 
     @property
-    def unused(self) -> int | None:  # what the allocator holds under no tensor
+    def unused(self) -> int | None:
+        """Return what the allocator holds under no tensor."""
         oom = self.oom
         if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
             return max(0, oom.reserved_bytes - self.live)
         return oom.unused_bytes
 
     @property
-    def hides_processes(self) -> bool:  # as it does on Windows and WSL
+    def hides_processes(self) -> bool:
+        """Return whether the driver hides what each process holds, as on Windows and WSL."""
         return any(size >= NOT_AVAILABLE_BYTES for _, size in self.oom.process_bytes)
 
     @property
@@ -89,7 +91,8 @@ class TextFacts:
         return "No executable batch size" in self.oom.text
 
     @property
-    def framework(self) -> str:  # another one whose words these are; empty if it is torch
+    def framework(self) -> str:
+        """Return the name of another framework whose words these are; empty if it is torch."""
         if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
             return ""
         if self.called("torch_xla") or self.says("torch_xla"):
@@ -97,7 +100,8 @@ class TextFacts:
         return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
 
     @property
-    def own(self) -> int | None:  # by the message, else what torch has reserved
+    def own(self) -> int | None:
+        """Return what this process holds: by the message, else what torch has reserved."""
         own = [size for pid, size in self._named if pid is None]
         reserved = None if self.live is None else self.live + (self.unused or 0)
         if own or reserved is None or self.total is None or self.free is None:
@@ -114,33 +118,39 @@ class TextFacts:
         return [one for one in self.oom.process_bytes if 0 < one[1] < NOT_AVAILABLE_BYTES]
 
     @property
-    def others(self) -> int | None:  # what is neither free nor this process's
+    def others(self) -> int | None:
+        """Return what is neither free nor this process's: T - F - L - U."""
         if self.total is None or self.free is None or self.own is None:
             return None
         return max(0, self.total - self.free - self.own)
 
     @property
-    def outside_torch(self) -> int:  # as far as the message names it
+    def outside_torch(self) -> int:
+        """Return what this process holds outside torch's allocator, as far as it is named."""
         own = [size for pid, size in self._named if pid is None]
         return max(0, own[0] - (self.live or 0) - (self.unused or 0)) if own else 0
 
     @property
-    def neighbours(self) -> list[tuple[int, int]]:  # named; pairs (pid, bytes)
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Return the other processes that the message names, as pairs (pid, bytes)."""
         return [(pid, size) for pid, size in self._named if pid is not None and size != self.own]
 
     def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
         frames = self.frames[-innermost:] if innermost else self.frames
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 
-    def says(self, pattern: str) -> re.Match[str] | None:  # the log's head included
+    def says(self, pattern: str) -> re.Match[str] | None:
+        """Find words anywhere in the text, the head of the log included."""
         return re.search(pattern, self.text) or re.search(pattern, self.command)
 
     @property
-    def users_frame(self) -> Frame | None:  # the innermost one
+    def users_frame(self) -> Frame | None:
+        """Return the innermost frame in the user's code."""
         return next((one for one in reversed(self.frames) if one.is_users), None)
 
     @property
-    def users_line(self) -> str:  # in a sentence; empty if there is none
+    def users_line(self) -> str:
+        """Name that frame in a sentence; empty if there is none."""
         frame = self.users_frame
         return f"The innermost line outside packages is {frame}." if frame else ""
 
@@ -163,10 +173,12 @@ class TextFacts:
         return is_named or self.hides_processes
 
     @property
-    def launched(self) -> str:  # its command line, the launcher included
+    def launched(self) -> str:
+        """Return the command line of the run, its launcher included."""
         return launched(f"{self.command}\n{self.text}", self.frames, self.writer)
 
-    def rows(self, name: str) -> int | None:  # by the command line or a config in the text
+    def rows(self, name: str) -> int | None:
+        """Return a number that the command line or a config in the text gives to a setting."""
         names = f"(?:{name}{_IN_BANNERS.get(name, '')})"
         found = self.says(rf"{names}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b")
         return int(found[1]) if found else None

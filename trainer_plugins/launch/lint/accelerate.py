@@ -175,7 +175,8 @@ def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterato
         )
 
 
-def _fsdp(config: Mapping) -> Iterator[Finding]:  # its keys have lost their prefix
+def _fsdp(config: Mapping) -> Iterator[Finding]:
+    """Judge the section of FSDP, whose keys have lost their prefix."""
     reshards = config.get("reshard_after_forward")
     if config.get("version", 1) == 2:
         for key in _FSDP1_ONLY:

@@ -41,7 +41,8 @@ class Document:
         return part(self.deepspeed or {}, name)
 
     @property
-    def zero_stage(self) -> int | None:  # None if DeepSpeed will not run
+    def zero_stage(self) -> int | None:
+        """Return the ZeRO stage that will run; None if DeepSpeed will not run."""
         if self.deepspeed is not None:
             stage = self.in_deepspeed("zero_optimization.stage")
             if isinstance(stage, (int, float)) and not isinstance(stage, bool):
@@ -54,7 +55,8 @@ class Document:
         return stage if isinstance(stage, int) else 2
 
     @property
-    def offload_devices(self) -> dict[str, str]:  # `{"optimizer": "cpu"}`
+    def offload_devices(self) -> dict[str, str]:
+        """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
         found = {}
         for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
             device = self.in_deepspeed(f"zero_optimization.offload_{what}.device")
@@ -237,7 +239,8 @@ def _within_value(value: object) -> list[tuple[str, object]]:
 
 def _walk(
     root: object, within: Callable[[object], list[tuple[str, object]]], source: str
-) -> Iterator[tuple[object, str]]:  # with its dotted name, as often as anchors refer to it
+) -> Iterator[tuple[object, str]]:
+    """Yield each value with its dotted name, as often as anchors refer to it."""
     waiting = [(root, "", 1)]
     num_seen = 0
     while waiting:

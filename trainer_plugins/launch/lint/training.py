@@ -147,7 +147,8 @@ def training_findings(
     yield from _saves(document, training or {})
 
 
-def _handed_over(document: Document) -> dict[str, Any]:  # with what accelerate fills in
+def _handed_over(document: Document) -> dict[str, Any]:
+    """Return the DeepSpeed config with the values that accelerate fills in."""
     if document.deepspeed is not None:
         return {"gradient_accumulation_steps": 1, **document.deepspeed}
     names = ("gradient_accumulation_steps", "gradient_clipping")

@@ -7,8 +7,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.planner.tracing.trace import tensors_in
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import tensors_in
 
 _EVALUATION_STEPS_RUN = 2
 

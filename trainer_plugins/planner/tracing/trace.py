@@ -28,7 +28,7 @@ from trainer_plugins.planner.tracing.events import (
 from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.position import Graph, Lag, Pace
-from trainer_plugins.wrapped import local_tensor
+from trainer_plugins.wrapped import local_tensor, tensors_in
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
@@ -326,15 +326,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return values.healthy_answer(
             operation, tensor.dtype, self.moment, is_on_card, self.values.asked
         )
-
-
-def tensors_in(result: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a result: one, those of a list, or those of lists in it."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for each in result:
-            yield from tensors_in(each)
 
 
 def _card_of(tensor: torch.Tensor) -> int:

@@ -87,7 +87,8 @@ class Dot:
     text_y: float
 
     @property
-    def anchor(self) -> str:  # so that the text stays in the picture
+    def anchor(self) -> str:
+        """Return which end of the text is at the point, so that it stays in the picture."""
         return "start" if self.at_percent < 40 else "end" if self.at_percent > 60 else "middle"
 
 
@@ -259,7 +260,8 @@ def number_ticks(height: Height, most: int = 3) -> tuple[Tick, ...]:
     return tuple(map(Tick, map(height.y, numbers), texts))
 
 
-def _round(top: float, most: int) -> float:  # 1, 2, 5, 10 and so on
+def _round(top: float, most: int) -> float:
+    """Return the smallest step of 1, 2, 5, 10 and so on that needs at most `most` ticks."""
     every, factors, number = 1e-3, (2.0, 2.5, 2.0), 0
     while top / every > most:
         every *= factors[number % len(factors)]

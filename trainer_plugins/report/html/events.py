@@ -21,7 +21,8 @@ class Span:
     began_seconds: float  # since the Unix epoch
     seconds: float
 
-    def place(self, seconds: float) -> float:  # since the beginning, in units of the chart
+    def place(self, seconds: float) -> float:
+        """Return where a time since the beginning lies, in units of the chart."""
         return round(WIDTH * min(max(seconds / self.seconds, 0.0), 1.0), 1)
 
     def percent(self, time_seconds: float) -> float:
@@ -159,7 +160,8 @@ def _findings(noted: Iterable[Noted], span: Span) -> Iterator[Lane]:
         yield _labelled([*signs.values()], each.finding.code)
 
 
-def _labelled(signs: Sequence[Sign], label: str) -> Lane:  # where it has no sign
+def _labelled(signs: Sequence[Sign], label: str) -> Lane:
+    """Put a label where the lane has no sign, even if the page is narrow."""
     first, last = signs[0].at_percent, signs[-1].at_percent
     lane = Lane(name="", signs=tuple(signs), label=label, side="above")
     if first > 42:

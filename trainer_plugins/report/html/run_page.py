@@ -154,14 +154,16 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
     return of_run[-1] if of_run else 0
 
 
-def _rank_in_full(run: Run, record: OomRecord | None) -> int:  # else the fullest card's
+def _rank_in_full(run: Run, record: OomRecord | None) -> int:
+    """Choose the rank that failed, else the one whose card was fullest."""
     if record is not None and record.rank in run.timelines:
         return record.rank
     tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
     return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)
 
 
-def _lede(record: OomRecord | None) -> str:  # empty if it is unknown
+def _lede(record: OomRecord | None) -> str:
+    """Say in numbers what did not fit; empty if that is unknown."""
     error = record.error if record is not None else None
     if record is None or error is None or error.requested_bytes is None:
         return ""

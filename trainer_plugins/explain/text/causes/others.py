@@ -101,7 +101,8 @@ def engine_share(facts: TextFacts) -> Cause | None:
     )
 
 
-def _is_crowded(facts: TextFacts) -> bool:  # or the engine counts what it has released
+def _is_crowded(facts: TextFacts) -> bool:
+    """Return whether others hold the card, or the engine counts what it has released."""
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
     return held or (facts.live or 0) > (facts.total or facts.live or 0)
 
@@ -182,7 +183,8 @@ def _names(facts: TextFacts) -> str:
     return f"The text names {', '.join(found[:6])}." if found else ""
 
 
-def _by_table(facts: TextFacts) -> Cause | None:  # of nvidia-smi
+def _by_table(facts: TextFacts) -> Cause | None:
+    """Judge by a pasted nvidia-smi table, where the message has no numbers."""
     device = facts.oom.device or 0
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:

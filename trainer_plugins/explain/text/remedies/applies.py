@@ -55,13 +55,15 @@ def _has_refused_survival(facts: TextFacts) -> bool:
     return SURVIVAL_REFUSED.search(facts.command + facts.text) is not None
 
 
-def _has_workers(facts: TextFacts) -> bool:  # which fill main memory, at once or in time
+def _has_workers(facts: TextFacts) -> bool:
+    """Return whether dataloader workers may have filled main memory, all at once or in time."""
     if facts.says(r"DataLoader worker|dataloader"):
         return True
     return bool(facts.progress) and not facts.says("(?i)offload")
 
 
-def _loads_twice(facts: TextFacts) -> bool:  # and nothing else has filled main memory
+def _loads_twice(facts: TextFacts) -> bool:
+    """Return whether loading may have filled main memory, and nothing shows that another did."""
     is_else = _has_workers(facts) or facts.says(_OFFLOADS)
     return not is_else and (not facts.oom.is_certain or facts.called(LOADING) is not None)
 

@@ -121,7 +121,8 @@ def _has_no_cache(facts: TextFacts) -> bool:
     return facts.oom.source == "engine" and not is_startup(facts)
 
 
-def _share(facts: TextFacts) -> tuple[float, str]:  # with a clause if it is the default
+def _share(facts: TextFacts) -> tuple[float, str]:
+    """Return the share in force, and a clause if it is only the program's default."""
     if found := facts.says(_WANTED) or facts.says(_SETTING):
         return float(found["share"]), ""
     usual = _program(facts).usual_share
@@ -132,7 +133,8 @@ def _program(facts: TextFacts) -> _Program:
     return next(each for each in _PROGRAMS if facts.says(each.words))
 
 
-def _spelled(one: Advice, facts: TextFacts, share: float) -> str:  # as the text writes it
+def _spelled(one: Advice, facts: TextFacts, share: float) -> str:
+    """Write the setting as the text does, if it is a flag, an argument or an override there."""
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):
         return f"{found['name']}{found['sep']}{share:g}"

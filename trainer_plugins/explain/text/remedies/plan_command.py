@@ -41,7 +41,8 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         self.text = f"{facts.command}\n{facts.text}"
         self.given = _arguments(shown(self.text))
 
-    def value(self, names: str, values: str) -> str:  # empty if to nothing of this form
+    def value(self, names: str, values: str) -> str:
+        """Return what one of several names is set to; empty if to nothing of this form."""
         for name in names.split("|"):
             if re.fullmatch(values, self.given.get(name, "")):
                 return self.given[name]
