@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from typer import Option
 
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, plan_of_command
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
+    from trainer_plugins.planner.calibrate import Calibration
+    from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.planner.request import PlanRequest
 
 _EXIT_BAD_INPUT = 2
@@ -53,11 +56,19 @@ class AnswerOptions:
 
 @with_options()
 def plan(
-    context: typer.Context, run: RunOptions, answer: AnswerOptions, as_json: AsJson = False
+    context: typer.Context,
+    run: RunOptions,
+    answer: AnswerOptions,
+    dry: DryOptions,
+    as_json: AsJson = False,
 ) -> None:
     """Predict the peak of a training run without a GPU. All flags of TrainingArguments may follow.
 
     Example: trainer-plugins plan --model config.json --gpu 24GiB --per_device_train_batch_size 4
+
+    Or run your own command on CUDA cards that compute nothing:
+
+    trainer-plugins plan --gpu 24GiB -- python train.py --learning_rate 1e-5
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
@@ -72,8 +83,18 @@ def plan(
             _show_compared(*answer.compare, as_json)
             return
         _refuse_contradictions(answer)
+        if command := command_in(context.args):
+            _refuse_tables(answer)
+            found = plan_of_command(command, run, dry)
+            _show(replace(found, planned={**found.planned, "command": command_of(context)}), answer, as_json)
+            raise typer.Exit(_EXIT_DOES_NOT_FIT if found.fits is False else 0)
+        if dry != DryOptions():
+            raise PlanError("--steps, --snapshot and --dry-env are for a command after --")
         if run.model.model is None:
-            raise PlanError("name the model: --model with a config.json, its folder, or org/name")
+            raise PlanError(
+                "name the model: --model with a config.json, its folder, or org/name; or give a"
+                " command after --"
+            )
         details, inputs = inputs_of(run, context.args)
         if answer.calibrate is not None:  # the context that was measured must not be used here
             inputs = replace(inputs, calibration=False)
@@ -104,7 +125,8 @@ def command_of(context: typer.Context) -> str:
             continue
         for each in value if isinstance(value, (list, tuple)) else [value]:
             words += [flag, str(each)]
-    return shlex.join([*words, *context.args])
+    dashes = ["--"] if command_in(context.args) else []
+    return shlex.join([*words, *dashes, *context.args])
 
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:
@@ -125,27 +147,47 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
         timelines_of(answer.calibrate)
 
 
+def _refuse_tables(answer: AnswerOptions) -> None:
+    """Refuse what is not there for a command yet."""
+    from trainer_plugins.planner.plan import PlanError
+
+    for name in ("search", "explain_change", "calibrate"):
+        if getattr(answer, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise PlanError(f"{flag} is for --model: a command after -- gets one plan")
+
+
 def _show_plan(
     request: "PlanRequest", answer: AnswerOptions, timeout_seconds: float, as_json: bool
 ) -> bool | None:
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.predict import predict_one
+
+    found = predict_one(request, timeout_seconds, partial(print, file=sys.stderr, flush=True))
+    compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
+    _show(found, answer, as_json, compared)
+    return found.fits
+
+
+def _show(
+    found: "MemoryPlan",
+    answer: AnswerOptions,
+    as_json: bool,
+    compared: "Calibration | None" = None,
+) -> None:
     from trainer_plugins.report.html.plan_page import plan_page
     from trainer_plugins.report.page import show
     from trainer_plugins.report.plan_text import calibration_report, plan_report
 
-    found = predict_one(request, timeout_seconds, partial(print, file=sys.stderr, flush=True))
-    compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
     if answer.html is not None:
         answer.html.write_text(plan_page(found), encoding="utf-8")
     if as_json:
         more = {} if compared is None else {"calibration": asdict(compared)}
         print(json.dumps({**asdict(found), **more}, indent=2, default=str))
-        return found.fits
+        return
     show(plan_report(found))
     if compared is not None:
         show(calibration_report(compared))
-    return found.fits
 
 
 def _show_compared(a: Path, b: Path, as_json: bool) -> None:

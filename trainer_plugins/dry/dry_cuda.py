@@ -11,18 +11,16 @@ library, Triton. What tensors hold is zero, but for small ones (`inside/values.p
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.testing.card import SimCard
-from trainer_plugins.dry.card.libraries import (
-    DryCudaUnavailable,
-    built,
-    libraries_in,
-    torch_folder,
-)
+from trainer_plugins.compiled import cpp_compiler
+from trainer_plugins.dry.card.libraries import built, libraries_in
+from trainer_plugins.dry.cuda_build import DryCudaUnavailable, site_with_cuda
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
@@ -45,10 +43,8 @@ _L2_MIB = {
 
 def unavailable_reason() -> str | None:
     """Say why the dry card cannot be had here; None if it can. Builds nothing."""
-    from trainer_plugins.compiled import cpp_compiler
-
     try:
-        torch_folder()
+        site_with_cuda()
     except DryCudaUnavailable as error:
         return str(error)
     return None if cpp_compiler() else "the dry card needs a C++ compiler: install g++ or set CXX"
@@ -96,7 +92,9 @@ class DryCuda:
 
     def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return an environment with the cards, for a program of Python or a launcher."""
-        path = [str(_SITE), *filter(None, [of.get("PYTHONPATH")])]
+        site = site_with_cuda()
+        ahead = [] if str(site) in sys.path else [str(site)]  # of the torch that is installed
+        path = [str(_SITE), *ahead, *filter(None, [of.get("PYTHONPATH")])]
         preload = [*map(str, self._libraries), *filter(None, [of.get("LD_PRELOAD")])]
         ours = {
             "LD_PRELOAD": ":".join(preload),

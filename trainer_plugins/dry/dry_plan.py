@@ -3,15 +3,21 @@
 If the cards are too small for the command, it runs once more on larger ones, to say by how much.
 """
 
+import contextlib
 import json
+import re
+import shlex
+import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.dry.dry_cuda import DryCuda, DryCudaUnavailable
+import psutil
+
+from trainer_plugins.dry.cuda_build import DryCudaUnavailable
+from trainer_plugins.dry.dry_cuda import DryCuda
 from trainer_plugins.explain.snapshot.held import Category as HeldAs
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.planner.cards import Card, about_context
@@ -24,7 +30,7 @@ from trainer_plugins.planner.plan import (
     PlanError,
     TensorsAtPeak,
 )
-from trainer_plugins.units import GIB, size
+from trainer_plugins.units import GIB
 
 _UNLIMITED_BYTES = 4096 * GIB
 _LAST_LINES = 12
@@ -42,40 +48,51 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
     "waiting": "activations",
 }
 
+_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|workspace", re.IGNORECASE)
+"""What may decide about memory; another function of a library that computes does not."""
+
 _MEANS_NOTHING = (
     "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
     " generated to the longest, experts get equal shares"
 )
 
 
-def dry_plan(
-    command: Sequence[str],
-    card: Card,
-    num_cards: int = 1,
-    *,
-    num_steps: int = 2,
-    timeout_seconds: float = 600,
-) -> MemoryPlan:
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Describes a command to run, and the cards of the machine that it is meant for."""
+
+    command: Sequence[str]
+    card: Card
+    num_cards: int = 1
+    num_steps: int = 2
+    """Optimizer steps after which the training ends."""
+
+    timeout_seconds: float = 600
+    """After which the command and all that it started are ended."""
+
+    snapshot: Path | None = None
+    """Where to keep the allocator's snapshot of the fullest card."""
+
+
+def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
     """Run a command on dry cards and return what it needs of the fullest one.
 
     Args:
-        command: what the user types; it may start several processes.
-        card: the kind of card.
-        num_cards: how many of them the machine has.
-        num_steps: optimizer steps to run.
-        timeout_seconds: after which the command is ended.
+        run: the command and its cards; it may start several processes.
+        tell: is told what is being done.
 
     Raises:
         PlanError: the dry card cannot be had here, or the command ended before it trained.
     """
-    result = _run(command, card, num_cards, num_steps, timeout_seconds)
-    is_too_large = any(each["num_ooms"] for each in result.seen)
-    if not is_too_large:
-        return _plan(result, card, num_cards)
+    tell(f"planning: running the command on a dry {run.card.name}")
+    result = _seen_of(run)
+    if not any(each["num_ooms"] for each in result.seen):
+        return _plan(result, run)
     failed = _failed_request(result)
-    unlimited = replace(card, capacity_bytes=_UNLIMITED_BYTES)
-    result = _run(command, unlimited, num_cards, num_steps, timeout_seconds)
-    return replace(_plan(result, card, num_cards), fits=False, **failed)
+    tell("planning: it does not fit, running it once more on a card without a limit")
+    unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
+    result = _seen_of(replace(run, card=unlimited))
+    return replace(_plan(result, run), fits=False, **failed)
 
 
 class _Result:
@@ -85,36 +102,52 @@ class _Result:
         self.seen, self.case = seen, case
 
 
-def _run(
-    command: Sequence[str], card: Card, num_cards: int, num_steps: int, timeout_seconds: float
-) -> _Result:
+def _seen_of(run: DryRun) -> _Result:
     try:
-        made = DryCuda(card, num_cards)
+        made = DryCuda(run.card, run.num_cards)
     except DryCudaUnavailable as error:
         raise PlanError(str(error)) from error
     with made as dry:
-        environment = {**dry.environment(), "TRAINER_PLUGINS_DRY_STEPS": str(num_steps)}
+        environment = {**dry.environment(), "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps)}
         log = dry.folder / "log"
-        with log.open("w") as output:
-            try:
-                code = subprocess.run(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    timeout=timeout_seconds,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired as error:
-                raise PlanError(f"the command took more than {timeout_seconds:.0f} s") from error
-            except OSError as error:
-                raise PlanError(f"the command cannot be run: {error}") from error
+        code = _ended(run, environment, log)
         seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
         if not seen:
             raise PlanError(_never_trained(code, log))
         seen.sort(key=_reserved_peak, reverse=True)
-        return _Result(seen, case_of(dry.folder / f"snapshot-{seen[0]['rank']}.pickle"))
+        snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
+        if run.snapshot is not None:
+            shutil.copyfile(snapshot, run.snapshot)
+        return _Result(seen, case_of(snapshot))
+
+
+def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
+    """Run the command to its end, or end it with all that it started; return its exit code."""
+    with log.open("w") as output:
+        try:
+            process = subprocess.Popen(
+                run.command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        except OSError as error:
+            raise PlanError(f"the command cannot be run: {error}") from error
+        started = [psutil.Process(process.pid)]
+        try:
+            return process.wait(run.timeout_seconds)
+        except subprocess.TimeoutExpired as error:
+            raise PlanError(
+                f"the command took more than {run.timeout_seconds:.0f} s: raise --timeout"
+            ) from error
+        finally:
+            with contextlib.suppress(psutil.Error):
+                started += started[0].children(recursive=True)
+            for each in started:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            process.wait()
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:
@@ -136,8 +169,8 @@ def _failed_request(result: _Result) -> dict[str, Any]:
     }
 
 
-def _plan(result: _Result, card: Card, num_cards: int) -> MemoryPlan:
-    fullest = result.seen[0]
+def _plan(result: _Result, run: DryRun) -> MemoryPlan:
+    fullest, card = result.seen[0], run.card
     moments: dict[Moment, MomentPeak] = {
         moment: MomentPeak(
             allocated_bytes=max(allocated for allocated, _ in fullest["moments"][moment]),
@@ -165,12 +198,32 @@ def _plan(result: _Result, card: Card, num_cards: int) -> MemoryPlan:
         not_reliable=tuple(_unreliable(fullest)),
         assumptions=(_MEANS_NOTHING, *fullest["notes"], about_context(card)),
         gpu=card.name,
-        num_gpus=max(num_cards, fullest["world_size"]),
+        num_gpus=max(run.num_cards, fullest["world_size"]),
         context_bytes=card.context_bytes,
         num_parameters=fullest["num_parameters"],
         num_trainable_parameters=fullest["num_trainable_parameters"],
         versions=fullest["versions"],
+        cards=_cards(fullest),
+        timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
+        planned={
+            "model": f"{fullest['model']}, trained by {fullest['trainer']}",
+            "rows": f"{fullest['rows']} at once, on {fullest['world_size']} ranks",
+            "command": shlex.join(run.command),
+        },
     )
+
+
+def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
+    """Return the peaks of each card of a process that uses several."""
+    by_card = zip(*seen["moments"].values(), strict=True)
+    cards = [
+        MomentPeak(
+            allocated_bytes=max(allocated for allocated, _ in peaks),
+            reserved_bytes=max(reserved for _, reserved in peaks),
+        )
+        for peaks in by_card
+    ]
+    return tuple(cards) if sum(card.reserved_bytes > 0 for card in cards) > 1 else ()
 
 
 def _breakdown(case: SnapshotCase, allocated_bytes: int) -> dict[Category, int]:
@@ -207,7 +260,7 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
     unwritten = {
         name.split(" ", 1)[1]: number
         for name, number in seen["counters"].items()
-        if name.startswith("unwritten ") and not name.split(" ")[1].startswith("libcublas")
+        if name.startswith("unwritten ") and _DECIDES.search(name)
     }
     if unwritten:
         calls = ", ".join(f"{name} ({number:,})" for name, number in sorted(unwritten.items())[:5])
@@ -217,10 +270,3 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
     if seen["num_retries"]:
         yield f"the allocator released its cache {seen['num_retries']} times to go on"
 
-
-if __name__ == "__main__":
-    from trainer_plugins.planner.cards import card_of
-
-    made_plan = dry_plan(sys.argv[2:], card_of(sys.argv[1]))
-    print(made_plan.to_json())
-    print(size(made_plan.reserved_peak_bytes))

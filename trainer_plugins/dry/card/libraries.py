@@ -1,6 +1,5 @@
 """Builds the libraries that stand where CUDA's would: once for each installed torch."""
 
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from trainer_plugins.compiled import (
     cpp_compiler,
     fingerprint,
 )
+from trainer_plugins.dry.cuda_build import DryCudaUnavailable, site_with_cuda
 from trainer_plugins.dry.card.needs import Library, needs_of
 
 _SOURCES = Path(__file__).parent
@@ -36,48 +36,18 @@ _WITH_LIBRARIES = ("bitsandbytes", "torchaudio", "torchvision", "flash_attn", "x
 """Packages whose compiled code calls CUDA's libraries too."""
 
 
-# It names a state, like torch.cuda.is_available.
-class DryCudaUnavailable(RuntimeError):  # noqa: N818
-    """The dry card cannot be built here; the text says in one line what is missing."""
-
-
-def torch_folder() -> Path:
-    """Return the folder of the installed torch, which is not imported.
-
-    Raises:
-        DryCudaUnavailable: there is none, or it was built without CUDA.
-    """
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        raise DryCudaUnavailable(
-            f"the dry card needs Linux on x86-64; this is {sys.platform} on {os.uname().machine}"
-        )
-    for folder in map(Path, sys.path):
-        if (folder / "torch" / "version.py").is_file():
-            if not (folder / "torch" / "lib" / "libtorch_cuda.so").is_file():
-                version = re.search(
-                    r"__version__ = '([^'+]+)", (folder / "torch" / "version.py").read_text()
-                )
-                wanted = f"=={'=' + version[1] if version else ' VERSION'}"
-                raise DryCudaUnavailable(
-                    "the installed torch was built without CUDA: in an environment of its own, "
-                    f"pip install --no-deps torch{wanted}"
-                )
-            return folder / "torch"
-    raise DryCudaUnavailable("the dry card needs torch, in its build for CUDA: pip install torch")
-
-
 def built() -> Path:
     """Return the folder with the libraries for the installed torch, built if necessary.
 
     Raises:
         DryCudaUnavailable: no such torch, no compiler, or the build failed.
     """
-    torch = torch_folder()
-    of_torch = sorted((torch / "lib").glob("*.so*"))
-    callers = [*of_torch, *_other_callers(torch.parent, needs_of(of_torch))]
+    site = site_with_cuda()
+    of_torch = sorted((site / "torch" / "lib").glob("*.so*"))
+    callers = [*of_torch, *_other_callers(site, needs_of(of_torch))]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
     sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
-    stamps.append(str(sorted(_names_of_the_driver(torch.parent))))
+    stamps.append(str(sorted(_names_of_the_driver(site))))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
     folder = cache_folder().absolute() / f"drycuda-{name}"
     compiler = cpp_compiler()
@@ -86,7 +56,7 @@ def built() -> Path:
     if compiler is None:
         raise DryCudaUnavailable("the dry card needs a C++ compiler: install g++ or set CXX")
     needed = {"libcuda.so.1": Library(), **needs_of(callers)}
-    needed["libcuda.so.1"].names |= _names_of_the_driver(torch.parent)
+    needed["libcuda.so.1"].names |= _names_of_the_driver(site)
     try:
         _build(folder, compiler, needed)
     except CompileError as error:
@@ -110,9 +80,11 @@ def libraries_in(folder: Path) -> list[Path]:
 def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
     """Yield the compiled code of other packages that needs the same CUDA as torch."""
     for name in _WITH_LIBRARIES:
-        for path in sorted((site / name).rglob("*.so")):
-            if set(needs_of([path])) <= set(torchs):
-                yield path
+        folders = (folder / name for folder in (site, *map(Path, sys.path)))
+        for folder in dict.fromkeys(filter(Path.is_dir, folders)):
+            for path in sorted(folder.rglob("*.so")):
+                if set(needs_of([path])) <= set(torchs):
+                    yield path
 
 
 def _names_of_the_driver(site: Path) -> set[str]:

@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.dry.inside.drawn import timeline_of
 from trainer_plugins.dry.inside.start import counters, say
 from trainer_plugins.longest import longest_rows
 
@@ -52,6 +53,10 @@ class Seen:
     versions: dict[str, str] = field(default_factory=dict)
     cpu_seconds: float = 0.0
     host_bytes: int = 0
+    model: str = ""
+    trainer: str = ""
+    timeline: list[tuple[str, int, int]] = field(default_factory=list)
+    """Moment, allocated and reserved bytes of the fullest card, each the maximum of some events."""
 
 
 def record() -> None:
@@ -105,6 +110,7 @@ class _Observer:
         self._trainer = trainer
         self._seen = Seen(arguments=_plain(trainer.args))
         self._moment = "load"
+        self._began: list[tuple[int, str]] = [(0, "load")]
 
     def run(self, train: Callable[[], object]) -> None:
         """Train, evaluate and save, as the arguments ask for, each once."""
@@ -134,7 +140,9 @@ class _Observer:
         seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
         seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
         seen.rows = trainer._train_batch_size
-        _write(seen)
+        seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+        seen.trainer = type(trainer).__name__
+        _write(seen, self._began)
         _Observer.has_written = True
 
     def _take_the_longest_rows(self) -> None:
@@ -174,7 +182,7 @@ class _Observer:
             with self._at(moment if outer != "evaluation" or moment == "generation" else outer):
                 result = method(*args, **kwargs)
             if outer in ("load", "forward", "backward", "optimizer step"):
-                self._moment = "optimizer step" if moment == "backward" else moment
+                self._begin("optimizer step" if moment == "backward" else moment)
             return result
 
         setattr(owner, name, around)
@@ -182,12 +190,17 @@ class _Observer:
     @contextmanager
     def _at(self, moment: str) -> Iterator[None]:
         self._close()
-        outer, self._moment = self._moment, moment
+        outer = self._moment
+        self._begin(moment)
         try:
             yield
         finally:
             self._close()
-            self._moment = outer
+            self._begin(outer)
+
+    def _begin(self, moment: str) -> None:
+        self._moment = moment
+        self._began.append((time.time_ns() // 1000, moment))
 
     def _close(self) -> None:
         """Count the peaks since the last call as those of the present moment."""
@@ -200,7 +213,7 @@ class _Observer:
             torch.cuda.reset_peak_memory_stats(index)
 
 
-def _write(seen: Seen) -> None:
+def _write(seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),)) -> None:
     """Write what a process saw, and a snapshot of the allocator."""
     from trainer_plugins.dry.inside import shapes
 
@@ -215,6 +228,7 @@ def _write(seen: Seen) -> None:
             seen.versions[name] = sys.modules[name].__version__
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     snapshot = torch.cuda.memory._snapshot()
+    seen.timeline = timeline_of(max(snapshot["device_traces"], key=len), began)
     _clean(snapshot)
     with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
         pickle.dump(snapshot, file)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer_plugins.dry.cuda_build import DryCudaUnavailable
+from trainer_plugins.dry.dry_cuda import DryCuda
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.dry.dry_cuda import DryCuda, DryCudaUnavailable
 
 _EXIT_USAGE = 2
 
@@ -44,17 +45,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
     with made as dry:
-        code = subprocess.run(command, env=dry.environment(), check=False).returncode
-        import os, shutil
-
-        if os.environ.get("DRY_KEEP"):
-            shutil.copytree(
-                dry.folder,
-                os.environ["DRY_KEEP"],
-                dirs_exist_ok=True,
-                ignore=lambda d, n: [x for x in n if x in ("weights", "output")],
-            )
-        return code
+        return subprocess.run(command, env=dry.environment(), check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""What `plan -- COMMAND` refuses, and what it says where torch's build for CUDA is not there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trainer_plugins.cli import app
+
+COMMAND = ("--", "python", "train.py", "--lr", "1")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path))
+    done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
+    assert done.exit_code == 2
+    assert "was built without CUDA: `plan --dry-env -- COMMAND` fetches" in done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "name the card on which the command will run: --gpu"),
+        (("--gpu", "h1000"), "no card is named 'h1000'"),
+        (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- says this itself"),
+        (("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"), "--model, --host-memory: a command"),
+        (("--gpu", "24GiB", "--search"), "--search is for --model"),
+        (("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"), "must be a file in a folder that exists"),
+    ],
+)
+def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *words, *COMMAND])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_options_of_a_command_need_one() -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "m", "--steps", "3"])
+    assert done.exit_code == 2
+    assert "--steps, --snapshot and --dry-env are for a command after --" in done.stderr

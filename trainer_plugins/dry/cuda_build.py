@@ -1,0 +1,95 @@
+"""Finds torch in its build for CUDA: the installed one, or one of the same version in the cache."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer_plugins.compiled import cache_folder
+
+_TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
+
+
+# It names a state, like torch.cuda.is_available.
+class DryCudaUnavailable(RuntimeError):  # noqa: N818
+    """The dry card cannot be had here; the text says in one line what is missing."""
+
+
+def site_with_cuda() -> Path:
+    """Return the folder that holds `torch` in its build for CUDA; torch is not imported.
+
+    Raises:
+        DryCudaUnavailable: no such torch is here, and what to do.
+    """
+    installed = _installed()
+    if _is_for_cuda(installed):
+        return installed
+    if _is_for_cuda(cached := _cached(installed)):
+        return cached
+    raise DryCudaUnavailable(
+        f"the installed torch {_version(installed)} was built without CUDA:"
+        " `plan --dry-env -- COMMAND` fetches the build for CUDA (some 700 MB) and leaves the"
+        " installed one as it is"
+    )
+
+
+def fetch(tell: Callable[[str], None]) -> Path:
+    """Fetch the build for CUDA of the installed version into the cache, unless it is here.
+
+    pip takes torch and triton from where it takes all else; the libraries of CUDA are not fetched.
+
+    Raises:
+        DryCudaUnavailable: pip has failed; its last line is in the text.
+    """
+    installed = _installed()
+    if _is_for_cuda(installed):
+        return installed
+    site = _cached(installed)
+    if not _is_for_cuda(site):
+        tell(f"dry card: fetching torch {_version(installed)} in its build for CUDA")
+        _pip(site, f"torch==={_version(installed)}")
+        (about,) = site.glob("torch-*.dist-info/METADATA")
+        if triton := _TRITON.search(about.read_text(errors="replace")):
+            _pip(site, triton[1].replace(" ", ""))
+    if not _is_for_cuda(site):
+        raise DryCudaUnavailable(
+            f"pip found no build for CUDA of torch {_version(installed)} here: name an index that"
+            " has one in PIP_INDEX_URL"
+        )
+    return site
+
+
+def _installed() -> Path:
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise DryCudaUnavailable(
+            f"the dry card needs Linux on x86-64; this is {sys.platform} on {os.uname().machine}"
+        )
+    for folder in map(Path, sys.path):
+        if (folder / "torch" / "version.py").is_file():
+            return folder
+    raise DryCudaUnavailable("the dry card needs torch: pip install torch")
+
+
+def _cached(installed: Path) -> Path:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return cache_folder().absolute() / "torch-for-cuda" / f"{_version(installed)}-python{python}"
+
+
+def _is_for_cuda(site: Path) -> bool:
+    return (site / "torch" / "lib" / "libtorch_cuda.so").is_file()
+
+
+def _version(site: Path) -> str:
+    text = (site / "torch" / "version.py").read_text()
+    found = re.search(r"__version__ = '([^'+]+)", text)
+    return found[1] if found else "VERSION"
+
+
+def _pip(site: Path, what: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+    done = subprocess.run([*command, what], capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise DryCudaUnavailable(f"pip could not fetch {what}: {''.join(why)}")

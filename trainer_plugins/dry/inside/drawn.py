@@ -1,0 +1,38 @@
+"""Draws the memory of a run as a line of few points, from what the allocator has recorded."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_MOST_POINTS = 400
+
+_ALLOCATED = {"alloc": 1, "free_completed": -1}
+_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+def timeline_of(
+    events: Sequence[Mapping[str, Any]], began: Iterable[tuple[int, str]]
+) -> list[tuple[str, int, int]]:
+    """Return moment, allocated and reserved bytes, each the maximum of equally many events.
+
+    Args:
+        events: of one card, as `_snapshot` has them in `device_traces`.
+        began: when each moment began, in microseconds since 1970, the first one at 0.
+    """
+    moments = [*began]
+    interval = len(events) // _MOST_POINTS + 1
+    points: list[tuple[str, int, int]] = []
+    allocated = reserved = now = in_point = 0
+    for event in events:
+        allocated += _ALLOCATED.get(event["action"], 0) * event["size"]
+        reserved += _RESERVED.get(event["action"], 0) * event["size"]
+        while now + 1 < len(moments) and moments[now + 1][0] <= event.get("time_us", 0):
+            now += 1
+        moment = moments[now][1]
+        if points and points[-1][0] == moment and in_point < interval:
+            _, high, held = points[-1]
+            points[-1] = (moment, max(high, allocated), max(held, reserved))
+            in_point += 1
+        else:
+            points.append((moment, allocated, reserved))
+            in_point = 1
+    return points
