@@ -107,7 +107,7 @@ def test_a_model_that_is_not_in_the_cache_is_one_line(
     assert hub.asked == []
 
 
-@pytest.mark.all(unless=lambda command: command == "plan")
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_from_the_hub_comes_its_config_and_nothing_else(
     tmp_path: Path, hub: Hub, command: str

@@ -186,6 +186,7 @@ def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Pat
     assert allocated["fsdp2_multinode"] < allocated["ddp_multinode"]
 
 
+@pytest.mark.all
 def test_a_way_that_fails_is_a_line_with_its_reason_and_not_the_end(short_llama: Path):
     """Real ranks fail of it, and do not with what is named: `tests/planner/test_ranks.py`."""
     flags = ("--dtype", "bf16", "--lora-r", "4", "--load-in-4bit", "--num-gpus", "2")
