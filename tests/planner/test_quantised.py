@@ -292,6 +292,7 @@ Path("plan.json").write_text(plan.to_json())
 """
 
 
+@pytest.mark.all
 @needs_5
 @pytest.mark.slow
 def test_a_trainer_whose_base_is_quantised_is_planned_as_its_config(tmp_path, frozen, outcomes):

@@ -258,6 +258,7 @@ def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fit
     assert len(tried) <= 8 * 4 + 8 * 5, "it bisects"
 
 
+@pytest.mark.all
 def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama: Path):
     command = [*(sys.executable, "-m", "trainer_plugins", "plan", "--model", str(llama))]
     command += ["--gpu", "650MiB", "--search", "--seq-length", "256", "--dtype", "bf16"]
@@ -276,6 +277,7 @@ def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
+@pytest.mark.all
 def test_nothing_fits_is_exit_code_3(short_llama: Path):
     flags = ("--dtype", "bf16", "--bf16", "True", "--lora-r", "8", "--search-lengths", "128,64")
     more = ("--per_device_train_batch_size", "1", *ALONE)
