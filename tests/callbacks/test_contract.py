@@ -36,9 +36,7 @@ CLASSES = [
 ]
 READING = [CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog]
 COPIED = (
-    (Preflight, "cpu"),
     (KVCacheGuard, "cpu"),
-    (MemoryWatchdog, "simgpu"),
     (SurviveOOM, "simgpu"),
 )
 """These do on a card what they do not do on the CPU."""
@@ -346,7 +344,7 @@ ERRORS = [
 
 @pytest.mark.all(
     unless=lambda callback_class, fails_from: (
-        fails_from == 2 and callback_class in (*READING, EvaluationGuard)
+        fails_from == 2 and callback_class in (MemoryWatchdog, EvaluationGuard)
     )
 )
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_bad_input_is_one_line(arguments, said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_main_memory_is_judged_as_the_plan_judges_it(tmp_path: Path) -> None:
     config = tmp_path / "config.json"

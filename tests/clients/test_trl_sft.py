@@ -60,7 +60,7 @@ def client(tmp_path_factory) -> Path:
             RECIPES[2].partition(" --accelerate_config")[0],
             1,
             id="exec-alone",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.all,
         ),
         pytest.param(RECIPES[1], 2, id="accelerate-launch"),
         pytest.param(RECIPES[2], 2, id="exec", marks=pytest.mark.all),

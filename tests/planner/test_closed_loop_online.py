@@ -57,7 +57,7 @@ def loop() -> Loop:
     return Loop(RUNS)
 
 
-@pytest.mark.all(unless=lambda name: name in ("grpo, with a reference"))
+@pytest.mark.all
 @pytest.mark.parametrize("name", RUNS)
 def test_the_card_holds_what_was_predicted(simgpu, loop, tmp_path, name):
     if not HAS_HEAD:

@@ -13,13 +13,11 @@ from typer.testing import CliRunner
 
 from tests.planner.loop import Loop
 from tests.planner.test_closed_loop import VOCABULARY, rows, run
-from tests.planner.test_plans import request, tiny
-from tests.processes import ENDS_A_HANG
+from tests.planner.test_plans import Plans, request, tiny
 from trainer_plugins import plan_run
 from trainer_plugins.cli import app
-from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.inputs import arguments_to_send
-from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import GIB, MIB
 
 IS_OLD = int(transformers.__version__.partition(".")[0]) < 5
@@ -134,15 +132,15 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, MemoryPlan | PlanError]:
-    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
+def outcomes() -> Plans:
+    return Plans(REQUESTS)
 
 
 @pytest.mark.all(unless=lambda name: name in ("t5", "mamba2"))
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 reads no infinite number, and has no xIELU")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_config_is_read_and_trained_as_the_run_does(simgpu, outcomes, tmp_path, name):
-    LOOP.outcomes.update(outcomes)
+    LOOP.outcomes[name] = outcomes[name]
     plan = LOOP.goes_round(name, tmp_path)
     said = [line for line in plan.assumptions if "decoder_start_token_id" in line]
     assert len(said) == (name == "t5")

@@ -87,6 +87,12 @@ def test_a_model_in_the_cache_is_planned_and_nothing_is_fetched(tmp_path: Path, 
     planned = json.loads(done.stdout)
     assert planned["planned"]["model"].startswith("GPT2LMHeadModel")
     assert "--model org/small" in planned["planned"]["command"]
+    assert hub.asked == []
+
+
+@pytest.mark.all
+def test_check_finds_it_in_the_cache_too(tmp_path: Path, hub: Hub) -> None:
+    put_in_cache(tmp_path)
     done = typed(tmp_path, "check", "--model", "org/small", *RUN, hub=hub)
     lines = json.loads(done.stdout)["groups"]["plan"]
     assert lines, done.stderr
@@ -107,7 +113,7 @@ def test_a_model_that_is_not_in_the_cache_is_one_line(
     assert hub.asked == []
 
 
-@pytest.mark.all(unless=lambda command: command == "plan")
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_from_the_hub_comes_its_config_and_nothing_else(
     tmp_path: Path, hub: Hub, command: str

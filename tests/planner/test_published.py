@@ -86,6 +86,7 @@ def test_runs_on_a_tesla_t4_need_what_is_predicted() -> None:
         assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=near[key])
 
 
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.skipif(
     transformers.__version__.startswith("4."), reason="transformers 4 is refused, and it says so"

@@ -13,12 +13,10 @@ import transformers
 from typer.testing import CliRunner
 
 from tests import processes
-from tests.planner.test_plans import CHECKPOINTING, request
-from tests.processes import ENDS_A_HANG
+from tests.planner.test_plans import CHECKPOINTING, Plans, request
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.compare.switches import BASE_IN_4_BITS, source_of, with_base_in_4_bits
-from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.units import size
 
@@ -109,17 +107,18 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return dict(zip(REQUESTS, predict_all([*REQUESTS.values()], ENDS_A_HANG), strict=True))
+    return Plans(REQUESTS)
 
 
 @pytest.fixture(scope="module")
 def frozen(outcomes):
     """Bytes of frozen weights at the peak, by plan."""
-    return {
-        name: plan.breakdown["frozen weights"]
-        for name, plan in outcomes.items()
-        if not isinstance(plan, PlanError)
-    }
+
+    class Frozen(dict[str, int]):
+        def __missing__(self, name: str) -> int:
+            return outcomes[name].breakdown["frozen weights"]
+
+    return Frozen()
 
 
 @pytest.mark.all
@@ -141,6 +140,7 @@ def test_a_quantised_base_takes_what_its_bits_take(frozen):
     )
 
 
+@pytest.mark.all
 @needs_5
 def test_experts_that_stay_in_32_bits_are_said_and_what_leaves_them_in_16_is_offered(outcomes):
     plan = outcomes["experts"]
@@ -292,6 +292,7 @@ Path("plan.json").write_text(plan.to_json())
 """
 
 
+@pytest.mark.all
 @needs_5
 @pytest.mark.slow
 def test_a_trainer_whose_base_is_quantised_is_planned_as_its_config(tmp_path, frozen, outcomes):

@@ -97,7 +97,7 @@ def started(folder: Path, how: str) -> subprocess.CompletedProcess:
         )
 
 
-@pytest.mark.all(unless=lambda how: how in ("stdin", "notebook"))
+@pytest.mark.all(unless=lambda how: how == "notebook")
 @pytest.mark.parametrize("how", ["guarded", "plain", "module", "stdin", "notebook"])
 def test_classes_of_a_script_are_planned(tmp_path, how):
     done = started(tmp_path, how)

@@ -186,6 +186,7 @@ def test_on_several_cards_each_shipped_way_to_launch_has_a_line(short_llama: Pat
     assert allocated["fsdp2_multinode"] < allocated["ddp_multinode"]
 
 
+@pytest.mark.all
 def test_a_way_that_fails_is_a_line_with_its_reason_and_not_the_end(short_llama: Path):
     """Real ranks fail of it, and do not with what is named: `tests/planner/test_ranks.py`."""
     flags = ("--dtype", "bf16", "--lora-r", "4", "--load-in-4bit", "--num-gpus", "2")
@@ -257,6 +258,7 @@ def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fit
     assert len(tried) <= 8 * 4 + 8 * 5, "it bisects"
 
 
+@pytest.mark.all
 def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama: Path):
     command = [*(sys.executable, "-m", "trainer_plugins", "plan", "--model", str(llama))]
     command += ["--gpu", "650MiB", "--search", "--seq-length", "256", "--dtype", "bf16"]
@@ -275,6 +277,7 @@ def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
+@pytest.mark.all
 def test_nothing_fits_is_exit_code_3(short_llama: Path):
     flags = ("--dtype", "bf16", "--bf16", "True", "--lora-r", "8", "--search-lengths", "128,64")
     more = ("--per_device_train_batch_size", "1", *ALONE)

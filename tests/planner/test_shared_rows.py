@@ -80,7 +80,7 @@ def both(request, tmp_path_factory) -> tuple[dict[str, list[Any]], dict[str, Any
     return ranks, json.loads((folder / "planner.json").read_text())
 
 
-@pytest.mark.all(unless=lambda launch, name: (launch, name) in ALWAYS)
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "name"), all_cases())
 def test_the_first_card_holds_what_is_planned_and_none_holds_more(both, launch, name):
@@ -96,6 +96,7 @@ def test_the_first_card_holds_what_is_planned_and_none_holds_more(both, launch, 
     assert planned["plan"]["num_gpus"] == num_cards(LAUNCHES[launch][1])
 
 
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "what", "within"),

@@ -28,6 +28,7 @@ CHECKPOINTING = {
 }
 
 
+@pytest.mark.all(unless=lambda checkpointing: checkpointing == "not reentrant")
 @pytest.mark.parametrize(
     ("checkpointing", "accumulation", "precision"),
     [("none", 1, {}), ("reentrant", 3, {}), ("not reentrant", 3, {"bf16": True})],

@@ -234,6 +234,7 @@ def test_a_resumed_run_knows_what_fits(tmp_path, simgpu, caplog, mib: int) -> No
     assert off_by(resumed.weights, whole.weights) == 0
 
 
+@pytest.mark.all
 def test_where_one_row_does_not_fit_checkpointing_is_switched_on(tmp_path, simgpu) -> None:
     wide = {"vocab_size": 128, "num_hidden_layers": 12}
     small = Trained(tmp_path, simgpu, 7, model=wide, min_micro_batch=8)

@@ -164,6 +164,7 @@ class Spread(Trainer):
         return of_rows.mean() + of_rows.std()
 
 
+@pytest.mark.all
 def test_a_part_that_is_not_a_number_is_called_so(tmp_path) -> None:
     trainer = small_trainer(tmp_path, trainer_class=Spread)
     survive_oom(trainer, vouch_for_loss=True, ladder=())
