@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from trainer_plugins.dry.cuda_build import fetch
-from trainer_plugins.dry.dry_cuda import unavailable_reason
+from trainer_plugins.testing.drycuda.cuda_build import fetch
+from trainer_plugins.testing.drycuda.dry_cuda import unavailable_reason
 
 
 @pytest.fixture(scope="session")
@@ -16,5 +16,3 @@ def cuda_build() -> None:
     if reason := unavailable_reason():
         assert not os.environ.get("CI"), reason
         pytest.skip(reason)
-
-

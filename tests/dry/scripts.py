@@ -1,13 +1,13 @@
 """Scripts of users that the dry card runs, and what is typed."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests import processes
+from tests.distributed.launched import environment
 from trainer_plugins.planner.plan import MemoryPlan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,14 +54,12 @@ def place(folder: Path, script: str = TRAINS) -> Path:
     return folder
 
 
-def typed(
-    folder: Path, *words: object, **environ: str
-) -> subprocess.CompletedProcess[str]:
+def typed(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Type `trainer-plugins plan` with these words in a folder."""
     return processes.run(
         [sys.executable, "-m", "trainer_plugins", "plan", *map(str, words)],
         cwd=folder,
-        environ={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **environ},
+        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **environ},
         fresh="the dry card is loaded by a start of Python",
     )
 

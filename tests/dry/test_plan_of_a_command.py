@@ -1,6 +1,5 @@
 """`plan -- COMMAND`: the user's own script, at full size, on torch's build for CUDA, without a card."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,10 +7,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from tests.dry.scripts import CONFIG, ROOT, TRAIN, TRAINS, place, plan_of, typed
+from tests.dry.scripts import TRAIN, place, plan_of, typed
 from trainer_plugins.cli import app
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
@@ -23,30 +22,45 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(cuda_build, folder: Path) -> MemoryPlan:
-    words = ("--gpu", "a100-80gb", "--snapshot", "run.pickle", "--html", "page.html")
+    words = ("--gpu", "80GiB", "--snapshot", "run.pickle", "--html", "page.html")
     return plan_of(folder, *words)
 
 
 def test_the_script_is_planned_at_its_full_size(plan: MemoryPlan) -> None:
-    sizes = (32000 * 1024 * 2, 4 * (1024 * 1024 * 2 + 1024 * 512 * 2 + 3 * 1024 * 2816 + 2 * 1024), 1024)
+    sizes = (
+        32000 * 1024 * 2,
+        4 * (1024 * 1024 * 2 + 1024 * 512 * 2 + 3 * 1024 * 2816 + 2 * 1024),
+        1024,
+    )
     assert plan.num_parameters == plan.num_trainable_parameters == sum(sizes)
     assert plan.fits is True
-    assert {"load", "forward", "backward", "optimizer step", "evaluation", "save"} <= set(plan.moments)
+    assert {"load", "forward", "backward", "optimizer step", "evaluation", "save"} <= set(
+        plan.moments
+    )
     assert sum(plan.breakdown.values()) == plan.allocated_peak_bytes <= plan.reserved_peak_bytes
     in_bf16 = 2 * plan.num_parameters
     assert plan.breakdown["weights"] == pytest.approx(in_bf16, rel=0.01)
-    assert plan.breakdown["gradients"] == pytest.approx(in_bf16, rel=0.01)
     assert plan.breakdown["optimizer states"] == pytest.approx(2 * in_bf16, rel=0.01)
+    assert plan.moment == "backward", "of the loss: there are no gradients yet"
+    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(4 * in_bf16, rel=0.07)
     assert any("train.py" in each.operation for each in plan.groups_at_peak)
-    assert [moment for moment, _, _ in plan.timeline][0] == "load"
+    assert plan.timeline[0][0] == "load"
     assert max(held for _, _, held in plan.timeline) == plan.reserved_peak_bytes
 
 
 def test_the_planner_foretells_the_same(plan: MemoryPlan, folder: Path) -> None:
     """512 tokens are the longest row, and four of them a batch."""
     flags = ("--per_device_train_batch_size", "4", "--bf16", "True", "--dtype", "bfloat16")
-    words = ["plan", "--model", str(folder / "model"), "--seq-length", "512", "--no-padding", "--json"]
-    done = CliRunner().invoke(app, [*words, "--gpu", "a100-80gb", *flags])
+    words = [
+        "plan",
+        "--model",
+        str(folder / "model"),
+        "--seq-length",
+        "512",
+        "--no-padding",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, [*words, "--gpu", "80GiB", *flags])
     foretold = MemoryPlan.from_json(done.stdout)
     for moment in ("forward", "backward", "optimizer step"):
         assert plan.moments[moment].allocated_bytes == pytest.approx(
@@ -58,7 +72,11 @@ def test_nothing_of_the_users_is_touched(plan: MemoryPlan, folder: Path) -> None
     names = {path.name for path in folder.iterdir()}
     assert {"model", "train.py", "run.pickle", "page.html"} <= names
     assert not {name for name in names if name in ("out", "runs") or "trainer-plugins-dry" in name}
-    assert not [each for each in psutil.process_iter(["cmdline"]) if "train.py" in (each.info["cmdline"] or ())]
+    assert not [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "train.py" in (each.info["cmdline"] or ())
+    ]
 
 
 def test_its_snapshot_is_explained_and_its_page_is_drawn(plan: MemoryPlan, folder: Path) -> None:
@@ -86,7 +104,12 @@ def test_on_a_card_of_the_answer_it_ends(plan: MemoryPlan, folder: Path) -> None
 def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
     both = plan_of(
-        folder, "--gpu", "a100-80gb", "--num-gpus", "2", command=("--", *launcher, "train.py", "model", "out")
+        folder,
+        "--gpu",
+        "a100-80gb",
+        "--num-gpus",
+        "2",
+        command=("--", *launcher, "train.py", "model", "out"),
     )
     assert both.num_gpus == 2
     # DDP's buckets are as large as the gradients.
@@ -112,8 +135,14 @@ def test_a_script_without_an_answer_is_said_and_leaves_nothing(
     tmp_path: Path, script: str, said: str
 ) -> None:
     place(tmp_path, script)
-    done = typed(tmp_path, "--gpu", "24GiB", "--timeout", "3" if "sleep" in script else "100", *TRAIN)
+    done = typed(
+        tmp_path, "--gpu", "24GiB", "--timeout", "3" if "sleep" in script else "100", *TRAIN
+    )
     assert done.returncode == 2
     assert said in done.stderr
     assert not [*tmp_path.glob("trainer-plugins-dry-*")]
-    assert not [each for each in psutil.process_iter(["cmdline"]) if "time.sleep(1000)" in " ".join(each.info["cmdline"] or ())]
+    assert not [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "time.sleep(1000)" in " ".join(each.info["cmdline"] or ())
+    ]

@@ -26,9 +26,15 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
         ((), "name the card on which the command will run: --gpu"),
         (("--gpu", "h1000"), "no card is named 'h1000'"),
         (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- says this itself"),
-        (("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"), "--model, --host-memory: a command"),
+        (
+            ("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"),
+            "--model, --host-memory: a command",
+        ),
         (("--gpu", "24GiB", "--search"), "--search is for --model"),
-        (("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"), "must be a file in a folder that exists"),
+        (
+            ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
+            "must be a file in a folder that exists",
+        ),
     ],
 )
 def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str) -> None:

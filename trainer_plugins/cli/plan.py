@@ -86,7 +86,8 @@ def plan(
         if command := command_in(context.args):
             _refuse_tables(answer)
             found = plan_of_command(command, run, dry)
-            _show(replace(found, planned={**found.planned, "command": command_of(context)}), answer, as_json)
+            planned = {**found.planned, "command": command_of(context)}
+            _show(replace(found, planned=planned), answer, as_json)
             raise typer.Exit(_EXIT_DOES_NOT_FIT if found.fits is False else 0)
         if dry != DryOptions():
             raise PlanError("--steps, --snapshot and --dry-env are for a command after --")

@@ -41,10 +41,10 @@ def plan_of_command(command: Sequence[str], run: RunOptions, options: DryOptions
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
     """
-    from trainer_plugins.dry.cuda_build import DryCudaUnavailable, fetch
-    from trainer_plugins.dry.dry_plan import DryRun, dry_plan
     from trainer_plugins.planner.cards import card_of, with_measured_context
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, fetch
+    from trainer_plugins.testing.drycuda.dry_plan import DryRun, dry_plan
 
     tell = partial(print, file=sys.stderr, flush=True)
     machine = run.machine

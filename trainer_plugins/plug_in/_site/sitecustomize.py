@@ -22,15 +22,15 @@ def _attach():  # type: () -> None
         _say(error)
 
 
-def _prepare_dry(module, function):  # type: (str, str) -> Callable[[], None]
+def _prepare_dry(module, function):  # type: (str, str) -> object
     def prepare():  # type: () -> None
         try:
             import importlib
 
-            inside = "trainer_plugins.dry.inside."
+            inside = "trainer_plugins.testing.drycuda.inside."
             getattr(importlib.import_module(inside + module), function)()
         except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if real
-            sys.stderr.write("dry CUDA: %s: %s\n" % (type(error).__name__, error))
+            sys.stderr.write("dry CUDA: " + type(error).__name__ + ": " + str(error) + "\n")
             sys.stderr.flush()
             os._exit(1)
 
@@ -61,7 +61,7 @@ def _go_on_to_the_users_own():  # type: () -> None
 
 
 if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
-    from trainer_plugins_on_import import when_imported
+    from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]
 
     # A module that imports torch is under way when torch has been imported: all are named before.
     for name, place, function in (
@@ -76,7 +76,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:
-        from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]
+        from trainer_plugins_on_import import when_imported
 
         when_imported("transformers.trainer", _attach)
     except Exception as error:  # noqa: BLE001

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer_plugins.dry.cuda_build import DryCudaUnavailable
-from trainer_plugins.dry.dry_cuda import DryCuda
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
+from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 
 _EXIT_USAGE = 2
 

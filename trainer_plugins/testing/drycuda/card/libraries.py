@@ -14,11 +14,11 @@ from trainer_plugins.compiled import (
     cpp_compiler,
     fingerprint,
 )
-from trainer_plugins.dry.cuda_build import DryCudaUnavailable, site_with_cuda
-from trainer_plugins.dry.card.needs import Library, needs_of
+from trainer_plugins.testing.drycuda.card.needs import Library, needs_of
+from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 _SOURCES = Path(__file__).parent
-_CARD_FILE = _SOURCES.parent.parent / "testing" / "card_file.h"
+_CARD_FILE = _SOURCES.parent.parent / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _CORE = "libdrycuda.so"
 

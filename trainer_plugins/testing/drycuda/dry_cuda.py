@@ -16,15 +16,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer_plugins.compiled import cpp_compiler
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.testing.card import SimCard
-from trainer_plugins.compiled import cpp_compiler
-from trainer_plugins.dry.card.libraries import built, libraries_in
-from trainer_plugins.dry.cuda_build import DryCudaUnavailable, site_with_cuda
+from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
+from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
-_SITE = Path(__file__).parent.parent / "plug_in" / "_site"
+_SITE = Path(__file__).parent.parent.parent / "plug_in" / "_site"
 
 _SHARED_BYTES = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
 """Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
@@ -38,7 +38,7 @@ _L2_MIB = {
     "rtxa6000": 6, "rtx6000ada": 96, "a10g": 6, "l4": 48, "l40s": 96, "a100-40gb": 40,
     "a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126,
 }  # fmt: skip
-"""The second-level cache in MiB, from NVIDIA's data sheets; cuBLAS' workspace does not follow it."""
+"""The second-level cache in MiB, from NVIDIA's data sheets."""
 
 
 def unavailable_reason() -> str | None:

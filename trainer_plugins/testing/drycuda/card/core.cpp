@@ -15,7 +15,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "../../testing/card_file.h"
+#include "../../card_file.h"
 
 namespace dry {
 namespace {

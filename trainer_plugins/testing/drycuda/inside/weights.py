@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.dry.inside.holes import write_holes
+from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
 _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 

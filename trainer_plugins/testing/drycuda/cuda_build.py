@@ -88,8 +88,8 @@ def _version(site: Path) -> str:
 
 
 def _pip(site: Path, what: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
-    done = subprocess.run([*command, what], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    done = subprocess.run([*command, str(site), what], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise DryCudaUnavailable(f"pip could not fetch {what}: {''.join(why)}")

@@ -16,8 +16,6 @@ from typing import Any
 
 import psutil
 
-from trainer_plugins.dry.cuda_build import DryCudaUnavailable
-from trainer_plugins.dry.dry_cuda import DryCuda
 from trainer_plugins.explain.snapshot.held import Category as HeldAs
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.planner.cards import Card, about_context
@@ -30,6 +28,9 @@ from trainer_plugins.planner.plan import (
     PlanError,
     TensorsAtPeak,
 )
+from trainer_plugins.printable import printable
+from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
+from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 from trainer_plugins.units import GIB
 
 _UNLIMITED_BYTES = 4096 * GIB
@@ -48,7 +49,7 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
     "waiting": "activations",
 }
 
-_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|workspace", re.IGNORECASE)
+_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc", re.IGNORECASE)
 """What may decide about memory; another function of a library that computes does not."""
 
 _MEANS_NOTHING = (
@@ -85,13 +86,13 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
         PlanError: the dry card cannot be had here, or the command ended before it trained.
     """
     tell(f"planning: running the command on a dry {run.card.name}")
-    result = _seen_of(run)
+    result = _seen_of(run, tell)
     if not any(each["num_ooms"] for each in result.seen):
         return _plan(result, run)
     failed = _failed_request(result)
     tell("planning: it does not fit, running it once more on a card without a limit")
     unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
-    result = _seen_of(replace(run, card=unlimited))
+    result = _seen_of(replace(run, card=unlimited), tell)
     return replace(_plan(result, run), fits=False, **failed)
 
 
@@ -102,7 +103,7 @@ class _Result:
         self.seen, self.case = seen, case
 
 
-def _seen_of(run: DryRun) -> _Result:
+def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
     try:
         made = DryCuda(run.card, run.num_cards)
     except DryCudaUnavailable as error:
@@ -113,7 +114,7 @@ def _seen_of(run: DryRun) -> _Result:
         code = _ended(run, environment, log)
         seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
         if not seen:
-            raise PlanError(_never_trained(code, log))
+            raise PlanError(_never_trained(code, log, tell))
         seen.sort(key=_reserved_peak, reverse=True)
         snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
         if run.snapshot is not None:
@@ -155,10 +156,12 @@ def _reserved_peak(seen: Mapping[str, Any]) -> int:
     return max(reserved for peaks in moments.values() for _, reserved in peaks)
 
 
-def _never_trained(code: int, log: Path) -> str:
+def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-    said = "".join(f"\n    {line}" for line in lines)
-    return f"the command ended with exit code {code} before a Trainer had trained:{said}"
+    for line in lines:
+        tell(f"    {printable(line)}")
+    last = f", its last line: {lines[-1].strip()}" if lines else " and wrote nothing"
+    return f"the command ended with exit code {code} before a Trainer had trained{last}"
 
 
 def _failed_request(result: _Result) -> dict[str, Any]:
@@ -269,4 +272,3 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
         yield f"{number:,} results of {name} have a shape that no value decided: they are empty"
     if seen["num_retries"]:
         yield f"the allocator released its cache {seen['num_retries']} times to go on"
-

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.dry.inside.drawn import timeline_of
-from trainer_plugins.dry.inside.start import counters, say
 from trainer_plugins.longest import longest_rows
+from trainer_plugins.testing.drycuda.inside.drawn import timeline_of
+from trainer_plugins.testing.drycuda.inside.start import counters, say
 
 MOST_EVALUATED_BATCHES = 16
 _MOST_EVENTS = 1_000_000
-_OURS = re.compile(r"trainer_plugins/(?:dry|plug_in)/|torch/_ops\.py$")
+_OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
 _BACKWARD = {"filename": "torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 
@@ -215,7 +215,7 @@ class _Observer:
 
 def _write(seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),)) -> None:
     """Write what a process saw, and a snapshot of the allocator."""
-    from trainer_plugins.dry.inside import shapes
+    from trainer_plugins.testing.drycuda.inside import shapes
 
     stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)

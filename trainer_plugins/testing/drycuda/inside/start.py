@@ -4,10 +4,8 @@ import ctypes
 import os
 import sys
 
-import torch
-
-from trainer_plugins.dry.inside import alone, cheap, safety, shapes
-from trainer_plugins.dry.inside.values import Values
+from trainer_plugins.testing.drycuda.inside import alone, cheap, safety, shapes
+from trainer_plugins.testing.drycuda.inside.values import Values
 
 
 def start() -> None:
@@ -18,16 +16,14 @@ def start() -> None:
     """
     if not is_dry():
         raise RuntimeError("TRAINER_PLUGINS_DRYCUDA is set, and torch has not loaded the dry card")
-    say(
-        "this process runs on a card that computes nothing: its losses, metrics and texts mean nothing"
-    )
+    say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
     cheap.skip_initialisation()
     safety.protect()
     shapes.compute_on_the_host()
     values = Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1")
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     alone.let_the_store_be_alone()
-    from trainer_plugins.dry.inside import observe
+    from trainer_plugins.testing.drycuda.inside import observe
 
     observe.record()
 

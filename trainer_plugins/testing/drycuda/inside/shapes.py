@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.dry.inside.values import alias, is_small
+from trainer_plugins.testing.drycuda.inside.values import alias, is_small
 
 unknown: Counter[str] = Counter()
 """How often each operator took its shape from values that were not computed."""
@@ -27,7 +27,7 @@ def compute_on_the_host() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
-        _library.impl(name, _computed(name), "CUDA", allow_override=True)
+        _library.impl(name, _computed(name), "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def _computed(name: str) -> Callable[..., Any]:

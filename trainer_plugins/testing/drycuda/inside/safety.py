@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.dry.inside.holes import write_holes
+from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
