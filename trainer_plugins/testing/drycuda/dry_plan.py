@@ -52,6 +52,9 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
 _DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc", re.IGNORECASE)
 """What may decide about memory; another function of a library that computes does not."""
 
+_ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
+"""The line of an exception, also with the rank that torchrun puts before it."""
+
 _MEANS_NOTHING = (
     "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
     " generated to the longest, experts get equal shares"
@@ -157,10 +160,13 @@ def _reserved_peak(seen: Mapping[str, Any]) -> int:
 
 
 def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
-    for line in lines:
+    """Say why there is no answer: the error of the program, not that of its launcher."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    errors = [at for at, line in enumerate(lines) if _ERROR.search(line)]
+    end = errors[-1] + 1 if errors else len(lines)
+    for line in lines[max(0, end - _LAST_LINES) : end]:
         tell(f"    {printable(line)}")
-    last = f", its last line: {lines[-1].strip()}" if lines else " and wrote nothing"
+    last = f": {lines[end - 1].strip()}" if lines else ", and wrote nothing"
     return f"the command ended with exit code {code} before a Trainer had trained{last}"
 
 
@@ -236,7 +242,9 @@ def _breakdown(case: SnapshotCase, allocated_bytes: int) -> dict[Category, int]:
         category = _CATEGORIES[name]
         found[category] = found.get(category, 0) + num_bytes
     rest = allocated_bytes - sum(found.values())
-    found["workspaces"] = found.get("workspaces", 0) + rest
+    # A block that is released while it is counted is in the recording, and not in the peak.
+    where: Category = "workspaces" if rest >= 0 else "activations"
+    found[where] = found.get(where, 0) + rest
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
 
 

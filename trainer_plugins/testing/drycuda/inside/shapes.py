@@ -12,6 +12,7 @@ import torch
 
 from trainer_plugins.testing.drycuda.inside.values import alias, is_small
 
+_zeros, _empty_like = torch.zeros, torch.empty_like  # before DeepSpeed's zero.Init replaces them
 unknown: Counter[str] = Counter()
 """How often each operator took its shape from values that were not computed."""
 
@@ -50,11 +51,11 @@ def _on_host(name: str, value: Any) -> Any:
     if is_small(value):
         return alias(value)
     unknown[name] += 1
-    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return _zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
 
 
 def _on_card(tensor: torch.Tensor) -> torch.Tensor:
-    own = torch.empty_like(tensor, device="cuda")
+    own = _empty_like(tensor, device="cuda")
     if own.numel():
         alias(own).copy_(tensor)
     return own

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 _MOST_INTEGER_BYTES = 4 << 20
 _MOST_FLOAT_BYTES = 4 << 10
 _aten = torch.ops.aten
+_empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 """Operators that change which memory a tensor has; its values stay in it."""
@@ -55,6 +57,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on the card, and compute it where it is small."""
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # DTensor asks on such what an operator makes
         if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):  # type: ignore[attr-defined]
             return NotImplemented  # DTensor and the like come back with their local tensors
         if not isinstance(func, torch._ops.OpOverload):
@@ -111,11 +115,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a tensor of the CPU."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     host = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    made = torch.empty(0, dtype=tensor.dtype)
+    made = _empty(0, dtype=tensor.dtype, device="cpu")
     return made.set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -147,7 +151,7 @@ def _choose(packet: Any, made: Any, args: Any) -> None:
 def _balanced(indices: torch.Tensor, args: Any) -> None:
     """Choose each of n in turn: experts get as many tokens as the others."""
     dim = args[2] if len(args) > 2 else -1
-    in_turn = torch.arange(indices.numel()) % args[0].shape[dim]
+    in_turn = _arange(indices.numel(), device="cpu") % args[0].shape[dim]
     indices.copy_(in_turn.reshape(indices.shape))
 
 
@@ -156,7 +160,7 @@ def _in_order(indices: torch.Tensor, args: Any) -> None:
     dim = args[-1] if isinstance(args[-1], int) and not isinstance(args[-1], bool) else -1
     size = indices.shape[dim]
     along = [size if at == dim % indices.dim() else 1 for at in range(indices.dim())]
-    indices.copy_(torch.arange(size).reshape(along).expand_as(indices))
+    indices.copy_(_arange(size, device="cpu").reshape(along).expand_as(indices))
 
 
 _CHOICES = {_aten.topk: _balanced, _aten.sort: _in_order}
@@ -165,12 +169,22 @@ _CHOICES = {_aten.topk: _balanced, _aten.sort: _in_order}
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        if _has_memory(value):
+            yield value
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _tensors(each)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether it is no wrapper around others, and no fake one."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return not isinstance(tensor, FakeTensor)
 
 
 def _is_made_there(kwargs: dict[str, Any]) -> bool:
