@@ -143,9 +143,13 @@ def _module(parts: list[str], names: dict[str, Path]) -> str:
 
 
 def crowded_names(files: dict[Path, ast.Module]) -> list[str]:
-    """Return the base names that stand in more than two folders; a traceback shows no more."""
+    """Return the base names that stand in more than two folders; a traceback shows no more.
+
+    Python itself gives two names, which are no choice of ours.
+    """
     count = Counter(path.name for path in files)
-    return [name for name, number in count.items() if number > 2 and name != "__init__.py"]
+    given = ("__init__.py", "__main__.py")
+    return [name for name, number in count.items() if number > 2 and name not in given]
 
 
 def is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -10,6 +10,13 @@ MODEL = "transformers.modeling_utils"
 
 WHERE: dict[str, tuple[str, ...]] = {
     # torch
+    "_construct_storage_from_data_pointer": ("torch._C",),
+    "_create_c10d_store": ("torch.distributed.rendezvous",),
+    "_disabled_torch_dispatch_impl": ("torch._C",),
+    "_get_resolved_checkpoint_files": (MODEL,),
+    "_get_train_sampler": (TRAINER,),
+    "_ops": ("torch",),
+    "_unique2": ("torch",),
     "_BatchNorm": ("torch.nn.modules.batchnorm",),
     "_C": ("torch",),
     "_InstanceNorm": ("torch.nn.modules.instancenorm",),

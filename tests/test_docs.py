@@ -89,6 +89,8 @@ def test_every_command_and_flag_of_the_pages_exists() -> None:
         for said in re.findall(r"trainer-plugins ([a-z][^\n`#|)\]]*)", text):
             words = re.sub(r"'[^']*'", "QUOTED", said).split()
             name = next((name for name in (" ".join(words[:2]), words[0]) if name in known), "?")
+            if name == "plan" and "--" in words:  # what follows is the user's command
+                words = words[: words.index("--")]
             flags = {word.partition("=")[0] for word in words if word.startswith("--")}
             # What follows `exec` belongs to the command under it, or is tested by test_exec.py.
             if name == "?" or (name != "exec" and flags - known[name] - {"--"}):

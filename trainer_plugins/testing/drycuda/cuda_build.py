@@ -29,7 +29,7 @@ def site_with_cuda() -> Path:
     if _is_for_cuda(cached := _cached(installed)):
         return cached
     raise DryCudaUnavailable(
-        f"the installed torch {_version(installed)} was built without CUDA:"
+        f"the installed torch {_version_of(installed)} was built without CUDA:"
         " `plan --dry-env -- COMMAND` fetches the build for CUDA (some 700 MB) and leaves the"
         " installed one as it is"
     )
@@ -48,15 +48,15 @@ def fetch(tell: Callable[[str], None]) -> Path:
         return installed
     site = _cached(installed)
     if not _is_for_cuda(site):
-        tell(f"dry card: fetching torch {_version(installed)} in its build for CUDA")
-        _pip(site, f"torch==={_version(installed)}")
+        tell(f"dry card: fetching torch {_version_of(installed)} in its build for CUDA")
+        _pip(site, f"torch==={_version_of(installed)}")
         (about,) = site.glob("torch-*.dist-info/METADATA")
         if triton := _TRITON.search(about.read_text(errors="replace")):
             _pip(site, triton[1].replace(" ", ""))
     if not _is_for_cuda(site):
         raise DryCudaUnavailable(
-            f"pip found no build for CUDA of torch {_version(installed)} here: name an index that"
-            " has one in PIP_INDEX_URL"
+            f"pip found no build for CUDA of torch {_version_of(installed)}: set PIP_INDEX_URL to an"
+            " index that has one"
         )
     return site
 
@@ -74,14 +74,14 @@ def _installed() -> Path:
 
 def _cached(installed: Path) -> Path:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return cache_folder().absolute() / "torch-for-cuda" / f"{_version(installed)}-python{python}"
+    return cache_folder().absolute() / "torch-for-cuda" / f"{_version_of(installed)}-python{python}"
 
 
 def _is_for_cuda(site: Path) -> bool:
     return (site / "torch" / "lib" / "libtorch_cuda.so").is_file()
 
 
-def _version(site: Path) -> str:
+def _version_of(site: Path) -> str:
     text = (site / "torch" / "version.py").read_text()
     found = re.search(r"__version__ = '([^'+]+)", text)
     return found[1] if found else "VERSION"

@@ -3,7 +3,7 @@
 Libraries of this folder stand where CUDA's would. Memory of the card is address space, kernels are
 counted and not run, so the unmodified script runs at its full size in seconds: torch's caching
 allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed, bitsandbytes'
-library, Triton. What tensors hold is zero, but for small ones (`inside/values.py`).
+library, Triton. What tensors hold is zero, except small ones (`inside/values.py`).
 
     with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
         subprocess.run(["python", "train.py"], env=dry.environment())
@@ -18,13 +18,13 @@ from pathlib import Path
 
 from trainer_plugins.compiled import cpp_compiler
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.plug_in import _site
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
-_SITE = Path(__file__).parent.parent.parent / "plug_in" / "_site"
 
 _SHARED_BYTES = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
 """Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
@@ -94,7 +94,7 @@ class DryCuda:
         """Return an environment with the cards, for a program of Python or a launcher."""
         site = site_with_cuda()
         ahead = [] if str(site) in sys.path else [str(site)]  # of the torch that is installed
-        path = [str(_SITE), *ahead, *filter(None, [of.get("PYTHONPATH")])]
+        path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
         preload = [*map(str, self._libraries), *filter(None, [of.get("LD_PRELOAD")])]
         ours = {
             "LD_PRELOAD": ":".join(preload),

@@ -1,6 +1,6 @@
 """Makes a MemoryPlan of a command: runs it on dry cards, and reads what it needed.
 
-If the cards are too small for the command, it runs once more on larger ones, to say by how much.
+If the cards are too small for the command, it runs again on larger ones, to say by how much.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
 
     Args:
         run: the command and its cards; it may start several processes.
-        tell: is told what is being done.
+        tell: takes a line about what is being done.
 
     Raises:
         PlanError: the dry card cannot be had here, or the command ended before it trained.
@@ -93,7 +93,7 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
     if not any(each["num_ooms"] for each in result.seen):
         return _plan(result, run)
     failed = _failed_request(result)
-    tell("planning: it does not fit, running it once more on a card without a limit")
+    tell("planning: it does not fit, running it again on a card without a limit")
     unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
     result = _seen_of(replace(run, card=unlimited), tell)
     return replace(_plan(result, run), fits=False, **failed)

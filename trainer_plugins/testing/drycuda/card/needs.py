@@ -1,4 +1,4 @@
-"""What compiled libraries need of CUDA: names and versions, read from their own tables.
+"""Reads what compiled libraries need of CUDA: names and versions, from their own tables.
 
 ELF: https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html; versions of symbols:
 https://refspecs.linuxfoundation.org/LSB_5.0.0/LSB-Core-generic/LSB-Core-generic/symversion.html.
@@ -31,7 +31,7 @@ class Library:
     names: set[str] = field(default_factory=set)
 
 
-# Names without a version are told by how they begin; the first that fits counts.
+# Names without a version are recognised by how they begin; the first that fits counts.
 _BEGINNINGS = (
     ("nccl", "libnccl.so"),
     ("cuFile", "libcufile.so"),

@@ -1,4 +1,4 @@
-"""One process is rank 0 of as many as it says: the store in which ranks meet waits for nobody."""
+"""One process is rank 0 of as many as it says: the store in which ranks meet waits for no process."""
 
 import os
 import sys

@@ -22,7 +22,7 @@ import torch
 
 from trainer_plugins.longest import longest_rows
 from trainer_plugins.testing.drycuda.inside.drawn import timeline_of
-from trainer_plugins.testing.drycuda.inside.start import counters, say
+from trainer_plugins.testing.drycuda.inside.process import counters, say
 
 MOST_EVALUATED_BATCHES = 16
 _MOST_EVENTS = 1_000_000
@@ -77,7 +77,7 @@ def record() -> None:
 
 
 def watch_trainers() -> None:
-    """Replace `Trainer.train` by what is said above, and record where memory is allocated."""
+    """Replace `Trainer.train` by the short training of this module."""
     if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
         return
     from transformers import Trainer
@@ -252,13 +252,13 @@ def _clean(snapshot: dict[str, Any]) -> None:
 
 class _InOrder(torch.utils.data.Sampler[int]):
     def __init__(self, indices: list[int]) -> None:
-        self._indices = indices
+        self._order = indices
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
+        return iter(self._order)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._order)
 
 
 def _peaks() -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What a dry run must not do: push, report to a tracker, write over a real checkpoint."""
+"""Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ _OFFLINE = {
 
 
 def protect() -> None:
-    """Set trackers and the hub offline, and write holes in place of the bytes of tensors."""
+    """Set trackers and the hub offline, and write holes instead of the bytes of tensors."""
     os.environ.update(_OFFLINE)
     import torch.serialization
 
