@@ -55,8 +55,8 @@ def fetch(tell: Callable[[str], None]) -> Path:
             _pip(site, triton[1].replace(" ", ""))
     if not _is_for_cuda(site):
         raise DryCudaUnavailable(
-            f"pip found no build for CUDA of torch {_version_of(installed)}: set PIP_INDEX_URL to an"
-            " index that has one"
+            f"pip found no build for CUDA of torch {_version_of(installed)}: set PIP_INDEX_URL to"
+            " an index that has one"
         )
     return site
 

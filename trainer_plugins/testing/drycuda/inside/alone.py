@@ -1,4 +1,4 @@
-"""One process is rank 0 of as many as it says: the store in which ranks meet waits for no process."""
+"""One process is rank 0 of several: the store in which ranks meet waits for no other."""
 
 import os
 import sys
