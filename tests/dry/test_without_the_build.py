@@ -47,3 +47,10 @@ def test_options_of_a_command_need_one() -> None:
     done = CliRunner().invoke(app, ["plan", "--model", "m", "--steps", "3"])
     assert done.exit_code == 2
     assert "--steps, --snapshot and --dry-env are for a command after --" in done.stderr
+
+
+def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])
+    assert done.exit_code == 2
+    assert "without a name" in done.stderr

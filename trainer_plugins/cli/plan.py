@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -83,7 +84,9 @@ def plan(
             _show_compared(*answer.compare, as_json)
             return
         _refuse_contradictions(answer)
-        if command := command_in(context.args):
+        command = command_in(context.args)
+        # With --model a stray word is a slip of the pen, if it is no program.
+        if command and (run.model.model is None or shutil.which(command[0])):
             _refuse_tables(answer)
             found = plan_of_command(command, run, dry)
             planned = {**found.planned, "command": command_of(context)}
