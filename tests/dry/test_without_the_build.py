@@ -53,4 +53,4 @@ def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])
     assert done.exit_code == 2
-    assert "without a name" in done.stderr
+    assert "neither plan nor TrainingArguments has an option 8" in done.stderr
