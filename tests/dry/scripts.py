@@ -41,7 +41,7 @@ args = TrainingArguments(
     sys.argv[2], per_device_train_batch_size=4, num_train_epochs=90, logging_steps=1,
     eval_strategy="epoch", bf16=True, report_to="tensorboard",
 )
-Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=padded).train()
+Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows * 8, data_collator=padded).train()
 print("the last line of the script")
 """
 

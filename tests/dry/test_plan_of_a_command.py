@@ -44,6 +44,7 @@ def test_the_script_is_planned_at_its_full_size(plan: MemoryPlan) -> None:
     assert plan.moment == "backward", "of the loss: there are no gradients yet"
     assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(4 * in_bf16, rel=0.07)
     assert any("train.py" in each.operation for each in plan.groups_at_peak)
+    assert any("an evaluation of 128 of 512 rows" in line for line in plan.assumptions)
     assert plan.timeline[0][0] == "load"
     assert max(held for _, _, held in plan.timeline) == plan.reserved_peak_bytes
 

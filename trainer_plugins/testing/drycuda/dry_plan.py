@@ -90,12 +90,12 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
     """
     tell(f"planning: running the command on a dry {run.card.name}")
     result = _seen_of(run, tell)
-    if not any(each["num_ooms"] for each in result.seen):
+    if not any(each["died"] for each in result.seen):
         return _plan(result, run)
     failed = _failed_request(result)
     tell("planning: it does not fit, running it again on a card without a limit")
     unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
-    result = _seen_of(replace(run, card=unlimited), tell)
+    result = _seen_of(replace(run, card=unlimited, snapshot=None), tell)
     return replace(_plan(result, run), fits=False, **failed)
 
 
@@ -114,7 +114,10 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
     with made as dry:
         environment = {**dry.environment(), "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps)}
         log = dry.folder / "log"
-        code = _ended(run, environment, log)
+        try:
+            code = _ended(run, environment, log)
+        finally:
+            _end_what_is_left(dry.folder)
         seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
         if not seen:
             raise PlanError(_never_trained(code, log, tell))
@@ -126,7 +129,7 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
 
 
 def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
-    """Run the command to its end, or end it with all that it started; return its exit code."""
+    """Run the command to its end or to the time limit; return its exit code."""
     with log.open("w") as output:
         try:
             process = subprocess.Popen(
@@ -138,7 +141,6 @@ def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
             )
         except OSError as error:
             raise PlanError(f"the command cannot be run: {error}") from error
-        started = [psutil.Process(process.pid)]
         try:
             return process.wait(run.timeout_seconds)
         except subprocess.TimeoutExpired as error:
@@ -146,12 +148,16 @@ def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
                 f"the command took more than {run.timeout_seconds:.0f} s: raise --timeout"
             ) from error
         finally:
-            with contextlib.suppress(psutil.Error):
-                started += started[0].children(recursive=True)
-            for each in started:
-                with contextlib.suppress(psutil.Error):
-                    each.kill()
+            process.kill()
             process.wait()
+
+
+def _end_what_is_left(folder: Path) -> None:
+    """End the processes that have these cards: what a launcher started may outlive it."""
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(folder):
+                each.kill()
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:
@@ -278,5 +284,7 @@ def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
         yield f"functions without code of their own were called: {calls}"
     for name, number in seen["unknown_shapes"].items():
         yield f"{number:,} results of {name} have a shape that no value decided: they are empty"
+    if seen["num_ooms"] and not seen["died"]:
+        yield f"it ran out of memory {seen['num_ooms']} times and went on"
     if seen["num_retries"]:
         yield f"the allocator released its cache {seen['num_retries']} times to go on"

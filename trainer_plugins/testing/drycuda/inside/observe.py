@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from trainer_plugins.longest import longest_rows
 from trainer_plugins.testing.drycuda.inside.drawn import timeline_of
 from trainer_plugins.testing.drycuda.inside.process import counters, say
 
-MOST_EVALUATED_BATCHES = 16
+_MOST_EVALUATED_BATCHES = 16
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
 _BACKWARD = {"filename": "torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
@@ -44,9 +45,10 @@ class Seen:
     rank: int = 0
     rows: int = 0
     notes: list[str] = field(default_factory=list)
-    num_evaluated_batches: int = 0
-    num_evaluation_batches: int = 0
     num_ooms: int = 0
+    died: bool = False
+    """Whether the program ended because it was out of memory."""
+
     num_retries: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     unknown_shapes: dict[str, int] = field(default_factory=dict)
@@ -68,7 +70,7 @@ def record() -> None:
 
     def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if isinstance(error, torch.OutOfMemoryError) and not _Observer.has_written:
-            seen = Seen(rank=int(os.environ.get("RANK", "0")))
+            seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
             seen.moments["load"] = _peaks()
             _write(seen)
         show(kind, error, traceback)
@@ -90,7 +92,7 @@ def watch_trainers() -> None:
         try:
             observer.run(functools.partial(train, self))
         except torch.OutOfMemoryError:
-            observer.write()
+            observer.write(died=True)
             raise
         observer.write()
         say("all is seen: the program ends here")
@@ -126,15 +128,16 @@ class _Observer:
         self._close()
         if evaluates:
             with self._at("evaluation"):
-                trainer.evaluate()
+                trainer.evaluate(self._some(trainer.eval_dataset))
         if saves:
             with self._at("save"):
                 trainer._save_checkpoint(trainer.model, trial=None)
 
-    def write(self) -> None:
+    def write(self, *, died: bool = False) -> None:
         """Write what was seen, and a snapshot of the allocator, for the process that asked."""
         self._close()
         seen, trainer = self._seen, self._trainer
+        seen.died = died
         parameters = list(trainer.model.parameters())
         seen.num_parameters = sum(map(_size, parameters))
         seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
@@ -144,6 +147,21 @@ class _Observer:
         seen.trainer = type(trainer).__name__
         _write(seen, self._began)
         _Observer.has_written = True
+
+    def _some(self, data: Any) -> Any:
+        """Return the first rows of an evaluation, and note that there are more."""
+        if isinstance(data, dict):
+            data = next(iter(data.values()))
+        if not hasattr(data, "__len__"):
+            return data
+        args = self._trainer.args
+        num = _MOST_EVALUATED_BATCHES * args.eval_batch_size * args.world_size
+        if len(data) <= num:
+            return data
+        self._seen.notes.append(
+            f"an evaluation of {num:,} of {len(data):,} rows: outputs that it keeps grow with them"
+        )
+        return data.select(range(num)) if hasattr(data, "select") else Subset(data, range(num))
 
     def _take_the_longest_rows(self) -> None:
         """Let every batch be the longest rows of the data set, where its order may be chosen."""
