@@ -1,10 +1,13 @@
 """Scripts of users that the dry card runs, and what is typed."""
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests import processes
 from tests.distributed.launched import environment
@@ -39,7 +42,7 @@ def padded(batch):
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 args = TrainingArguments(
     sys.argv[2], per_device_train_batch_size=4, num_train_epochs=90, logging_steps=1,
-    eval_strategy="epoch", bf16=True, report_to="tensorboard",
+    eval_strategy="epoch", bf16=True, report_to="tensorboard", per_device_eval_batch_size=2,
 )
 Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows * 8, data_collator=padded).train()
 print("the last line of the script")
@@ -74,3 +77,13 @@ def plan_of(folder: Path, *words: object, command: tuple[str, ...] = TRAIN) -> M
     plan = MemoryPlan.from_json(done.stdout)
     assert plan.versions["torch"].partition("+")[2].startswith("cu")
     return plan
+
+
+def left_running(folder: Path) -> list[psutil.Process]:
+    """Return the processes that have a dry card of this folder."""
+    left = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get("TRAINER_PLUGINS_DRYCUDA", "").startswith(str(folder)):
+                left.append(each)
+    return left
