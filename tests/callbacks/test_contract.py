@@ -39,7 +39,7 @@ COPIED = (
     (KVCacheGuard, "cpu"),
     (SurviveOOM, "simgpu"),
 )
-"""These do on a card what they do not do on the CPU."""
+"""One that acts on the model, and one that acts on a card; the others wait for a turn of `--all`."""
 
 
 def all_of_them():

@@ -493,7 +493,7 @@ for character in "1 .:-([|'_=>/\\r\\t":
     found = classify(character * 100_000 + "\\n" + oom)
     assert found is not None and found.source == "driver", character
 for case in POSITIVES + NEGATIVES:
-    for end in range(8, 400, 56):
+    for end in range(8, 400, 24):
         classify("x: " + case.text[:end] * (10_000 // end))
 print("done")
 """

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.planner.zero_resumed import CONFIG, simulated_cards
+from tests.wanted import read_wanted
 
 LENGTH = 512
 """Long enough that what a layer keeps of a sequence is most of the peak."""
@@ -61,7 +62,7 @@ def all_cases() -> list[tuple[str, str]]:
 
 def wanted_cases(folder: Path) -> list[tuple[str, str]]:
     """Return those of them that the selected tests ask for."""
-    return [(launch, name) for launch, name in json.loads((folder / "wanted.json").read_text())]
+    return [(launch, name) for launch, name in read_wanted(folder)]
 
 
 def arguments(name: str, folder: str) -> dict[str, Any]:

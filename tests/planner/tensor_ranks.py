@@ -18,6 +18,7 @@ import torch
 
 from tests.planner import shared_rows
 from tests.planner.shared_rows import LENGTH, flash_on_simulated_cards, sizes
+from tests.wanted import read_wanted
 
 LORA = {**shared_rows.LORA, "target_modules": ["q_proj", "v_proj"]}
 """Not all layers: of those that divide their input (o_proj, down_proj), PEFT 0.21 makes none."""
@@ -86,7 +87,7 @@ def with_bytes(folder: Path) -> None:
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
         }
 
-    wanted = json.loads((folder / "wanted.json").read_text())
+    wanted = read_wanted(folder)
     (folder / f"{rank}.json").write_text(json.dumps({name: trained(name) for name in wanted}))
 
 
@@ -110,7 +111,7 @@ def without_bytes(folder: Path) -> None:
 
     Tracker.trace = noted  # type: ignore[method-assign,assignment]
     environment = dict(os.environ)
-    wanted = json.loads((folder / "wanted.json").read_text())
+    wanted = read_wanted(folder)
     for name in {**dict.fromkeys(wanted), **dict.fromkeys(ALWAYS)}:
         os.environ.clear()
         os.environ.update(environment)

@@ -15,6 +15,7 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.shared_rows import ALONE, LAUNCHES, all_cases
 from tests.planner.test_plans import request, tiny
 from tests.processes import ENDS_A_HANG
+from tests.wanted import write_wanted
 from trainer_plugins import MemoryPlan
 from trainer_plugins.launch.configs import path
 from trainer_plugins.planner import NotPredicted, PlanError
@@ -61,7 +62,7 @@ def both(request, tmp_path_factory) -> tuple[dict[str, list[Any]], dict[str, Any
         if item.path == request.path and hasattr(item, "callspec")
     }
     asked = {cases[name] for name in cases if name in names} | ALWAYS
-    (folder / "wanted.json").write_text(json.dumps(sorted(asked)))
+    write_wanted(folder, sorted(asked))
     for launch in sorted({launch for launch, _ in asked}):
         shipped, sizes, _ = LAUNCHES[launch]
         number = num_cards(sizes)

@@ -12,7 +12,7 @@ from tests.distributed.launched import command, ended, environment, start
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.tensor_ranks import CASES, EVERYWHERE
 from tests.planner.test_shared_rows import file_of
-from tests.wanted import wanted
+from tests.wanted import wanted, write_wanted
 from trainer_plugins.testing import simgpu
 
 pytest.importorskip("transformers.distributed.mixin", reason="it divides no models that are made")
@@ -29,7 +29,7 @@ def both(request, tmp_path_factory) -> tuple[list[Any], dict[str, Any]]:
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("tensors")
-    (folder / "wanted.json").write_text(json.dumps([*wanted(request, CASES, also=["bf16"])]))
+    write_wanted(folder, wanted(request, CASES, also=["bf16"]))
     file = file_of(folder, "tensor", "ddp", tp_size=2)
     log = folder / "log"
     call = [*command(file, (), SCRIPT), "ranks", folder]

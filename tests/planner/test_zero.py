@@ -1,7 +1,6 @@
 """ZeRO: the planner's engine does what DeepSpeed's engine does on two real ranks, call by call, and byte by byte."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
-from tests.wanted import wanted
+from tests.wanted import wanted, write_wanted
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.sharded.zero_config import refuse_config
 from trainer_plugins.planner.tracing.host_tensors import HostMemory
@@ -28,7 +27,7 @@ ALWAYS = ("3, checkpointing", "2")
 def both(request, tmp_path_factory):
     """What rank 0 of two did, and what the planner did, by the name of the case."""
     folder = tmp_path_factory.mktemp("zero")
-    (folder / "wanted.json").write_text(json.dumps([*wanted(request, CASES, also=ALWAYS)]))
+    write_wanted(folder, wanted(request, CASES, also=ALWAYS))
     first, _, planner = two_ranks_and_the_planner(SCRIPT, folder)
     return first, planner
 

@@ -11,9 +11,10 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.wanted import read_wanted
 
 AUTO = {
     "bf16": {"enabled": "auto"},
@@ -81,12 +82,6 @@ COLLECTIVES = (
     "reduce_scatter_fn",
     "broadcast",
 )
-
-
-def wanted(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the cases that the tests ask for."""
-    for name in json.loads((folder / "wanted.json").read_text()):
-        yield name, CASES[name]
 
 
 def arguments(case: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -247,7 +242,8 @@ def with_bytes(folder: Path) -> None:
     recorder, found = Recorder(), {}
     tokens = torch.randint(1, 499, (12, LENGTH), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    for name, case in wanted(folder):
+    for name in read_wanted(folder):
+        case = CASES[name]
         AcceleratorState._reset_state(reset_partial_state=True)
         args = TrainingArguments(**arguments(case, str(folder)), use_cpu=True)
         deepspeed.init_distributed("gloo")
@@ -278,7 +274,8 @@ def without_bytes(folder: Path) -> None:
 
     recorder, found = Recorder(), {}
     environment = dict(os.environ)
-    for name, case in wanted(folder):
+    for name in read_wanted(folder):
+        case = CASES[name]
         os.environ.clear()
         os.environ.update(environment)
         source = ConfigSource(

@@ -41,6 +41,7 @@ from tests.survival.failing import (
 )
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
+from tests.wanted import read_wanted
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 
@@ -371,7 +372,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(processes.ENDS_A_HANG / 2, exit=True)
     gc.collect()
     gc.freeze()  # each survival collects garbage, and what was imported is a million objects
-    wanted = json.loads((FOLDER / "wanted.json").read_text())
+    wanted = read_wanted(FOLDER)
     told = {name: tell(name) for name in wanted if name in STORIES}
     if WORLD == 2:
         told |= {name: sweep(name) for name in SWEEPS if name in wanted}

@@ -13,7 +13,7 @@ import torch
 from tests import processes, rounding
 from tests.distributed.launched import environment, free_port, start, torchrun
 from tests.survival.ranks.ddp_stories import REFUSED, STORIES, SWEEPS
-from tests.wanted import wanted
+from tests.wanted import wanted, write_wanted
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ SOME = (
 
 
 def told_by(folder: Path, num_ranks: int, stories: Iterable[str]) -> list[dict]:
-    (folder / "wanted.json").write_text(json.dumps([*stories]))
+    write_wanted(folder, stories)
     done = processes.run(
         [*torchrun(num_ranks), HERE / "ddp_stories.py", folder], cwd=folder, environ=environment()
     )

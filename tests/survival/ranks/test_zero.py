@@ -10,7 +10,7 @@ import pytest
 from tests import processes, rounding
 from tests.distributed.launched import free_port, start
 from tests.survival.failing import TERMS
-from tests.wanted import wanted
+from tests.wanted import wanted, write_wanted
 from trainer_plugins.record.timeline import Remark, read_timeline
 
 SCRIPT = Path(__file__).with_name("zero_plan.py")
@@ -25,7 +25,7 @@ def ranks(request, tmp_path_factory):
     Their exit codes, and what they wrote.
     """
     folder = tmp_path_factory.mktemp("zero")
-    (folder / "wanted.json").write_text(json.dumps([*wanted(request, STAGES)]))
+    write_wanted(folder, wanted(request, STAGES))
     variables = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",

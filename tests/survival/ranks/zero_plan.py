@@ -30,6 +30,7 @@ from tests.survival.failing import (
     small_trainer,
     weights_by_rounding,
 )
+from tests.wanted import read_wanted
 from trainer_plugins import survive_oom
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import memo as survival_memo
@@ -319,7 +320,7 @@ if __name__ == "__main__":
     facts = {"refused": {name: refused(stage) for name, stage in REFUSED.items()}}
     facts["flattened"] = flattened()
     facts["on one rank"] = on_one_rank()
-    for name in json.loads((FOLDER / "wanted.json").read_text()):
+    for name in read_wanted(FOLDER):
         facts[name] = told(name, STORIES[name])
     (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(facts))
     fail()
