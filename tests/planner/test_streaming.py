@@ -24,7 +24,7 @@ from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.lines import STREAMED, SearchRequest
 from trainer_plugins.planner.compare.search import search
-from trainer_plugins.planner.compare.switches import explain, source_of
+from trainer_plugins.planner.compare.switches import explain, source_of, turned
 from trainer_plugins.planner.plan import Streamed
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
@@ -195,7 +195,7 @@ def test_what_streaming_would_save_is_asked_by_name():
             for each in requests
         ]
 
-    saved = [explain(run, ("stream",), predict_all)[1][0] for run in runs]
+    saved = [explain(run, ("stream",), predict_all, turned)[1][0] for run in runs]
     assert [each.resident_layers for each in asked] == [None, 2, None, 2]
     assert "--stream-base 2" in saved[0].how
     assert "at least 0.100 s a step" in saved[0].how

@@ -168,10 +168,16 @@ class Block:
     size_bytes: int
     segment_start: int | None  # where an expandable segment begins; None in others
     mapped: bool
+    segment_number: int  # 0 if the order of segments does not count
     in_use: bool = False
     prev: "Block | None" = None
     next: "Block | None" = None
     last_used: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Return what free blocks are ordered by: the first that is large enough is taken."""
+        return self.size_bytes, self.segment_number, self.address
 
     @property
     def is_split(self) -> bool:
@@ -179,22 +185,22 @@ class Block:
 
 
 class Pool:
-    """Holds the free blocks of one stream, small or large, ordered by size, then address."""
+    """Holds the free blocks of one stream, small or large, in the order of `Block.key`."""
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[tuple[int, int], Block] = {}
+        self.keys: list[tuple[int, int, int]] = []
+        self.blocks: dict[tuple[int, int, int], Block] = {}
         # by address: parts of expandable segments without memory
         self.unmapped: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
+        key = block.key
         insort(self.keys, key)
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
+        key = block.key
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 

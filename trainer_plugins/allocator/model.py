@@ -54,7 +54,7 @@ class AllocatorModel:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0  # as torch's `num_alloc_retries`
         self._left: dict[int, Block] = {}
-        self._num_left = 0
+        self._num_left = self._num_segments = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
@@ -126,7 +126,7 @@ class AllocatorModel:
             self.come_back(number)
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
-                if pool.blocks.get((block.size_bytes, block.address)) is not block:
+                if pool.blocks.get(block.key) is not block:
                     continue  # merged into a neighbour on the way
                 if block.segment_start is not None:
                     self._unmap(block)
@@ -151,7 +151,7 @@ class AllocatorModel:
 
     def _find_free(self, pool: Pool, size: int) -> Block | None:
         self._num_lookups += 1
-        index = bisect_left(pool.keys, (size, -1))
+        index = bisect_left(pool.keys, (size, -1, -1))
         if index == len(pool.keys):
             return None
         block = pool.blocks[pool.keys[index]]
@@ -194,7 +194,12 @@ class AllocatorModel:
         if not self._has_room(num_bytes):
             return None
         self._reserve(num_bytes)
-        return Block(pool, self._addresses.take(num_bytes), num_bytes, None, mapped=True)
+        address, number = self._addresses.take(num_bytes), self._next_segment()
+        return Block(pool, address, num_bytes, None, mapped=True, segment_number=number)
+
+    def _next_segment(self) -> int:
+        self._num_segments += self.rules.oldest_first
+        return self._num_segments
 
     # Splitting, and merging.
 
@@ -211,6 +216,7 @@ class AllocatorModel:
             block.size_bytes - size,
             block.segment_start,
             mapped=True,
+            segment_number=block.segment_number,
         )
         rest.last_used = self._num_lookups
         insert_behind(block, rest)
@@ -245,7 +251,7 @@ class AllocatorModel:
         if limit >= UNLIMITED:
             return False
         wanted = max(size, limit)
-        index = bisect_left(pool.keys, (wanted, -1))
+        index = bisect_left(pool.keys, (wanted, -1, -1))
         if index < len(pool.keys):
             block = pool.blocks[pool.keys[index]]
             if block.segment_start is None:
@@ -314,7 +320,8 @@ class AllocatorModel:
         page = self._page_bytes(pool)
         num_bytes = _round_up(self.capacity_bytes + self.capacity_bytes // 8, page)
         start = self._addresses.take(num_bytes)
-        whole = Block(pool, start, num_bytes, start, mapped=False)
+        number = self._next_segment()
+        whole = Block(pool, start, num_bytes, start, mapped=False, segment_number=number)
         pool.unmapped[start] = whole
         return whole
 
@@ -332,7 +339,12 @@ class AllocatorModel:
         self._reserve(num_bytes)
         if num_bytes < block.size_bytes:
             rest = Block(
-                block.pool, end, block.size_bytes - num_bytes, block.segment_start, mapped=False
+                block.pool,
+                end,
+                block.size_bytes - num_bytes,
+                block.segment_start,
+                mapped=False,
+                segment_number=block.segment_number,
             )
             insert_behind(block, rest)
             block.size_bytes = num_bytes
@@ -350,7 +362,14 @@ class AllocatorModel:
         pool = block.pool
         pool.remove(block)
         if first > block.address:
-            before = Block(pool, block.address, first - block.address, start, mapped=True)
+            before = Block(
+                pool,
+                block.address,
+                first - block.address,
+                start,
+                mapped=True,
+                segment_number=block.segment_number,
+            )
             before.prev, before.next = block.prev, block
             if block.prev is not None:
                 block.prev.next = before
@@ -358,7 +377,14 @@ class AllocatorModel:
             pool.add(before)
         end = block.address + block.size_bytes
         if end > last:
-            behind = Block(pool, last, end - last, start, mapped=True)
+            behind = Block(
+                pool,
+                last,
+                end - last,
+                start,
+                mapped=True,
+                segment_number=block.segment_number,
+            )
             insert_behind(block, behind)
             pool.add(behind)
         block.address, block.size_bytes, block.mapped = first, last - first, False

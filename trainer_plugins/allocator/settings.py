@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer_plugins.allocator.addresses import Order
+from trainer_plugins.allocator.machine import read_torch_version
 from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
 from trainer_plugins.units import MIB
 
@@ -78,6 +79,9 @@ class AllocatorRules:
     memory_fraction: float | None = None  # of the card, for this process; None: all
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     segments: Order = "chunks"  # where new segments lie
+    # of free blocks of one size, whether that of the oldest segment is taken; else of the lowest
+    # address (pytorch#183591)
+    oldest_first: bool = False
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
@@ -94,6 +98,15 @@ class AllocatorRules:
                 if key.endswith("_mb") and isinstance(value, int):
                     given[name] = min(value * MIB, UNLIMITED)
         return cls(**given)
+
+
+def takes_oldest_first(torch_version: str) -> bool:
+    """Return whether this torch orders free blocks of one size by the age of their segments.
+
+    pytorch#183591; seen in torch 2.13 by the addresses of runs on its own code (docs/dry.md).
+    """
+    torch, _ = read_torch_version(torch_version)
+    return torch >= (2, 13)
 
 
 def parse(text: str) -> AllocatorSettings:

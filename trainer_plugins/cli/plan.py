@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from typer import Option
 
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, plan_of_command
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.printable import printable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_plugins.planner.calibrate import Calibration
     from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.planner.request import PlanRequest
+    from trainer_plugins.testing.drycuda.dry_search import Variations
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
@@ -87,11 +88,11 @@ def plan(
         command = command_in(context.args)
         # With --model a stray word is a slip of the pen, if it is no program.
         if command and (run.model.model is None or shutil.which(command[0])):
-            _refuse_tables(answer)
-            found = plan_of_command(command, run, dry)
-            planned = {**found.planned, "command": command_of(context)}
-            _show(replace(found, planned=planned), answer, as_json)
-            raise typer.Exit(_EXIT_DOES_NOT_FIT if found.fits is False else 0)
+            if answer.calibrate is not None:
+                raise PlanError("--calibrate is for --model: a command after -- gets a plan")
+            variations = variations_of(command, run, dry)
+            fits = _answer_for_command(variations, answer, as_json, command_of(context))
+            raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
         if dry != DryOptions():
             raise PlanError("--steps, --snapshot and --dry-env are for a command after --")
         if run.model.model is None:
@@ -151,14 +152,21 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
         timelines_of(answer.calibrate)
 
 
-def _refuse_tables(answer: AnswerOptions) -> None:
-    """Refuse what is not there for a command yet."""
-    from trainer_plugins.planner.plan import PlanError
+def _answer_for_command(
+    variations: "Variations", answer: AnswerOptions, as_json: bool, command: str
+) -> bool | None:
+    """Print what was asked of a command after --, and return whether it fits."""
+    from trainer_plugins.cli.plan_search import show_changes, show_search
+    from trainer_plugins.planner.compare.switches import changes_of
 
-    for name in ("search", "explain_change", "calibrate"):
-        if getattr(answer, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise PlanError(f"{flag} is for --model: a command after -- gets one plan")
+    if answer.explain_change:
+        changes = changes_of(answer.explain_change)
+        return show_changes(*variations.explained(changes), as_json)
+    if answer.search:
+        return show_search(variations.search, as_json)
+    found = variations.plan if as_json else variations.proposals()
+    _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
+    return found.fits
 
 
 def _show_plan(

@@ -11,7 +11,7 @@ from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import option
 
 if TYPE_CHECKING:
-    from trainer_plugins.planner.plan import MemoryPlan
+    from trainer_plugins.testing.drycuda.dry_search import Variations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
     return () if not words or words[0].startswith("-") else words
 
 
-def plan_of_command(command: Sequence[str], run: RunOptions, options: DryOptions) -> "MemoryPlan":
-    """Run the command on dry cards and return what it needs.
+def variations_of(command: Sequence[str], run: RunOptions, options: DryOptions) -> "Variations":
+    """Run the command on dry cards; it can be asked how it would do with other arguments.
 
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
@@ -44,7 +44,8 @@ def plan_of_command(command: Sequence[str], run: RunOptions, options: DryOptions
     from trainer_plugins.planner.cards import card_of, with_measured_context
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, fetch
-    from trainer_plugins.testing.drycuda.dry_plan import DryRun, dry_plan
+    from trainer_plugins.testing.drycuda.dry_plan import DryRun
+    from trainer_plugins.testing.drycuda.dry_search import Variations
 
     tell = partial(print, file=sys.stderr, flush=True)
     machine = run.machine
@@ -68,7 +69,7 @@ def plan_of_command(command: Sequence[str], run: RunOptions, options: DryOptions
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
     )
-    return dry_plan(asked, tell)
+    return Variations(asked, tell)
 
 
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}

@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -12,9 +12,9 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest
-from trainer_plugins.planner.compare.switches import changes_of, explain
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
+from trainer_plugins.planner.compare.switches import Saved, changes_of, explain, turned
+from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.report.page import show
@@ -37,6 +37,14 @@ def search_batches(
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
     if run.card is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
+    request = SearchRequest(run=run, lengths=asked)
+    return show_search(partial(search_run, request, timeout_seconds), as_json)
+
+
+def show_search(
+    find: Callable[[Callable[[SearchLine], None]], SearchResult], as_json: bool
+) -> bool:
+    """Print what a search finds, each line as it comes, and return whether anything fits."""
     lines: list[SearchLine] = []
 
     def found(line: SearchLine) -> None:
@@ -45,7 +53,7 @@ def search_batches(
 
     try:
         with _ended_by_a_signal():
-            result = search_run(SearchRequest(run=run, lengths=asked), timeout_seconds, found)
+            result = find(found)
     except KeyboardInterrupt:
         _show_so_far(lines, as_json)
         raise typer.Exit(_EXIT_INTERRUPTED) from None
@@ -84,9 +92,12 @@ def explain_changes(
     run: PlanRequest, names: Sequence[str], timeout_seconds: float, as_json: bool
 ) -> bool | None:
     """Print the savings of switches, and return whether the run fits as it is."""
-    plan, saved = explain(
-        run, changes_of(names), partial(predict_all, timeout_seconds=timeout_seconds)
-    )
+    predict = partial(predict_all, timeout_seconds=timeout_seconds)
+    return show_changes(*explain(run, changes_of(names), predict, turned), as_json)
+
+
+def show_changes(plan: MemoryPlan, saved: tuple[Saved, ...], as_json: bool) -> bool | None:
+    """Print what changes save, and return whether the run fits as it is."""
     if as_json:
         found = {"plan": asdict(plan), "changes": [asdict(each) for each in saved]}
         print(json.dumps(found, indent=2))

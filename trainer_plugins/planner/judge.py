@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from trainer_plugins.allocator.model import AllocatorRules
-from trainer_plugins.allocator.settings import parse
+from trainer_plugins.allocator.settings import parse, takes_oldest_first
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card, about_context, about_size
@@ -17,6 +17,7 @@ from trainer_plugins.planner.plan import (
     PlanError,
     TensorAtPeak,
     TensorsAtPeak,
+    part_of,
 )
 from trainer_plugins.planner.rehearse.watch import Watched
 from trainer_plugins.planner.request import PlanRequest
@@ -42,7 +43,7 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
         raise PlanError(f"allocator settings: {error}") from error
     if request.device == "simgpu":  # it has rules of its own, whatever the settings say
         return AllocatorRules(segments="falling")
-    return rules
+    return replace(rules, oldest_first=takes_oldest_first(installed()["torch"]))
 
 
 def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:
@@ -153,7 +154,7 @@ def _groups(live: _Live) -> tuple[TensorsAtPeak, ...]:
             count=1,
             num_bytes=num_bytes,
             category=storage.category,
-            part=_part(storage.module),
+            part=part_of(storage.module),
             operation=storage.operation,
             moment=storage.moment,
             dtype=storage.dtype,
@@ -162,19 +163,6 @@ def _groups(live: _Live) -> tuple[TensorsAtPeak, ...]:
     )
     found = [replace(one, count=count) for one, count in alike.items()]
     return tuple(sorted(found, key=lambda each: -each.total_bytes)[:_TOP_TENSORS])
-
-
-def _part(module: str) -> str:
-    """Return what follows the number of a layer; without one, the last name.
-
-    >>> _part("base_model.model.model.layers.3.mlp.gate_proj.lora_A.default"), _part("model.norm")
-    ('mlp', 'norm')
-    """
-    names = module.split(".")
-    numbers = [at for at, name in enumerate(names) if name.isdigit()]
-    if not numbers:
-        return names[-1]
-    return names[numbers[0] + 1] if numbers[0] + 1 < len(names) else names[numbers[0] - 1]
 
 
 def _tensor(storage: Storage, num_bytes: int) -> TensorAtPeak:

@@ -132,6 +132,19 @@ class Proposal:
     host_ram_bytes_per_node: int
 
 
+def part_of(module: str) -> str:
+    """Return what follows the number of a layer; without one, the last name.
+
+    >>> part_of("base_model.model.layers.3.mlp.gate_proj.lora_A.default"), part_of("model.norm")
+    ('mlp', 'norm')
+    """
+    names = module.split(".")
+    numbers = [at for at, name in enumerate(names) if name.isdigit()]
+    if not numbers:
+        return names[-1]
+    return names[numbers[0] + 1] if numbers[0] + 1 < len(names) else names[numbers[0] - 1]
+
+
 # PCIe 4.0 x16, pinned: an A100 by nvbandwidth (forums.developer.nvidia.com/t/352186)
 BUS_BYTES_PER_SECOND = 25_000_000_000
 
@@ -192,6 +205,9 @@ class MemoryPlan:
     breakdown: Mapping[Category, int]  # at the allocated peak; adds up to it
     top_tensors: tuple[TensorAtPeak, ...]  # the ten largest at the allocated peak
     moments: Mapping[Moment, MomentPeak]  # the peak of each moment of the run
+    # the smallest card on which the run completes, by releasing its cache; None if unknown
+    smallest_card_bytes: int | None = None
+    fails_on_less: str | None = None  # the line whose request fails on a smaller card
     num_flushes: int = 0  # how often a full card releases its cache (`num_alloc_retries`)
     failed_request_bytes: int | None = None  # of the allocation that fails; None if the run fits
     failed_request: str | None = None  # its operation, module and moment

@@ -88,6 +88,9 @@ def details(plan: MemoryPlan) -> list[str]:
         if plan.failed_request_bytes is not None:
             failed = f"{size(plan.failed_request_bytes)} for {plan.failed_request}"
             lines.append(f"The allocator fails on {failed}")
+    if plan.smallest_card_bytes is not None:
+        fails = f"; on less it fails at {plan.fails_on_less}" if plan.fails_on_less else ""
+        lines.append(f"It completes on {size(plan.smallest_card_bytes)} or more{fails}")
     if (base := plan.streamed) is not None:
         lines.append(
             f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
@@ -176,7 +179,8 @@ def _tensors(plan: MemoryPlan) -> Table:
     table = plain_table("largest at the peak", "", "made by", left=("made by",))
     for group in plan.groups_at_peak:
         times = f" x {group.count}" if group.count > 1 else ""
-        made_by = f"{group.operation.removeprefix('aten::')} in the {group.moment}, {group.dtype}"
+        made_by = f"{group.operation.removeprefix('aten::')} in the {group.moment}"
+        made_by += f", {group.dtype}" if group.dtype else ""
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
 

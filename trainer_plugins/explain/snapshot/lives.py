@@ -45,6 +45,14 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
+    by_address = _repeat(trace, rules)
+    if by_address.outcome.is_same:
+        return by_address
+    by_age = _repeat(trace, replace(rules, oldest_first=True))
+    return max(by_address, by_age, key=lambda each: each.outcome.same_address)
+
+
+def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
     model = ModelCard(trace, rules=rules)
     try:
         outcome = replay(trace, model)

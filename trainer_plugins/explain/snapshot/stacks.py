@@ -29,6 +29,8 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("evaluation", "", "^(?:nested_concat|pad_across_processes|_nested_gather|add_batch)$"),
     ("generation", r"/transformers/cache_utils\.py$", ""),
     ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
+    # a thread loads, which no `from_pretrained` has called
+    ("parameters", r"/transformers/core_model_loading\.py$", ""),
     ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/replicate\.py$", ""),
     ("saving", "", "^(?:state_dict|_?save_checkpoint|_?save_model|save_pretrained)$"),
     ("loss", r"/torch/nn/functional\.py$", "^(?:cross_entropy|nll_loss|log_softmax)$"),
@@ -122,6 +124,8 @@ def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
     for frame in frames:
         if node := _NODE.search(frame.name):
             return f"backward of {printable(node[1])}"
+    if python and all(map(_is_engine, python)):
+        return "the backward pass"
     if innermost is not None or python:
         return line_of(innermost or python[0])
     if any(_is_engine(frame) for frame in frames):

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import reduce
 from os import environ
+from typing import TypeVar
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
@@ -172,6 +174,7 @@ UNPREPARED = Switch(
 )
 
 _SEVERAL = "+"
+Run = TypeVar("Run")  # PlanRequest, or a run of a command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,30 +240,32 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def explain(
-    run: PlanRequest,
+    run: Run,
     changes: Sequence[str],
-    predict_all: Callable[[Sequence[PlanRequest]], list[MemoryPlan | PlanError]],
+    predict_all: Callable[[Sequence[Run]], list[MemoryPlan | PlanError]],
+    turn: Callable[[Run, Switch], Run],
 ) -> tuple[MemoryPlan, tuple[Saved, ...]]:
     """Predict a run as it is and with each of the changes that `changes_of` returned."""
-    turned = {change: _turned(run, change) for change in changes}
-    requests = {
-        change: request for change, request in turned.items() if isinstance(request, PlanRequest)
-    }
+
+    def changed(change: str) -> Run | PlanError:
+        try:
+            return reduce(turn, (SWITCHES[name] for name in change.split(_SEVERAL)), run)
+        except PlanError as error:
+            return error
+
+    every = {change: changed(change) for change in changes}
+    requests = {change: way for change, way in every.items() if not isinstance(way, PlanError)}
     as_it_is, *outcomes = predict_all([run, *requests.values()])
     if isinstance(as_it_is, PlanError):
         raise as_it_is
-    found: dict[str, MemoryPlan | PlanError] = dict(zip(requests, outcomes, strict=True))
-    found |= {change: error for change, error in turned.items() if isinstance(error, PlanError)}
+    found = dict(zip(requests, outcomes, strict=True))
+    found |= {change: error for change, error in every.items() if isinstance(error, PlanError)}
     return as_it_is, tuple(_saved(change, as_it_is, found[change]) for change in changes)
 
 
-def _turned(run: PlanRequest, change: str) -> PlanRequest | PlanError:
-    try:
-        for name in change.split(_SEVERAL):
-            run = SWITCHES[name].turn(run)
-    except PlanError as error:
-        return error
-    return run
+def turned(run: PlanRequest, change: Switch) -> PlanRequest:
+    """Return the run with a change."""
+    return change.turn(run)
 
 
 def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:

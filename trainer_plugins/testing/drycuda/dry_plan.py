@@ -5,19 +5,26 @@ If the cards are too small for the command, it runs again on larger ones, to say
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
+from trainer_plugins.allocator.model import AllocatorRules
+from trainer_plugins.explain.snapshot.cards import read
 from trainer_plugins.explain.snapshot.held import Category as HeldAs
+from trainer_plugins.explain.snapshot.lives import Life
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.explain.snapshot.stacks import meaning_of
 from trainer_plugins.planner.cards import Card, about_context
 from trainer_plugins.planner.plan import (
     MOMENTS,
@@ -27,10 +34,12 @@ from trainer_plugins.planner.plan import (
     MomentPeak,
     PlanError,
     TensorsAtPeak,
+    part_of,
 )
 from trainer_plugins.printable import printable
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
+from trainer_plugins.testing.drycuda.smallest import smallest_room
 from trainer_plugins.units import GIB
 
 _UNLIMITED_BYTES = 4096 * GIB
@@ -77,8 +86,25 @@ class DryRun:
     snapshot: Path | None = None
     """Where to keep the allocator's snapshot of the fullest card."""
 
+    changed: Mapping[str, object] = field(default_factory=dict)
+    """Fields of TrainingArguments that are not as the command says."""
 
-def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the command gets besides those of this process."""
+
+    foretells: bool = False
+    """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
+
+
+class DryAnswer(NamedTuple):
+    """Holds what a dry run has shown."""
+
+    plan: MemoryPlan
+    arguments: Mapping[str, Any]
+    """The TrainingArguments of the run."""
+
+
+def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     """Run a command on dry cards and return what it needs of the fullest one.
 
     Args:
@@ -88,22 +114,46 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> MemoryPlan:
     Raises:
         PlanError: the dry card cannot be had here, or the command ended before it trained.
     """
+    unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
     tell(f"planning: running the command on a dry {run.card.name}")
+    if run.foretells:
+        result = _seen_of(replace(run, card=unlimited), tell)
+        least = result.smallest.get("smallest_card_bytes")
+        if least is not None:
+            plan = replace(_plan(result, run), fits=least <= run.card.capacity_bytes)
+            return DryAnswer(plan, result.seen[0]["arguments"])
     result = _seen_of(run, tell)
     if not any(each["died"] for each in result.seen):
-        return _plan(result, run)
+        return DryAnswer(_plan(result, run), result.seen[0]["arguments"])
     failed = _failed_request(result)
     tell("planning: it does not fit, running it again on a card without a limit")
-    unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
     result = _seen_of(replace(run, card=unlimited, snapshot=None), tell)
-    return replace(_plan(result, run), fits=False, **failed)
+    plan = replace(_plan(result, run), fits=False, **failed)
+    return DryAnswer(plan, result.seen[0]["arguments"])
 
 
 class _Result:
     """Holds what the processes of a command have seen, the fullest one first."""
 
-    def __init__(self, seen: list[dict[str, Any]], case: SnapshotCase) -> None:
-        self.seen, self.case = seen, case
+    def __init__(
+        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: Mapping[str, Any]
+    ) -> None:
+        self.seen, self.case, self.smallest = seen, case, smallest
+
+    def at_peak(self) -> list[Life]:
+        """Return the blocks that were in use at the peak."""
+        return self.case.sorter.alive_at(self.case.held.position)
+
+    def name_of(self, life: Life) -> tuple[Category, str]:
+        """Return what a block was for, and the parameter that it belonged to, if one."""
+        named: tuple[Category, str] | None = self.seen[0]["named"].get(str(life.birth))
+        return named or (_CATEGORIES[self.case.sorter.category(life)], "")
+
+    def moment_of(self, life: Life) -> Moment:
+        """Return the moment in which a block was allocated."""
+        began: list[tuple[int, Moment]] = self.seen[0]["beginnings"]
+        at = bisect_right(began, life.birth, key=lambda each: each[0]) - 1
+        return began[max(at, 0)][1]
 
 
 def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
@@ -112,7 +162,11 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
     except DryCudaUnavailable as error:
         raise PlanError(str(error)) from error
     with made as dry:
-        environment = {**dry.environment(), "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps)}
+        environment = {
+            **dry.environment({**os.environ, **run.environment}),
+            "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps),
+            "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
+        }
         log = dry.folder / "log"
         try:
             code = _ended(run, environment, log)
@@ -125,7 +179,8 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
         snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
         if run.snapshot is not None:
             shutil.copyfile(snapshot, run.snapshot)
-        return _Result(seen, case_of(snapshot))
+        case = case_of(snapshot)
+        return _Result(seen, case, _smallest(dry.folder, case, run.card))
 
 
 def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
@@ -184,6 +239,24 @@ def _failed_request(result: _Result) -> dict[str, Any]:
     }
 
 
+def _smallest(folder: Path, case: SnapshotCase, card: Card) -> Mapping[str, Any]:
+    """Return the smallest card on which all processes complete, and what fails on less."""
+    rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
+    needed: tuple[int, str | None] = (0, None)
+    for path in folder.glob("snapshot-*.pickle"):
+        snapshot = read(path)
+        for each in snapshot.cards:
+            least = smallest_room(each, rules, card.capacity_bytes - card.context_bytes)
+            if least is None:
+                return {}
+            place = None
+            if least.fails_at is not None:
+                place = meaning_of(snapshot.stacks[each.stacks[least.fails_at]]).place
+            needed = max(needed, (least.room_bytes, place), key=lambda pair: pair[0])
+    room_bytes, place = needed
+    return {"smallest_card_bytes": room_bytes + card.context_bytes, "fails_on_less": place}
+
+
 def _plan(result: _Result, run: DryRun) -> MemoryPlan:
     fullest, card = result.seen[0], run.card
     moments: dict[Moment, MomentPeak] = {
@@ -194,6 +267,7 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         for moment in MOMENTS
         if moment in fullest["moments"]
     }
+    tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
     return MemoryPlan(
@@ -205,9 +279,9 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         capacity_bytes=card.capacity_bytes,
         fits=reserved + card.context_bytes <= card.capacity_bytes,
         moment=at,
-        breakdown=_breakdown(result.case, moments[at].allocated_bytes),
+        breakdown=_breakdown(result, moments[at].allocated_bytes),
         top_tensors=(),
-        groups_at_peak=tuple(_groups(result.case, at)),
+        groups_at_peak=tuple(_groups(result)),
         moments=moments,
         num_flushes=fullest["num_retries"],
         not_reliable=tuple(_unreliable(fullest)),
@@ -222,9 +296,10 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
         planned={
             "model": f"{fullest['model']}, trained by {fullest['trainer']}",
-            "rows": f"{fullest['rows']} at once, on {fullest['world_size']} ranks",
+            "rows": f"{fullest['rows']} at once{tokens}, on {fullest['world_size']} ranks",
             "command": shlex.join(run.command),
         },
+        **result.smallest,
     )
 
 
@@ -241,12 +316,12 @@ def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
     return tuple(cards) if sum(card.reserved_bytes > 0 for card in cards) > 1 else ()
 
 
-def _breakdown(case: SnapshotCase, allocated_bytes: int) -> dict[Category, int]:
+def _breakdown(result: _Result, allocated_bytes: int) -> dict[Category, int]:
     """Return the categories at the peak; what the recording does not know is a workspace."""
     found: dict[Category, int] = {}
-    for name, num_bytes in case.held.categories.items():
-        category = _CATEGORIES[name]
-        found[category] = found.get(category, 0) + num_bytes
+    for life in result.at_peak():
+        category, _ = result.name_of(life)
+        found[category] = found.get(category, 0) + life.num_bytes
     rest = allocated_bytes - sum(found.values())
     # A block that is released while it is counted is in the recording, and not in the peak.
     where: Category = "workspaces" if rest >= 0 else "activations"
@@ -254,21 +329,22 @@ def _breakdown(case: SnapshotCase, allocated_bytes: int) -> dict[Category, int]:
     return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
 
 
-def _groups(case: SnapshotCase, moment: Moment) -> Iterator[TensorsAtPeak]:
+def _groups(result: _Result) -> Iterator[TensorsAtPeak]:
     """Yield what takes most at the peak: equal blocks of one line as one."""
-    counts: dict[tuple[int, HeldAs, str], int] = {}
-    for life in case.sorter.alive_at(case.held.position):
-        key = (life.num_bytes, case.sorter.category(life), case.sorter.place(life))
-        counts[key] = counts.get(key, 0) + 1
+    counts: Counter[tuple[int, Category, str, str, Moment]] = Counter()
+    for life in result.at_peak():
+        category, name = result.name_of(life)
+        place, born = result.case.sorter.place(life), result.moment_of(life)
+        counts[(life.num_bytes, category, part_of(name.rpartition(".")[0]), place, born)] += 1
     largest = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_GROUPS]
-    for (num_bytes, held_as, place), count in largest:
+    for (num_bytes, category, part, place, born), count in largest:
         yield TensorsAtPeak(
             count=count,
             num_bytes=num_bytes,
-            category=_CATEGORIES[held_as],
-            part="",
+            category=category,
+            part=part,
             operation=place,
-            moment=moment,
+            moment=born,
             dtype="",
         )
 

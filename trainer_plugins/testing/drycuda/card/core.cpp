@@ -16,6 +16,7 @@
 #include <sstream>
 
 #include "../../card_file.h"
+#include "addresses.h"
 
 namespace dry {
 namespace {
@@ -186,12 +187,32 @@ bool take(int index, size_t num_bytes) {
 
 void give_back(int index, size_t num_bytes) { device(index).card.release(num_bytes); }
 
+namespace {
+
+void* mapped(void* at, size_t num_bytes, int flags) {
+  return mmap(at, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+}
+
+Addresses& addresses = *new Addresses;
+std::mutex addresses_lock;
+
+}  // namespace
+
 void* reserve_addresses(size_t num_bytes) {
-  void* start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  std::lock_guard<std::mutex> guard(addresses_lock);
+  void* wanted = reinterpret_cast<void*>(addresses.take(num_bytes));
+  void* start = mapped(wanted, num_bytes, MAP_FIXED_NOREPLACE);
+  if (start == wanted) return start;
+  addresses.give_back(reinterpret_cast<uintptr_t>(wanted));
+  if (start == MAP_FAILED) start = mapped(nullptr, num_bytes, 0);
   return start == MAP_FAILED ? nullptr : start;
 }
 
-void drop_addresses(void* start, size_t num_bytes) { munmap(start, num_bytes); }
+void drop_addresses(void* start, size_t num_bytes) {
+  std::lock_guard<std::mutex> guard(addresses_lock);
+  addresses.give_back(reinterpret_cast<uintptr_t>(start));
+  munmap(start, num_bytes);
+}
 
 void place(void* start, size_t num_bytes, int index) {
   std::lock_guard<std::mutex> guard(blocks_lock);
@@ -278,8 +299,8 @@ void fill(void* to, int value, size_t num_bytes) {
 
 void* pin(size_t num_bytes) {
   const size_t rounded = std::max<size_t>(num_bytes, 1);
-  void* start = reserve_addresses(rounded);
-  if (start == nullptr) return nullptr;
+  void* start = mapped(nullptr, rounded, 0);
+  if (start == MAP_FAILED) return nullptr;
   std::lock_guard<std::mutex> guard(pinned_lock);
   pinned[static_cast<char*>(start)] = rounded;
   return start;
@@ -289,7 +310,7 @@ void unpin(void* start) {
   std::lock_guard<std::mutex> guard(pinned_lock);
   const auto found = pinned.find(static_cast<char*>(start));
   if (found == pinned.end()) return;
-  drop_addresses(start, found->second);
+  munmap(start, found->second);
   pinned.erase(found);
 }
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from trainer_plugins.testing.drycuda.inside.named import numbered
+
 _MOST_POINTS = 400
 
 _ALLOCATED = {"alloc": 1, "free_completed": -1}
@@ -36,3 +38,14 @@ def timeline_of(
             points.append((moment, allocated, reserved))
             in_point = 1
     return points
+
+
+def beginnings_of(
+    events: Sequence[Mapping[str, Any]], began: Iterable[tuple[int, str]]
+) -> list[tuple[int, str]]:
+    """Return the number of the first event of each moment; arguments as of `timeline_of`."""
+    waiting, found = [*began], []
+    for number, event in numbered(events):
+        while waiting and waiting[0][0] <= event.get("time_us", 0):
+            found.append((number, waiting.pop(0)[1]))
+    return found

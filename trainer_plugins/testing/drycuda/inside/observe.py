@@ -5,6 +5,7 @@ in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run a
 """
 
 import functools
+import gc
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,10 +23,12 @@ import torch
 from torch.utils.data import Subset
 
 from trainer_plugins.longest import longest_rows
-from trainer_plugins.testing.drycuda.inside.drawn import timeline_of
+from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
+from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
 from trainer_plugins.testing.drycuda.inside.process import counters, say
 
 _MOST_EVALUATED_BATCHES = 16
+_MICRO_STEPS = 2
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
 _BACKWARD = {"filename": "torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
@@ -44,6 +47,9 @@ class Seen:
     world_size: int = 1
     rank: int = 0
     rows: int = 0
+    tokens: int = 0
+    """Of the longest row; 0 if rows have none."""
+
     notes: list[str] = field(default_factory=list)
     num_ooms: int = 0
     died: bool = False
@@ -59,6 +65,12 @@ class Seen:
     trainer: str = ""
     timeline: list[tuple[str, int, int]] = field(default_factory=list)
     """Moment, allocated and reserved bytes of the fullest card, each the maximum of some events."""
+
+    beginnings: list[tuple[int, str]] = field(default_factory=list)
+    """The first event of each moment, by its number in the snapshot."""
+
+    named: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """The category and the name of allocations, by the numbers of their events."""
 
 
 def record() -> None:
@@ -113,17 +125,20 @@ class _Observer:
         self._seen = Seen(arguments=_plain(trainer.args))
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
+        self._names: list[Names] = []
 
     def run(self, train: Callable[[], object]) -> None:
         """Train, evaluate and save, as the arguments ask for, each once."""
         trainer, args = self._trainer, self._trainer.args
         evaluates = args.eval_strategy != "no" and trainer.eval_dataset is not None
         saves = args.save_strategy != "no"
+        resumes = saves and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
         args.eval_strategy = args.save_strategy = "no"
         args.load_best_model_at_end = False
         self._take_the_longest_rows()
         self._watch_moments()
+        self._skip_like_micro_steps()
         train()
         self._close()
         if evaluates:
@@ -132,6 +147,41 @@ class _Observer:
         if saves:
             with self._at("save"):
                 trainer._save_checkpoint(trainer.model, trial=None)
+        if resumes:
+            self._resume(train)
+
+    def _resume(self, train: Callable[..., object]) -> None:
+        """Train one more step from the checkpoint, as a process would that has just loaded."""
+        trainer, args = self._trainer, self._trainer.args
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            self._seen.notes.append("resuming is not run: what is sharded is not made anew")
+            return
+        folder = f"{args.output_dir}/checkpoint-{trainer.state.global_step}"
+        with self._at("save"):
+            trainer.accelerator.free_memory()
+            for holder in (trainer, trainer.callback_handler):
+                holder.optimizer = holder.lr_scheduler = None
+            trainer.model.zero_grad(set_to_none=True)
+            gc.collect()
+        args.max_steps, args.ignore_data_skip = trainer.state.global_step + 1, True
+        with self._at("resume"):
+            train(resume_from_checkpoint=folder)
+
+    def _skip_like_micro_steps(self) -> None:
+        """Skip micro-steps that repeat the one before, not the last: there ranks reduce."""
+        trainer, step = self._trainer, self._trainer.training_step
+        accumulation, count = trainer.args.gradient_accumulation_steps, 0
+
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            position = count % accumulation
+            count += 1
+            if _MICRO_STEPS <= position < accumulation - 1:
+                return torch.zeros((), device=trainer.args.device)
+            return step(*args, **kwargs)
+
+        trainer.training_step = training_step
 
     def write(self, *, died: bool = False) -> None:
         """Write what was seen, and a snapshot of the allocator, for the process that asked."""
@@ -145,7 +195,7 @@ class _Observer:
         seen.rows = trainer._train_batch_size
         seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         seen.trainer = type(trainer).__name__
-        _write(seen, self._began)
+        _write(seen, self._began, self._names)
         _Observer.has_written = True
 
     def _some(self, data: Any) -> Any:
@@ -197,13 +247,23 @@ class _Observer:
         @functools.wraps(method)
         def around(*args: Any, **kwargs: Any) -> Any:
             outer = self._moment
+            if moment == "forward":
+                self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
+            self._name("weights" if outer == "load" else "optimizer states", outer)
             with self._at(moment if outer != "evaluation" or moment == "generation" else outer):
                 result = method(*args, **kwargs)
             if outer in ("load", "forward", "backward", "optimizer step"):
                 self._begin("optimizer step" if moment == "backward" else moment)
+            if moment == "backward":
+                self._name("gradients", moment)
             return result
 
         setattr(owner, name, around)
+
+    def _name(self, what: str, moment: str) -> None:
+        """Name the tensors of the model where they have come to lie."""
+        if moment in ("load", "backward", "optimizer step"):
+            self._names.append(names_of(self._trainer, what))
 
     @contextmanager
     def _at(self, moment: str) -> Iterator[None]:
@@ -231,7 +291,9 @@ class _Observer:
             torch.cuda.reset_peak_memory_stats(index)
 
 
-def _write(seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),)) -> None:
+def _write(
+    seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),), names: Sequence[Names] = ()
+) -> None:
     """Write what a process saw, and a snapshot of the allocator."""
     from trainer_plugins.testing.drycuda.inside import shapes
 
@@ -246,7 +308,9 @@ def _write(seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),)) -> Non
             seen.versions[name] = sys.modules[name].__version__
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     snapshot = torch.cuda.memory._snapshot()
-    seen.timeline = timeline_of(max(snapshot["device_traces"], key=len), began)
+    events = max(snapshot["device_traces"], key=len)
+    seen.timeline = timeline_of(events, began)
+    seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
     _clean(snapshot)
     with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
         pickle.dump(snapshot, file)
@@ -289,6 +353,13 @@ def _peaks() -> list[tuple[int, int]]:
 def _plain(args: Any) -> dict[str, object]:
     found: dict[str, object] = json.loads(args.to_json_string())
     return found
+
+
+def _tokens_of(arguments: tuple[Any, ...]) -> int:
+    """Return the tokens of a row of a batch, which `compute_loss` gets second."""
+    batch = arguments[1] if len(arguments) > 1 else None
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
 
 
 def _size(parameter: torch.nn.Parameter) -> int:

@@ -1,13 +1,17 @@
 """Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
 
 import functools
+import json
 import os
 import sys
+import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
+_SMALL_BYTES = 1 << 20
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
@@ -20,18 +24,30 @@ _OFFLINE = {
 
 
 def protect() -> None:
-    """Set trackers and the hub offline, and write holes instead of the bytes of tensors."""
+    """Set trackers and the hub offline; write holes instead of tensors, and map what is read."""
     os.environ.update(_OFFLINE)
     import torch.serialization
+    from torch.utils._pytree import tree_leaves
 
     save = torch.serialization.save
 
     @functools.wraps(save)
-    def saved(*args: Any, **kwargs: Any) -> None:
-        with torch.serialization.skip_data():
-            save(*args, **kwargs)
+    def saved(obj: object, *args: Any, **kwargs: Any) -> None:
+        tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
+        is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
+        with nullcontext() if is_small else torch.serialization.skip_data():
+            save(obj, *args, **kwargs)
+
+    load = torch.serialization.load
+
+    @functools.wraps(load)
+    def mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
+            kwargs["mmap"] = True  # its bytes are not needed
+        return load(f, *args, **kwargs)
 
     torch.save = torch.serialization.save = saved
+    torch.load = torch.serialization.load = mapped
 
 
 def save_holes() -> None:
@@ -54,15 +70,17 @@ def scratch(output_dir: str) -> str:
 
 
 def protect_arguments() -> None:
-    """Let TrainingArguments write to scratch, and report to nothing."""
+    """Let TrainingArguments write to scratch, report to nothing, and be what a search asks."""
     from transformers.training_args import TrainingArguments
 
-    made = TrainingArguments.__post_init__
+    made, changed = TrainingArguments.__post_init__, os.environ.get("TRAINER_PLUGINS_DRY_CHANGED")
 
     @functools.wraps(made)
     def post_init(self: Any) -> None:
         self.push_to_hub = False
         self.report_to = "none"
+        for name, value in json.loads(changed or "{}").items():
+            setattr(self, name, value)
         if self.output_dir:
             self.output_dir = scratch(self.output_dir)
         made(self)

@@ -7,6 +7,7 @@ takes no space, and loading it costs nothing but time for its header.
 
 import functools
 import os
+import sys
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ def make_those_that_are_missing() -> None:
                 raise
             return [str(holes_for(*wanted))], None
 
+    # Several threads would load in another order in each run, and blocks would lie elsewhere.
+    if loading := sys.modules.get("transformers.core_model_loading"):
+        loading.GLOBAL_WORKERS = 1  # type: ignore[attr-defined]
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     modeling_utils._get_resolved_checkpoint_files = resolved
 

@@ -1,0 +1,214 @@
+"""Runs a command with other TrainingArguments: how many rows fit, and what would make it fit.
+
+The arguments are changed as the program makes them, so any program can be asked. Each variation
+takes one run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult
+from trainer_plugins.planner.compare.switches import Saved, Switch, as_flags, explain
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.tried import margin_bytes
+from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, DryRun, dry_plan
+from trainer_plugins.units import size
+
+_ENOUGH = 2
+_TRIED = (
+    (),
+    (switches.CHECKPOINTING,),
+    (switches.CHECKPOINTING, switches.FUSED_LOSS),
+    (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
+    (switches.CHECKPOINTING, switches.FUSED_LOSS, switches.EIGHT_BIT_OPTIMIZER),
+)
+"""What is proposed for a command, the least costly first; each with the most rows that fit."""
+
+
+class Variations:
+    """Runs one command in several ways, each once."""
+
+    def __init__(self, run: DryRun, tell: Callable[[str], None]) -> None:
+        self._run, self._tell = run, tell
+        self._known: dict[str, DryAnswer] = {}
+        self._as_given = self._answer(run)
+        arguments = self._as_given.arguments
+        self._now = int(arguments["per_device_train_batch_size"])
+        self._rows = self._now * int(arguments["gradient_accumulation_steps"])
+        self._checkpoints = bool(arguments["gradient_checkpointing"])
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Return the plan of the command as it is."""
+        return self._as_given.plan
+
+    def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
+        """Find the most rows at once that fit, without and with checkpointing."""
+        lines, plans = [], []
+        for changes in ((), (switches.CHECKPOINTING,))[self._checkpoints :]:
+            rows, plan = self._most_rows(changes, self._rows)
+            lines.append(self._line(rows, plan, bool(changes) or self._checkpoints))
+            plans.append(plan)
+            show(lines[-1])
+            if rows == self._rows and self._is_safe(plan):
+                break
+        safe = [at for at, line in enumerate(lines) if line.is_safe]
+        fit = safe or [at for at, line in enumerate(lines) if line.fits]
+        best = max(fit, key=lambda at: lines[at].micro_batch, default=None)
+        return SearchResult(
+            lines=tuple(lines),
+            best=None if best is None else lines[best],
+            best_plan=None if best is None else plans[best],
+            refused=(),
+            effective_batch=self._rows * self._as_given.plan.num_gpus,
+            num_gpus=self._as_given.plan.num_gpus,
+            gpu=self._run.card.name,
+            capacity_bytes=self._run.card.capacity_bytes,
+        )
+
+    def proposals(self) -> MemoryPlan:
+        """Return the plan of the command with what would fit, if it does not fit itself."""
+        plan = self.plan
+        load = plan.moments.get("load")
+        usable = self._run.card.capacity_bytes - self._run.card.context_bytes
+        if plan.fits or load is None or load.allocated_bytes > usable:
+            return plan
+        found: list[Proposal] = []
+        failed: list[str] = []
+        for changes in _TRIED[self._checkpoints :]:
+            if len(found) == _ENOUGH:
+                break
+            words = ", ".join(each.words for each in changes) or "fewer rows at once"
+            if not changes and self._now == 1:
+                continue
+            try:
+                rows, tried = self._most_rows(changes, self._now)
+            except PlanError as error:
+                failed.append(f"{words}: {error}")
+                continue
+            if self._is_safe(tried):
+                found.append(self._proposal(changes, rows, tried))
+            else:
+                left = self._left(tried)
+                missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
+                failed.append(f"{words}, 1 row x {self._rows}: {missing}")
+        return replace(plan, proposals=tuple(found), tried_without_success=tuple(failed))
+
+    def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
+        """Say what each of the changes saves that `changes_of` returned."""
+        return explain(self._run, changes, self._plans, _turn)
+
+    def _plans(self, runs: Sequence[DryRun]) -> list[MemoryPlan | PlanError]:
+        return [*map(self._plan_or_error, runs)]
+
+    def _plan_or_error(self, run: DryRun) -> MemoryPlan | PlanError:
+        try:
+            return self._answer(run).plan
+        except PlanError as error:
+            return error
+
+    def _answer(self, run: DryRun) -> DryAnswer:
+        key = repr((sorted(run.changed.items()), sorted(run.environment.items())))
+        if key not in self._known:
+            words = as_flags(run.changed)
+            if words:
+                self._tell(f"planning: with {words}")
+            self._known[key] = dry_plan(run, self._tell)
+        return self._known[key]
+
+    def _most_rows(self, changes: Sequence[Switch], most: int) -> tuple[int, MemoryPlan]:
+        """Find the most rows at once that fit safely; 1 if none do."""
+        run = self._run
+        for change in changes:
+            run = _turn(run, change)
+        sizes = [each for each in range(1, most + 1) if self._rows % each == 0]
+
+        def plan_of(at: int) -> MemoryPlan:
+            return self._answer(_with(run, self._batch(sizes[at]))).plan
+
+        low, high = 0, len(sizes) - 1
+        best = plan_of(low)
+        if not self._is_safe(best):
+            return sizes[0], best
+        while low < high:
+            middle = (low + high + 1) // 2
+            plan = plan_of(middle)
+            if self._is_safe(plan):
+                low, best = middle, plan
+            else:
+                high = middle - 1
+        return sizes[low], best
+
+    def _left(self, plan: MemoryPlan) -> int:
+        """Return what the card has beside the least that a run needs."""
+        needed = plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
+        return self._run.card.capacity_bytes - needed
+
+    def _is_safe(self, plan: MemoryPlan) -> bool:
+        """Return whether it fits, even if the plan is as far off as any was."""
+        return self._left(plan) >= margin_bytes(plan.reserved_peak_bytes)
+
+    def _batch(self, rows: int) -> Mapping[str, object]:
+        if rows == self._now:
+            return {}
+        return {
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": self._rows // rows,
+        }
+
+    def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
+        steps, batch = self._rows // rows, self._batch(rows)
+        words = [f"{rows} row{'s' if rows > 1 else ''} x {steps}"] if batch else []
+        prices = ["the same training in smaller steps"] if batch else []
+        flags = [as_flags(batch)] if batch else []
+        return Proposal(
+            changes=(*words, *(each.words for each in changes)),
+            price="; ".join([*prices, *(each.price for each in changes)]),
+            flags=" ".join([*flags, *(each.flags for each in changes)]),
+            micro_batch=rows,
+            accumulation_steps=steps,
+            sequence_length=0,
+            reserved_peak_bytes=plan.reserved_peak_bytes,
+            nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+            margin_bytes=self._left(plan),
+            host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+        )
+
+    def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
+        return SearchLine(
+            strategy=AS_GIVEN,
+            gradient_checkpointing=checkpoints,
+            sequence_length=0,
+            micro_batch=rows,
+            accumulation_steps=self._rows // rows,
+            fits=bool(plan.fits),
+            allocated_peak_bytes=plan.allocated_peak_bytes,
+            reserved_peak_bytes=plan.reserved_peak_bytes,
+            nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+            margin_bytes=self._left(plan),
+            host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+            in_full=True,
+            is_safe=self._is_safe(plan),
+        )
+
+
+def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
+    return replace(run, changed={**run.changed, **changed}, snapshot=None, foretells=True)
+
+
+def _turn(run: DryRun, change: Switch) -> DryRun:
+    """Change a run by a switch that is a flag of TrainingArguments, or a variable."""
+    if flags := flags_in(change.flags):
+        return _with(run, dict(_typed(flags)))
+    variable, is_one, value = change.flags.partition("=")
+    if is_one and variable.isupper():
+        return replace(run, environment={**run.environment, variable: value}, snapshot=None)
+    raise PlanError("the command itself says this: change it there")
+
+
+def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    for name, text in flags.items():
+        as_bool = {"true": True, "false": False}.get(text.lower())
+        yield name, text if as_bool is None else as_bool

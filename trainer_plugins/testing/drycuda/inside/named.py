@@ -1,0 +1,87 @@
+"""Names what the allocator has recorded: which block was which parameter, gradient or state."""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_KNOWN = {
+    "alloc", "free_completed", "segment_alloc", "segment_map", "segment_free", "segment_unmap",
+    "oom",
+}  # fmt: skip
+"""The actions that `explain` reads (explain/snapshot/cards.py); others have no number."""
+
+
+class Names(NamedTuple):
+    """Holds addresses at one time, with the category and the name of what lay there."""
+
+    time_us: int
+    of: Mapping[int, tuple[str, str]]
+
+
+def names_of(trainer: Any, what: str) -> Names:
+    """Name the `weights`, `gradients` or `optimizer states` of a Trainer as they lie now."""
+    found = {}
+    for category, name, tensor in _tensors(trainer, what):
+        local = getattr(tensor, "_local_tensor", tensor)  # of DTensor
+        if local.is_cuda and local.numel():
+            found[local.data_ptr()] = (category, name)
+    return Names(time.time_ns() // 1000, found)
+
+
+def _tensors(trainer: Any, what: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+    names = {}
+    for name, parameter in (*trainer.model.named_parameters(), *trainer.model.named_buffers()):
+        names[parameter] = name
+        held = getattr(parameter, "ds_tensor", parameter)  # of ZeRO-3
+        if what == "weights":
+            yield what if parameter.requires_grad else "frozen weights", name, held
+        elif what == "gradients" and parameter.grad is not None:
+            yield what, name, parameter.grad
+    optimizer = trainer.optimizer if what == "optimizer states" else None
+    for parameter, states in getattr(optimizer, "state", {}).items():
+        if isinstance(states, Mapping):
+            for state in states.values():
+                if isinstance(state, torch.Tensor):
+                    yield what, names.get(parameter, ""), state
+
+
+def numbered(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the events that `explain` reads, with the numbers that they have there."""
+    return enumerate(event for event in events if event["action"] in _KNOWN)
+
+
+def named_allocations(
+    events: Sequence[Mapping[str, Any]], names: Iterable[Names]
+) -> dict[int, tuple[str, str]]:
+    """Return the category and the name of allocations, by the numbers of their events."""
+    waiting = [*names]
+    live: dict[int, tuple[int, int]] = {}  # number and bytes
+    found: dict[int, tuple[str, str]] = {}
+    for number, event in numbered(events):
+        while waiting and waiting[0].time_us <= event.get("time_us", 0):
+            _apply(waiting.pop(0), live, found)
+        if event["action"] == "alloc":
+            live[event["addr"]] = (number, event["size"])
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    for each in waiting:
+        _apply(each, live, found)
+    return found
+
+
+def _apply(
+    names: Names, live: Mapping[int, tuple[int, int]], found: dict[int, tuple[str, str]]
+) -> None:
+    starts = sorted(live)
+    for address, name in names.of.items():
+        at = bisect_right(starts, address) - 1
+        if at < 0:
+            continue
+        number, num_bytes = live[starts[at]]
+        if address < starts[at] + num_bytes:
+            found.setdefault(number, name)

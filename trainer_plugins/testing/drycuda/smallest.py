@@ -1,0 +1,95 @@
+"""Finds the least memory with which a run completes, from what its allocator has recorded.
+
+What the run asked for is repeated on the model of torch's allocator, which releases its cache where
+a card is full, by bisection. The model gives every block of a dry run the address that it had.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.explain.snapshot.cards import Card
+from trainer_plugins.explain.snapshot.oom import reserved_after
+from trainer_plugins.units import MIB
+
+_EMPTY = -1
+
+
+class Smallest(NamedTuple):
+    """Holds the least memory that the allocator of a card needs."""
+
+    room_bytes: int
+    """A multiple of 1 MiB, without the context."""
+
+    fails_at: int | None
+    """Which event fails on 1 MiB less, by its number in the snapshot."""
+
+
+def smallest_room(card: Card, rules: AllocatorRules, room_bytes: int) -> Smallest | None:
+    """Return the least memory with which the events of a card go through.
+
+    Args:
+        card: what was recorded; from the first event on.
+        rules: the settings of the allocator.
+        room_bytes: what the allocator could have of the card of the recording.
+
+    Returns None if the model does not repeat the recorded peak, as with the pools of CUDA graphs.
+    """
+    run = [*_steps(card, room_bytes)]
+    whole = AllocatorModel(room_bytes, rules)
+    reserved = max(reserved_after(card))
+    if _failure(whole, run) is not None or whole.peak_reserved_bytes != reserved:
+        return None
+    low, high = whole.peak_allocated_bytes // MIB, -(-reserved // MIB)  # high goes through
+    fails_at = None
+    while low < high:
+        middle = (low + high) // 2
+        failure = _failure(AllocatorModel(middle * MIB, rules), run)
+        if failure is None:
+            high = middle
+        else:
+            low, fails_at = middle + 1, failure
+    return Smallest(high * MIB, fails_at)
+
+
+class _Step(NamedTuple):
+    address: int
+    num_bytes: int
+    """0 of a block that is freed; `_EMPTY` where the program released the cache."""
+
+    stream: int
+    event: int
+
+
+def _steps(card: Card, room_bytes: int) -> Iterator[_Step]:
+    """Yield what the program did; what a full card released is not of the program."""
+    reserved, released = reserved_after(card)[0], 0
+    for number, event in enumerate(card.events):
+        if event.action == "segment_free":
+            reserved -= event.num_bytes
+            released += event.num_bytes
+        elif event.action == "segment_alloc":
+            reserved += event.num_bytes
+        elif event.action in ("alloc", "free"):
+            if released and reserved + released <= room_bytes:
+                yield _Step(0, _EMPTY, 0, number)
+            released = 0
+            size = event.num_bytes if event.action == "alloc" else 0
+            yield _Step(event.address, size, event.stream, number)
+
+
+def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:
+    """Return the event that a card refuses; None if all go through."""
+    blocks: dict[int, Block] = {}
+    malloc: Callable[[int, int], Block] = model.malloc
+    for address, num_bytes, stream, event in run:
+        if num_bytes > 0:
+            try:
+                blocks[address] = malloc(num_bytes, stream)
+            except AllocatorFull:
+                return event
+        elif num_bytes == 0:
+            model.free(blocks.pop(address))
+        else:
+            model.empty_cache()
+    return None
