@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import option
+from trainer_plugins.interrupted import by_any_signal
 
 if TYPE_CHECKING:
     from trainer_plugins.planner.plan import MemoryPlan
@@ -68,7 +69,8 @@ def plan_of_command(command: Sequence[str], run: RunOptions, options: DryOptions
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
     )
-    return dry_plan(asked, tell)
+    with by_any_signal():
+        return dry_plan(asked, tell)
 
 
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}

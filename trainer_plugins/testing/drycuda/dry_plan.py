@@ -3,18 +3,14 @@
 If the cards are too small for the command, it runs again on larger ones, to say by how much.
 """
 
-import contextlib
 import json
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from trainer_plugins.explain.snapshot.held import Category as HeldAs
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
@@ -29,6 +25,7 @@ from trainer_plugins.planner.plan import (
     TensorsAtPeak,
 )
 from trainer_plugins.printable import printable
+from trainer_plugins.testing.drycuda.command import ended
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 from trainer_plugins.units import GIB
@@ -114,10 +111,7 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
     with made as dry:
         environment = {**dry.environment(), "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps)}
         log = dry.folder / "log"
-        try:
-            code = _ended(run, environment, log)
-        finally:
-            _end_what_is_left(dry.folder)
+        code = ended(run.command, environment, log, run.timeout_seconds)
         seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
         if not seen:
             raise PlanError(_never_trained(code, log, tell))
@@ -126,38 +120,6 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
         if run.snapshot is not None:
             shutil.copyfile(snapshot, run.snapshot)
         return _Result(seen, case_of(snapshot))
-
-
-def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
-    """Run the command to its end or to the time limit; return its exit code."""
-    with log.open("w") as output:
-        try:
-            process = subprocess.Popen(
-                run.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        except OSError as error:
-            raise PlanError(f"the command cannot be run: {error}") from error
-        try:
-            return process.wait(run.timeout_seconds)
-        except subprocess.TimeoutExpired as error:
-            raise PlanError(
-                f"the command took more than {run.timeout_seconds:.0f} s: raise --timeout"
-            ) from error
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _end_what_is_left(folder: Path) -> None:
-    """End the processes that have these cards: what a launcher started may outlive it."""
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(folder):
-                each.kill()
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:
