@@ -107,6 +107,8 @@ def _compile(library: Path, command: Sequence[str], timeout_seconds: float) -> N
                 stderr=subprocess.STDOUT,
                 check=False,
                 timeout=timeout_seconds,
+                # Where its own files are removed if it is interrupted.
+                env={**os.environ, "TMPDIR": directory},
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(str(error)) from error

@@ -15,6 +15,7 @@ from typer import Option
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
+from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ def plan(
         if command and (run.model.model is None or shutil.which(command[0])):
             if answer.calibrate is not None:
                 raise PlanError("--calibrate is for --model: a command after -- gets a plan")
-            variations = variations_of(command, run, dry)
-            fits = _answer_for_command(variations, answer, as_json, command_of(context))
+            with by_any_signal():
+                variations = variations_of(command, run, dry)
+                fits = _answer_for_command(variations, answer, as_json, command_of(context))
             raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
         if dry != DryOptions():
             raise PlanError("--steps, --snapshot and --dry-env are for a command after --")

@@ -1,10 +1,8 @@
 """`trainer-plugins plan --search` and `--explain-change`: print many predictions in one table."""
 
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -12,6 +10,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.compare.switches import Saved, changes_of, explain, turned
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
@@ -52,7 +51,7 @@ def show_search(
         print(line_in_words(line), file=sys.stderr, flush=True)
 
     try:
-        with _ended_by_a_signal():
+        with by_any_signal():
             result = find(found)
     except KeyboardInterrupt:
         _show_so_far(lines, as_json)
@@ -62,20 +61,6 @@ def show_search(
     else:
         show(search_report(result))
     return result.best is not None
-
-
-@contextmanager
-def _ended_by_a_signal() -> Iterator[None]:
-    """Let SIGTERM end the search as Ctrl-C does, so that its subprocess ends with it."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:

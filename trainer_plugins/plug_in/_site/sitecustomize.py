@@ -61,8 +61,12 @@ def _go_on_to_the_users_own():  # type: () -> None
 
 
 if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
+    import ctypes
+
     from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]
 
+    # Where this is not called, the dry card's libraries end a Python that imports torch (core.cpp).
+    getattr(ctypes.CDLL(None), "drycuda_prepared", int)()
     # A module that imports torch is under way when torch has been imported: all are named before.
     for name, place, function in (
         ("torch", "start", "start"),

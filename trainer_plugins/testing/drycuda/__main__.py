@@ -9,14 +9,17 @@ The exit code is the script's.
 import argparse
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 
 _EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> int:
@@ -44,8 +47,9 @@ def main(arguments: list[str]) -> int:
     except (PlanError, DryCudaUnavailable) as error:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
-    with made as dry:
+    with suppress(KeyboardInterrupt), by_any_signal(), made as dry:
         return subprocess.run(command, env=dry.environment(), check=False).returncode
+    return _EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ library, Triton. What tensors hold is zero, except small ones (`inside/values.py
         subprocess.run(["python", "train.py"], env=dry.environment())
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -16,12 +17,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from trainer_plugins.compiled import cpp_compiler
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.plug_in import _site
+from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+from trainer_plugins.testing.nvml import ScriptedNvml
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
@@ -47,7 +52,9 @@ def unavailable_reason() -> str | None:
         site_with_cuda()
     except DryCudaUnavailable as error:
         return str(error)
-    return None if cpp_compiler() else "the dry card needs a C++ compiler: install g++ or set CXX"
+    if cpp_compiler() is None:
+        return "the dry card needs a C++ compiler: install g++ or set CXX"
+    return nvml.unavailable_reason()
 
 
 class DryCuda:
@@ -66,16 +73,22 @@ class DryCuda:
     def __init__(
         self, card: Card, num_cards: int = 1, *, alone: bool = False, numbers: bool = False
     ) -> None:
-        self._libraries = libraries_in(built())
+        self._site = site_with_cuda()
+        self._libraries = [*libraries_in(built()), _nvml()]
         self._numbers = numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
         self.cards = [
             SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
             for index in range(num_cards)
         ]
+        self._nvml = ScriptedNvml(self.folder)
+        name = f"Dry {card.name} (computes nothing)"
+        for each in self.cards:
+            self._nvml = self._nvml.card_from_file(each.path, reserved_bytes=0, name=name)
+        self._nvml.write()
         shared_kib = _SHARED_BYTES.get(card.capability, 228)
         described = {
-            "name": f"Dry {card.name} (computes nothing)",
+            "name": name,
             "major": card.capability[0],
             "minor": card.capability[1],
             "multiprocessors": card.num_multiprocessors,
@@ -84,7 +97,7 @@ class DryCuda:
             "shared_optin_bytes": (shared_kib - 1) << 10,
             "max_threads": _THREADS.get(card.capability, 2048),
             "context_bytes": card.context_bytes,
-            "largest_copy_bytes": 1 << 62 if numbers else 4 << 20,
+            "has_numbers": int(numbers),
             "alone": int(alone),
         }
         lines = "".join(f"{key}={value}\n" for key, value in described.items())
@@ -92,14 +105,16 @@ class DryCuda:
 
     def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return an environment with the cards, for a program of Python or a launcher."""
-        site = site_with_cuda()
-        ahead = [] if str(site) in sys.path else [str(site)]  # of the torch that is installed
+        site = str(self._site)
+        ahead = [] if site in sys.path else [site]  # of the torch that is installed
         path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
         preload = [*map(str, self._libraries), *filter(None, [of.get("LD_PRELOAD")])]
         ours = {
             "LD_PRELOAD": ":".join(preload),
             "PYTHONPATH": os.pathsep.join(path),
             "TRAINER_PLUGINS_DRYCUDA": str(self.folder),
+            "TRAINER_PLUGINS_DRYCUDA_TORCH": site,
+            "TRAINER_PLUGINS_NVML_SCRIPT": str(self._nvml.path),
             # Triton links its launchers to the driver's library, and looks for it by itself.
             "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
             "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
@@ -111,4 +126,19 @@ class DryCuda:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_what_is_left()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_what_is_left(self) -> None:
+        """End the processes that have these cards: what a launcher started may outlive it."""
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(self.folder):
+                    each.kill()
+
+
+def _nvml() -> Path:
+    try:
+        return nvml.build()
+    except (RuntimeError, OSError) as error:
+        raise DryCudaUnavailable(str(error)) from error

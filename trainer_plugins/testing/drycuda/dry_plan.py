@@ -3,21 +3,17 @@
 If the cards are too small for the command, it runs again on larger ones, to say by how much.
 """
 
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.explain.snapshot.cards import read
@@ -37,6 +33,7 @@ from trainer_plugins.planner.plan import (
     part_of,
 )
 from trainer_plugins.printable import printable
+from trainer_plugins.testing.drycuda.command import ended
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 from trainer_plugins.testing.drycuda.smallest import smallest_room
@@ -168,10 +165,7 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
             "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
         }
         log = dry.folder / "log"
-        try:
-            code = _ended(run, environment, log)
-        finally:
-            _end_what_is_left(dry.folder)
+        code = ended(run.command, environment, log, run.timeout_seconds)
         seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
         if not seen:
             raise PlanError(_never_trained(code, log, tell))
@@ -181,38 +175,6 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
             shutil.copyfile(snapshot, run.snapshot)
         case = case_of(snapshot)
         return _Result(seen, case, _smallest(dry.folder, case, run.card))
-
-
-def _ended(run: DryRun, environment: Mapping[str, str], log: Path) -> int:
-    """Run the command to its end or to the time limit; return its exit code."""
-    with log.open("w") as output:
-        try:
-            process = subprocess.Popen(
-                run.command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        except OSError as error:
-            raise PlanError(f"the command cannot be run: {error}") from error
-        try:
-            return process.wait(run.timeout_seconds)
-        except subprocess.TimeoutExpired as error:
-            raise PlanError(
-                f"the command took more than {run.timeout_seconds:.0f} s: raise --timeout"
-            ) from error
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _end_what_is_left(folder: Path) -> None:
-    """End the processes that have these cards: what a launcher started may outlive it."""
-    for each in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(folder):
-                each.kill()
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:

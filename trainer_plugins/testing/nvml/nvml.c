@@ -87,7 +87,7 @@ _Static_assert(sizeof(CardFile) <= CARD_FILE_BYTES, "the slots fit into the page
 
 /* ---- the script -------------------------------------------------------------------------------------------------- */
 
-enum { MAX_CARDS = 16, MAX_SLICES = 7, MAX_PROCESSES = 256, MAX_HIDDEN = 64, MAX_FAULTS = 64 };
+enum { MAX_CARDS = 64, MAX_SLICES = 7, MAX_PROCESSES = 256, MAX_HIDDEN = 64, MAX_FAULTS = 64 };
 enum { TEXT = 128, PATH_TEXT = 1024 };
 
 /* What a handle points to: a card, or a MIG slice of one. They live in fixed places, so that a handle survives a new
@@ -609,6 +609,11 @@ UNKNOWN(nvmlDeviceGetDriverModel_v2)
 UNKNOWN(nvmlDeviceGetPcieThroughput)
 UNKNOWN(nvmlDeviceGetProcessUtilization)
 UNKNOWN(nvmlDeviceGetTotalEccErrors)
+/* torch wants all four as soon as it is out of memory (c10/cuda/driver_api.h) or looks for peers. */
+UNKNOWN(nvmlDeviceGetNvLinkRemoteDeviceType)
+UNKNOWN(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+UNKNOWN(nvmlDeviceGetGpuFabricInfoV)
+UNKNOWN(nvmlDeviceGetP2PStatus)
 /* nvitop tells by these two how long a process record is: where the first is there and not the second, 32 bytes
  * (nvitop/api/libnvml.py). pynvml 13.615.71 raises TypeError when the second says N/A, so ask it nothing. */
 UNKNOWN(nvmlDeviceGetConfComputeMemSizeInfo)

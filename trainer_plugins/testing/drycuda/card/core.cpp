@@ -1,5 +1,6 @@
 #include "core.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -22,7 +23,6 @@ namespace dry {
 namespace {
 
 constexpr size_t kPageBytes = 2u << 20;  // cudaMalloc and cuMemCreate hand out such pages
-constexpr size_t kLargestToHostBytes = 64u << 20;
 
 size_t round_up(size_t number, size_t step) { return (number + step - 1) / step * step; }
 
@@ -49,10 +49,11 @@ Kind read_kind() {
     else if (key == "shared_optin_bytes") found.shared_optin_bytes = number();
     else if (key == "max_threads") found.max_threads = number();
     else if (key == "context_bytes") found.context_bytes = number();
-    else if (key == "largest_copy_bytes") found.largest_copy_bytes = number();
+    else if (key == "has_numbers") found.has_numbers = number() != 0;
     else if (key == "alone") found.alone = number() != 0;
     else refuse("card.txt has an unknown key " + key);
   }
+  if (found.has_numbers) found.largest_copy_bytes = SIZE_MAX;
   return found;
 }
 
@@ -96,6 +97,7 @@ std::vector<std::string> visible_paths() {
 
 struct Device {
   simcard::Card card;
+  int slot = 0;  // its number on the machine
   std::atomic<bool> is_entered{false};
 };
 
@@ -106,6 +108,7 @@ struct Devices {
     for (const std::string& path : visible_paths()) {
       auto* device = new Device;
       if (const std::string why = device->card.attach(path, name); !why.empty()) refuse(why);
+      device->slot = std::stoi(path.substr(path.rfind('-') + 1));
       all.push_back(device);
     }
   }
@@ -164,6 +167,8 @@ void enter_device(int index) {
 }
 
 size_t total_bytes(int index) { return device(index).card.capacity_bytes(); }
+
+int pci_bus(int index) { return 0x17 + device(index).slot; }
 
 size_t free_bytes(int index) {
   enter_device(index);
@@ -391,6 +396,18 @@ EXPORT const char* drycuda_counters() {
   text.clear();
   for (const auto& [name, number] : dry::counters) text += std::to_string(number) + " " + name + "\n";
   return text.c_str();
+}
+
+// torch's Python module begins with a call of `initModule`: this one is found before torch's own. A Python that did not
+// read what belongs to the card (python -I, -E, -S) would go on as if the card, or the processor, were to train on.
+static bool is_prepared = false;
+EXPORT void drycuda_prepared() { is_prepared = true; }
+EXPORT void* initModule() {
+  if (!is_prepared) dry::refuse("this Python reads no sitecustomize (options -I, -E, -S, or a PYTHONPATH of its own)");
+  void* torch = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
+  auto* next = torch == nullptr ? nullptr : reinterpret_cast<void* (*)()>(dlsym(torch, "initModule"));
+  if (next == nullptr || next == &initModule) dry::refuse("torch's Python module does not begin as it did until now");
+  return next();
 }
 
 EXPORT int drycuda_count(const char* name) {

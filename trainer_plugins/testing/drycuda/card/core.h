@@ -21,6 +21,7 @@ struct Kind {
   int major = 9, minor = 0, multiprocessors = 132, driver = CUDA_MAJOR * 1000;
   size_t l2_bytes = 50u << 20, shared_optin_bytes = 227u << 10, shared_bytes = 228u << 10;
   size_t max_threads = 2048, context_bytes = 0, largest_copy_bytes = 4u << 20;
+  bool has_numbers = false;  // every operator is computed: what is copied is copied whole
   bool alone = false;  // one process is rank 0 of as many as it says
 };
 
@@ -31,6 +32,7 @@ const std::string& folder();  // $TRAINER_PLUGINS_DRYCUDA
 int num_devices();
 int current_device();
 bool select_device(int device);
+int pci_bus(int device);
 size_t total_bytes(int device);
 size_t free_bytes(int device);
 std::string uuid_bytes(int device);  // 16 bytes, as the driver has them

@@ -58,7 +58,7 @@ Result properties(cuda::DeviceProperties* found, int device) {
   found->stream_priorities = found->global_l1 = found->local_l1 = found->memory_pools = found->host_register = 1;
   found->num_copy_engines = 3;
   found->memory_bus_bits = 5120;
-  found->pci_bus = 0x17 + device;
+  found->pci_bus = dry::pci_bus(device);
   found->cluster_launch = kind.major >= 9;
   return cuda::kSuccess;
 }
@@ -132,7 +132,7 @@ EXPORT Result cudaDeviceGetAttribute(int* value, int attribute, int device) {
   return cuda::kSuccess;
 }
 EXPORT Result cudaDeviceGetPCIBusId(char* text, int length, int device) {
-  std::snprintf(text, length, "0000:%02X:00.0", 0x17 + device);
+  std::snprintf(text, length, "0000:%02X:00.0", dry::pci_bus(device));
   return cuda::kSuccess;
 }
 EXPORT Result cudaDeviceCanAccessPeer(int* can, int device, int peer) {

@@ -74,6 +74,8 @@ EXPORT Result cuGetErrorName(Result result, const char** text) {
   return cuda::kSuccess;
 }
 
+EXPORT Result cuLogsRegisterCallback(void*, void*, Handle* registered) { return made(registered); }  // torch 2.14
+
 EXPORT Result cuCtxGetCurrent(Handle* found) {
   *found = context();
   return cuda::kSuccess;

@@ -59,6 +59,7 @@ def built() -> Path:
     needed["libcuda.so.1"].names |= _names_of_the_driver(site)
     try:
         _build(folder, compiler, needed)
+        (folder / "complete").touch()
     except CompileError as error:
         raise DryCudaUnavailable(
             f"the dry card cannot be built: {error}\n{error.output}"
@@ -67,7 +68,6 @@ def built() -> Path:
         raise DryCudaUnavailable(
             f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
         ) from error
-    (folder / "complete").touch()
     return folder
 
 

@@ -1,5 +1,5 @@
 // libnccl: what is small is really exchanged, through a file that the ranks of a communicator map; what is large is
-// counted. A rank that is alone (card.txt: alone=1) takes every other rank to be like itself.
+// counted (with numbers nothing is so large). A rank that is alone (card.txt: alone=1) takes every other rank to be like itself.
 //
 // A call returns when its work is done. Sends of a group go out before anything of it is waited for.
 #include <fcntl.h>
@@ -25,8 +25,9 @@ enum Operation : int { kSum, kProduct, kMax, kMin, kAverage, kFirstOwn };
 enum Kind : uint32_t { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kSplit };
 constexpr const char* kNames[] = {"AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AlltoAll", "CommSplit"};
 
-constexpr size_t kLargestBytes = 256 << 10;  // of what one rank gives to a collective
-constexpr size_t kLargestMessageBytes = 64 << 10;
+// Of what one rank gives to a collective, and of a message to one other. The file has holes for what is not used.
+size_t largest_bytes() { return dry::kind().has_numbers ? 64 << 20 : 256 << 10; }
+size_t largest_message_bytes() { return largest_bytes() / 4; }
 constexpr int kMessages = 8;  // that a sender may be ahead of its receiver
 constexpr int64_t kPatienceNanoseconds = 600'000'000'000;
 
@@ -41,21 +42,36 @@ struct Shown {
   uint32_t kind;
   int32_t type, operation, root;
   uint64_t count;
-  char data[kLargestBytes];
+  alignas(16) char data[];
 };
 
 struct Channel {  // from one rank to another
   std::atomic<uint64_t> sent, received;
-  char data[kMessages][kLargestMessageBytes];
+  char data[];
+  char* message(uint64_t number) { return data + number % kMessages * largest_message_bytes(); }
 };
 
 struct Comm {
   int count, rank, device;
   Id id;
   uint64_t number = 0, num_splits = 0;
-  Shown* shown = nullptr;  // null: alone
-  Channel* channels = nullptr;
+  char* file = nullptr;  // null: alone
+
+  static size_t part_bytes() { return sizeof(Shown) + largest_bytes(); }
+  static size_t channel_bytes() { return sizeof(Channel) + kMessages * largest_message_bytes(); }
+  size_t file_bytes() const { return count * part_bytes() + count * count * channel_bytes(); }
+  Shown& shown(int of) const { return *reinterpret_cast<Shown*>(file + of * part_bytes()); }
+  Channel& channel(int from, int to) const {
+    return *reinterpret_cast<Channel*>(file + count * part_bytes() + (from * count + to) * channel_bytes());
+  }
 };
+
+// What is too large to be exchanged is only counted, and so has no numbers.
+Result not_exchanged(size_t bytes, const char* name) {
+  if (!dry::kind().has_numbers) return kSuccess;
+  std::fprintf(stderr, "dry CUDA: %s of %zu bytes is larger than what is exchanged with numbers\n", name, bytes);
+  return kInvalidUsage;
+}
 
 size_t size_of(int type) {
   constexpr size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // ncclInt8 to ncclFloat8e5m2, nccl.h
@@ -73,7 +89,7 @@ bool wait_until(const Comm& comm, const std::function<bool()>& is_so, const char
     usleep(turn < 3000 ? 50 : 1000);
     if (turn % 256 != 0) continue;
     for (int rank = 0; rank < comm.count; rank++) {
-      const int32_t pid = comm.shown[rank].pid.load();
+      const int32_t pid = comm.shown(rank).pid.load();
       if (pid != 0 && kill(pid, 0) != 0 && errno == ESRCH && !is_so()) {
         std::fprintf(stderr, "dry CUDA: rank %d ended while rank %d waited for it in %s\n", rank, comm.rank, what);
         return false;
@@ -166,7 +182,7 @@ struct Call {
 // Gives the callers' parts to `take`, in the order of ranks.
 Result exchange(const Call& call, const std::function<void(int, const char*)>& take) {
   Comm& comm = *call.comm;
-  if (comm.shown == nullptr) {
+  if (comm.file == nullptr) {
     for (int rank = 0; rank < comm.count; rank++) take(rank, static_cast<const char*>(call.from));
     return kSuccess;
   }
@@ -174,13 +190,13 @@ Result exchange(const Call& call, const std::function<void(int, const char*)>& t
   const auto all = [&](std::atomic<uint64_t> Shown::* at, uint64_t reached) {
     return [&comm, at, reached] {
       for (int rank = 0; rank < comm.count; rank++)
-        if ((comm.shown[rank].*at).load(std::memory_order_acquire) < reached) return false;
+        if ((comm.shown(rank).*at).load(std::memory_order_acquire) < reached) return false;
       return true;
     };
   };
   const char* name = kNames[call.kind];
   if (!wait_until(comm, all(&Shown::left, number - 1), name)) return kRemoteError;
-  Shown& own = comm.shown[comm.rank];
+  Shown& own = comm.shown(comm.rank);
   own.kind = call.kind;
   own.type = call.type;
   own.operation = call.operation;
@@ -190,14 +206,14 @@ Result exchange(const Call& call, const std::function<void(int, const char*)>& t
   own.arrived.store(number, std::memory_order_release);
   if (!wait_until(comm, all(&Shown::arrived, number), name)) return kRemoteError;
   for (int rank = 0; rank < comm.count; rank++) {
-    const Shown& its = comm.shown[rank];
+    const Shown& its = comm.shown(rank);
     if (its.kind != own.kind || its.count != own.count || its.type != own.type || its.root != own.root) {
       std::fprintf(stderr, "dry CUDA: rank %d calls %s of %zu elements where rank %d calls %s of %zu\n", comm.rank, name,
                    size_t(own.count), rank, kNames[its.kind], size_t(its.count));
       return kInvalidUsage;
     }
   }
-  for (int rank = 0; rank < comm.count; rank++) take(rank, comm.shown[rank].data);
+  for (int rank = 0; rank < comm.count; rank++) take(rank, comm.shown(rank).data);
   own.left.store(number, std::memory_order_release);
   return kSuccess;
 }
@@ -206,7 +222,7 @@ Result run(const Call& call) {
   Comm& comm = *call.comm;
   dry::count(kNames[call.kind]);
   dry::count("bytes of collectives", call.bytes());
-  if (call.bytes() > kLargestBytes) return kSuccess;
+  if (call.bytes() > largest_bytes()) return not_exchanged(call.bytes(), kNames[call.kind]);
   const size_t bytes = call.bytes();
   std::vector<char> result;
   // A reduction keeps only this rank's share of the result; all others keep whole parts.
@@ -246,27 +262,25 @@ Result done_or_queued(std::vector<std::function<Result()>>& queue, std::function
   return kSuccess;
 }
 
-Channel& channel(Comm& comm, int from, int to) { return comm.channels[from * comm.count + to]; }
-
 Result send(Comm& comm, const void* data, size_t bytes, int peer) {
   dry::count("Send");
   dry::count("bytes of collectives", bytes);
-  if (bytes > kLargestMessageBytes || comm.shown == nullptr) return kSuccess;
-  Channel& way = channel(comm, comm.rank, peer);
+  if (bytes > largest_message_bytes() || comm.file == nullptr) return not_exchanged(bytes, "Send");
+  Channel& way = comm.channel(comm.rank, peer);
   const uint64_t number = way.sent.load();
   if (!wait_until(comm, [&] { return number - way.received.load() < kMessages; }, "Send")) return kRemoteError;
-  std::memcpy(way.data[number % kMessages], data, bytes);
+  std::memcpy(way.message(number), data, bytes);
   way.sent.store(number + 1, std::memory_order_release);
   return kSuccess;
 }
 
 Result receive(Comm& comm, void* data, size_t bytes, int peer) {
   dry::count("Recv");
-  if (bytes > kLargestMessageBytes || comm.shown == nullptr) return kSuccess;
-  Channel& way = channel(comm, peer, comm.rank);
+  if (bytes > largest_message_bytes() || comm.file == nullptr) return not_exchanged(bytes, "Recv");
+  Channel& way = comm.channel(peer, comm.rank);
   const uint64_t number = way.received.load();
   if (!wait_until(comm, [&] { return way.sent.load(std::memory_order_acquire) > number; }, "Recv")) return kRemoteError;
-  std::memcpy(data, way.data[number % kMessages], bytes);
+  std::memcpy(data, way.message(number), bytes);
   way.received.store(number + 1, std::memory_order_release);
   return kSuccess;
 }
@@ -288,18 +302,17 @@ Result join(Comm** made, int count, const Id& id, int rank) {
     std::snprintf(hex, sizeof hex, "%02x", static_cast<unsigned char>(id.bytes[at]));
     name += hex;
   }
-  const size_t bytes = sizeof(Shown) * count + sizeof(Channel) * count * count;
+  const size_t bytes = comm->file_bytes();
   const int file = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) return kSystemError;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
   close(file);
   if (memory == MAP_FAILED) return kSystemError;
-  comm->shown = static_cast<Shown*>(memory);
-  comm->channels = reinterpret_cast<Channel*>(static_cast<char*>(memory) + sizeof(Shown) * count);
-  comm->shown[rank].pid.store(getpid());
+  comm->file = static_cast<char*>(memory);
+  comm->shown(rank).pid.store(getpid());
   const auto all_are_here = [&] {
     for (int other = 0; other < count; other++)
-      if (comm->shown[other].pid.load() == 0) return false;
+      if (comm->shown(other).pid.load() == 0) return false;
     return true;
   };
   return wait_until(*comm, all_are_here, "CommInitRank") ? kSuccess : kRemoteError;
@@ -347,7 +360,7 @@ EXPORT Result ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) 
     if (all[2 * other] != color) continue;
     count++;
     const bool is_before = all[2 * other + 1] < key || (all[2 * other + 1] == key && other < comm->rank);
-    rank += comm->shown != nullptr && is_before;
+    rank += comm->file != nullptr && is_before;
   }
   Id id = comm->id;
   for (int at = 0; at < 8; at++) {
@@ -386,6 +399,10 @@ EXPORT Result ncclMemAlloc(void** address, size_t num_bytes) {
 }
 EXPORT Result ncclMemFree(void* address) { return dry::release(address) ? kSuccess : kInvalidArgument; }
 EXPORT Result ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Comm*) {
+  if (dry::kind().has_numbers) {
+    std::fprintf(stderr, "dry CUDA: a sum with a factor has no numbers\n");
+    return kInvalidUsage;
+  }
   *operation = kFirstOwn;
   return kSuccess;
 }

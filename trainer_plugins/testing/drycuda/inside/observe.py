@@ -100,6 +100,8 @@ def watch_trainers() -> None:
 
     @functools.wraps(train)
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.args.device.type != "cuda":
+            raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
         observer = _Observer(self)
         try:
             observer.run(functools.partial(train, self))

@@ -10,6 +10,11 @@ def is_dry() -> bool:
     return hasattr(_runtime(), "drycuda_counters")
 
 
+def has_numbers() -> bool:
+    """Return whether every operator of this process is computed, so that it really trains."""
+    return os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1"
+
+
 def counters() -> dict[str, int]:
     """Return what the libraries have counted in this process, by name."""
     library = _runtime()

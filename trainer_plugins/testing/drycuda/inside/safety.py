@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
+from trainer_plugins.testing.drycuda.inside.process import has_numbers
 
 _SMALL_BYTES = 1 << 20
 _OFFLINE = {
@@ -23,9 +24,13 @@ _OFFLINE = {
 }
 
 
-def protect() -> None:
-    """Set trackers and the hub offline; write holes instead of tensors, and map what is read."""
+def be_offline() -> None:
+    """Set trackers and the hub offline."""
     os.environ.update(_OFFLINE)
+
+
+def save_no_bytes() -> None:
+    """Let torch write holes instead of large tensors, and map what it reads."""
     import torch.serialization
     from torch.utils._pytree import tree_leaves
 
@@ -51,7 +56,9 @@ def protect() -> None:
 
 
 def save_holes() -> None:
-    """Let safetensors write holes."""
+    """Let safetensors write holes, unless this process has numbers."""
+    if has_numbers():
+        return
 
     def save_file(
         tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None

@@ -1,9 +1,12 @@
 """start() prepares a Python process that has the dry libraries. Imports torch."""
 
 import os
+import sys
+
+import torch
 
 from trainer_plugins.testing.drycuda.inside import alone, cheap, observe, safety, shapes
-from trainer_plugins.testing.drycuda.inside.process import is_dry, say
+from trainer_plugins.testing.drycuda.inside.process import has_numbers, is_dry, say
 from trainer_plugins.testing.drycuda.inside.values import Values
 
 
@@ -11,15 +14,40 @@ def start() -> None:
     """Prepare this process; it says what it is on stderr.
 
     Raises:
-        RuntimeError: torch has found another card than the dry one.
+        RuntimeError: this torch is not the one that the card was made for, or sees no card.
     """
+    made_for = os.environ["TRAINER_PLUGINS_DRYCUDA_TORCH"]
+    if not os.path.samefile(os.path.dirname(torch.__path__[0]), made_for):
+        raise RuntimeError(
+            f"this Python ({sys.executable}) has another torch, {torch.__path__[0]}, than the dry"
+            f" card, {made_for}: plan with the Python that the command uses"
+        )
     if not is_dry():
-        raise RuntimeError("TRAINER_PLUGINS_DRYCUDA is set, and torch has not loaded the dry card")
-    say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
-    cheap.skip_initialisation()
-    safety.protect()
+        raise RuntimeError(
+            "the dry card's libraries are not loaded: something has unset LD_PRELOAD"
+        )
+    if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
+        raise RuntimeError(
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} leaves the program no"
+            " dry card; --num-gpus says how many there are"
+        )
+    if has_numbers():
+        say("no card: every operator is computed by the CPU's code")
+        _leave_to_the_card_what_the_cpu_has_too()
+    else:
+        say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
+        cheap.skip_initialisation()
+        safety.save_no_bytes()
+    safety.be_offline()
     shapes.compute_on_the_host()
-    values = Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1")
+    values = Values(all_numbers=has_numbers())
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     alone.let_the_store_be_alone()
     observe.record()
+
+
+def _leave_to_the_card_what_the_cpu_has_too() -> None:
+    """Let no operator be chosen that the CPU has no code for: cuDNN's, and fused attention."""
+    torch.backends.cudnn.enabled = False
+    for choose in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -21,6 +22,9 @@ _MOST_FLOAT_BYTES = 4 << 10
 _aten = torch.ops.aten
 _empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_ASKS = {_aten.equal, _aten.allclose}
+"""Operators that read their own results on the host."""
+
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 """Operators that change which memory a tensor has; its values stay in it."""
 
@@ -76,21 +80,41 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             made = func(*args, **kwargs)
             if packet not in _MOVES_STORAGE:
-                _on_host(func, args, kwargs)
+                self._computed(func, args, kwargs)
             return made
         made = func(*args, **kwargs)
         found = list(_tensors(made))
+        if packet in _ASKS:
+            return self._computed(func, args, kwargs)
         homes = {each.untyped_storage().data_ptr() for each in given}
         is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
         if found and is_new and all(map(self._is_small, found)):
-            computed = list(_tensors(_on_host(func, args, kwargs)))
+            computed = list(_tensors(self._computed(func, args, kwargs)))
             if [each.shape for each in computed] != [own.shape for own in found]:
+                if self._all:
+                    raise RuntimeError(f"dry CUDA: the CPU's {func} makes other shapes")
                 self._clear(made, given)
                 return made
             for own, its in zip(found, computed, strict=True):
                 if own.numel():
                     (alias(own) if own.is_cuda else own).copy_(its)
         return made
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator with the CPU's code; None if there is none (not all asked)."""
+        args, kwargs = tree_map(_moved, args), tree_map(_moved, kwargs)
+        with _disable_current_modes():
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError as error:
+                if self._all and (parts := decomposition_table.get(func)):
+                    return parts(*args, **kwargs)
+                if self._all:
+                    raise RuntimeError(f"dry CUDA: the CPU has no code for {func}") from error
+            except RuntimeError:
+                if self._all:
+                    raise
+        return None
 
     def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
         """Set what is small and was not computed to zero: its block still has what was there."""
@@ -123,19 +147,13 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute an operator with the CPU's code; None if the CPU has none for these arguments."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return alias(value)
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    with _disable_current_modes():
-        try:
-            return func(*tree_map(moved, args), **tree_map(moved, kwargs))
-        except (NotImplementedError, RuntimeError):
-            return None
+def _moved(value: Any) -> Any:
+    """Return the CPU's argument for one of the card."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return alias(value)
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        return torch.Generator().manual_seed(hash(bytes(value.get_state().tolist())))
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _choose(packet: Any, made: Any, args: Any) -> None:

@@ -1,0 +1,21 @@
+"""Lets SIGTERM, and the end of the terminal, interrupt a command as Ctrl-C does."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def by_any_signal() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, so that what was started ends as well."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {each: signal.signal(each, interrupt) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
