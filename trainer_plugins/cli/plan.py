@@ -93,7 +93,7 @@ def plan(
             _show(replace(found, planned=planned), answer, as_json)
             raise typer.Exit(_EXIT_DOES_NOT_FIT if found.fits is False else 0)
         if dry != DryOptions():
-            raise PlanError("--steps, --snapshot and --dry-env are for a command after --")
+            raise PlanError("--steps, --alone, --snapshot and --dry-env are for a command after --")
         if run.model.model is None:
             raise PlanError(
                 "name the model: --model with a config.json, its folder, or org/name; or give a"

@@ -1,5 +1,6 @@
 """Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -28,7 +29,9 @@ def protect() -> None:
 
     @functools.wraps(save)
     def saved(*args: Any, **kwargs: Any) -> None:
-        with torch.serialization.skip_data():
+        # `False` is how a storage is pickled, for another process and not for a file.
+        is_file = kwargs.get("_use_new_zipfile_serialization", True)
+        with torch.serialization.skip_data() if is_file else contextlib.nullcontext():
             save(*args, **kwargs)
 
     torch.save = torch.serialization.save = saved

@@ -21,5 +21,5 @@ def start() -> None:
     shapes.compute_on_the_host()
     values = Values(all_numbers=os.environ.get("TRAINER_PLUGINS_DRYCUDA_NUMBERS") == "1")
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
-    alone.let_the_store_be_alone()
+    alone.be_all_ranks()
     observe.record()
