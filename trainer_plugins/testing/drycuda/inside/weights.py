@@ -7,6 +7,7 @@ takes no space, and loading it costs nothing but time for its header.
 
 import functools
 import os
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
+
+_PART_BYTES = 2 << 30
 
 _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 
@@ -41,14 +44,20 @@ def make_those_that_are_missing() -> None:
             wanted = _wanted.get()
             if wanted is None:
                 raise
-            return [str(holes_for(*wanted))], None
+            return holes_for(*wanted)
 
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     modeling_utils._get_resolved_checkpoint_files = resolved
 
 
-def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
-    """Write a checkpoint of holes for a model class and the place of its config."""
+def holes_for(
+    cls: Any, name: str, options: dict[str, Any]
+) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Write a checkpoint of holes for a model class and the place of its config.
+
+    Returns:
+        The files, and which file has which tensor.
+    """
     from transformers import AutoConfig
 
     config = options.get("config")
@@ -63,6 +72,24 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
     }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}.safetensors"
-    write_holes(path, tensors, {"format": "pt"})
-    return path
+    stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"
+    homes: dict[str, str] = {}
+    files = []
+    for number, part in enumerate(_in_parts(tensors)):
+        files.append(str(folder / f"{stem}-{number}.safetensors"))
+        write_holes(Path(files[-1]), part, {"format": "pt"})
+        homes |= dict.fromkeys(part, Path(files[-1]).name)
+    return files, {"weight_map": homes}
+
+
+def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors for one file each: Linux maps no file that is larger than main memory."""
+    part: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in tensors.items():
+        if held >= _PART_BYTES:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor
+        held += tensor.nbytes
+    yield part
