@@ -46,7 +46,7 @@ def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str
 def test_options_of_a_command_need_one() -> None:
     done = CliRunner().invoke(app, ["plan", "--model", "m", "--steps", "3"])
     assert done.exit_code == 2
-    assert "--steps, --snapshot and --dry-env are for a command after --" in done.stderr
+    assert "--steps, --alone, --snapshot and --dry-env are for a command after --" in done.stderr
 
 
 def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def plan(
                 fits = _answer_for_command(variations, answer, as_json, command_of(context))
             raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
         if dry != DryOptions():
-            raise PlanError("--steps, --snapshot and --dry-env are for a command after --")
+            raise PlanError("--steps, --alone, --snapshot and --dry-env are for a command after --")
         if run.model.model is None:
             raise PlanError(
                 "name the model: --model with a config.json, its folder, or org/name; or give a"

@@ -21,6 +21,9 @@ class DryOptions:
     panel: ClassVar[str] = "A command after --, run on cards that compute nothing"
 
     steps: int = option("Optimizer steps to run.", default=2)
+    alone: bool = option(
+        "Run rank 0 only; the ranks that are not there are taken to be like it.", default=False
+    )
     snapshot: Path | None = option(
         "Keep the allocator's snapshot here: trainer-plugins explain reads it."
     )
@@ -66,6 +69,7 @@ def variations_of(command: Sequence[str], run: RunOptions, options: DryOptions) 
         card=with_measured_context(card) if machine.calibration else card,
         num_cards=machine.num_gpus or 1,
         num_steps=options.steps,
+        alone=options.alone,
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
     )

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--gpu", default="h100-80gb", help="a card by name, or its size")
     parser.add_argument("--num-gpus", type=int, default=1, help="how many cards there are")
-    parser.add_argument("--alone", action="store_true", help="rank 0 of WORLD_SIZE, by itself")
+    parser.add_argument("--alone", action="store_true", help="run rank 0 only")
     parser.add_argument("--numbers", action="store_true", help="compute every operator")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -63,7 +63,7 @@ class DryCuda:
     Args:
         card: what each card is.
         num_cards: how many there are.
-        alone: one process is rank 0 of as many as it says.
+        alone: only rank 0 of a program runs, and the others are taken to be like it.
         numbers: compute every operator, so that small models really train.
 
     Raises:
@@ -75,7 +75,7 @@ class DryCuda:
     ) -> None:
         self._site = site_with_cuda()
         self._libraries = [*libraries_in(built()), _nvml()]
-        self._numbers = numbers
+        self._alone, self._numbers = alone, numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
         self.cards = [
             SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
@@ -98,7 +98,6 @@ class DryCuda:
             "max_threads": _THREADS.get(card.capability, 2048),
             "context_bytes": card.context_bytes,
             "has_numbers": int(numbers),
-            "alone": int(alone),
         }
         lines = "".join(f"{key}={value}\n" for key, value in described.items())
         (self.folder / "card.txt").write_text(lines)
@@ -119,6 +118,8 @@ class DryCuda:
             "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
             "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
         }
+        if self._alone:
+            ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
         hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"}
         return {name: text for name, text in of.items() if name not in hidden} | ours
 

@@ -77,6 +77,9 @@ class DryRun:
     num_steps: int = 2
     """Optimizer steps after which the training ends."""
 
+    alone: bool = False
+    """Whether only rank 0 runs, and the others are taken to be like it."""
+
     timeout_seconds: float = 600
     """After which the command and all that it started are ended."""
 
@@ -155,7 +158,7 @@ class _Result:
 
 def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
     try:
-        made = DryCuda(run.card, run.num_cards)
+        made = DryCuda(run.card, run.num_cards, alone=run.alone)
     except DryCudaUnavailable as error:
         raise PlanError(str(error)) from error
     with made as dry:
@@ -221,6 +224,8 @@ def _smallest(folder: Path, case: SnapshotCase, card: Card) -> Mapping[str, Any]
 
 def _plan(result: _Result, run: DryRun) -> MemoryPlan:
     fullest, card = result.seen[0], run.card
+    world_size = fullest["world_size"]
+    alone = f"rank 0 ran alone: {world_size - 1} ranks that did not run are taken to be like it"
     moments: dict[Moment, MomentPeak] = {
         moment: MomentPeak(
             allocated_bytes=max(allocated for allocated, _ in fullest["moments"][moment]),
@@ -237,7 +242,8 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         reserved_peak_bytes=reserved,
         nvidia_smi_peak_bytes=reserved + card.context_bytes,
         host_ram_bytes_per_node=0,
-        host_process_bytes_per_node=sum(each["host_bytes"] for each in result.seen),
+        host_process_bytes_per_node=sum(each["host_bytes"] for each in result.seen)
+        * (fullest["ranks_of_node"] if run.alone else 1),
         capacity_bytes=card.capacity_bytes,
         fits=reserved + card.context_bytes <= card.capacity_bytes,
         moment=at,
@@ -247,9 +253,9 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         moments=moments,
         num_flushes=fullest["num_retries"],
         not_reliable=tuple(_unreliable(fullest)),
-        assumptions=(_MEANS_NOTHING, *fullest["notes"], about_context(card)),
+        assumptions=(_MEANS_NOTHING, *[alone] * run.alone, *fullest["notes"], about_context(card)),
         gpu=card.name,
-        num_gpus=max(run.num_cards, fullest["world_size"]),
+        num_gpus=max(run.num_cards, world_size),
         context_bytes=card.context_bytes,
         num_parameters=fullest["num_parameters"],
         num_trainable_parameters=fullest["num_trainable_parameters"],
@@ -258,7 +264,7 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
         planned={
             "model": f"{fullest['model']}, trained by {fullest['trainer']}",
-            "rows": f"{fullest['rows']} at once{tokens}, on {fullest['world_size']} ranks",
+            "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
             "command": shlex.join(run.command),
         },
         **result.smallest,

@@ -22,7 +22,7 @@ struct Kind {
   size_t l2_bytes = 50u << 20, shared_optin_bytes = 227u << 10, shared_bytes = 228u << 10;
   size_t max_threads = 2048, context_bytes = 0, largest_copy_bytes = 4u << 20;
   bool has_numbers = false;  // every operator is computed: what is copied is copied whole
-  bool alone = false;  // one process is rank 0 of as many as it says
+  bool alone = false;  // $TRAINER_PLUGINS_DRYCUDA_ALONE: rank 0 runs, and answers for all others
 };
 
 const Kind& kind();

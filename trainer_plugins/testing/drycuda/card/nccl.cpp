@@ -1,5 +1,5 @@
 // libnccl: what is small is really exchanged, through a file that the ranks of a communicator map; what is large is
-// counted (with numbers nothing is so large). A rank that is alone (card.txt: alone=1) takes every other rank to be like itself.
+// counted (with numbers nothing is so large). Rank 0, if it runs alone, takes every other rank to be like itself.
 //
 // A call returns when its work is done. Sends of a group go out before anything of it is waited for.
 #include <fcntl.h>

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import Subset
 
 from trainer_plugins.longest import longest_rows
+from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
 from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
 from trainer_plugins.testing.drycuda.inside.process import counters, say
@@ -46,6 +47,7 @@ class Seen:
     num_trainable_parameters: int = 0
     world_size: int = 1
     rank: int = 0
+    ranks_of_node: int = 1
     rows: int = 0
     tokens: int = 0
     """Of the longest row; 0 if rows have none."""
@@ -147,7 +149,7 @@ class _Observer:
             with self._at("evaluation"):
                 trainer.evaluate(self._some(trainer.eval_dataset))
         if saves:
-            with self._at("save"):
+            with self._at("save"), alone.without_others("the save", self._seen.notes):
                 trainer._save_checkpoint(trainer.model, trial=None)
         if resumes:
             self._resume(train)
@@ -194,6 +196,7 @@ class _Observer:
         seen.num_parameters = sum(map(_size, parameters))
         seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
         seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
+        seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         seen.rows = trainer._train_batch_size
         seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         seen.trainer = type(trainer).__name__

@@ -40,7 +40,9 @@ def save_no_bytes() -> None:
     def saved(obj: object, *args: Any, **kwargs: Any) -> None:
         tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
         is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
-        with nullcontext() if is_small else torch.serialization.skip_data():
+        # `False` is how a storage is pickled, for another process and not for a file.
+        is_file = kwargs.get("_use_new_zipfile_serialization", True)
+        with torch.serialization.skip_data() if is_file and not is_small else nullcontext():
             save(obj, *args, **kwargs)
 
     load = torch.serialization.load

@@ -42,7 +42,7 @@ def start() -> None:
     shapes.compute_on_the_host()
     values = Values(all_numbers=has_numbers())
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
-    alone.let_the_store_be_alone()
+    alone.be_all_ranks()
     observe.record()
 
 

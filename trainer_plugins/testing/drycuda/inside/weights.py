@@ -8,6 +8,7 @@ takes no space, and loading it costs nothing but time for its header.
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
+
+_PART_BYTES = 2 << 30
 
 _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 
@@ -42,7 +45,7 @@ def make_those_that_are_missing() -> None:
             wanted = _wanted.get()
             if wanted is None:
                 raise
-            return [str(holes_for(*wanted))], None
+            return holes_for(*wanted)
 
     # Several threads would load in another order in each run, and blocks would lie elsewhere.
     if loading := sys.modules.get("transformers.core_model_loading"):
@@ -51,8 +54,14 @@ def make_those_that_are_missing() -> None:
     modeling_utils._get_resolved_checkpoint_files = resolved
 
 
-def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
-    """Write a checkpoint of holes for a model class and the place of its config."""
+def holes_for(
+    cls: Any, name: str, options: dict[str, Any]
+) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Write a checkpoint of holes for a model class and the place of its config.
+
+    Returns:
+        The files, and which file has which tensor.
+    """
     from transformers import AutoConfig
 
     config = options.get("config")
@@ -67,6 +76,24 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
     }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}.safetensors"
-    write_holes(path, tensors, {"format": "pt"})
-    return path
+    stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"
+    homes: dict[str, str] = {}
+    files = []
+    for number, part in enumerate(_in_parts(tensors)):
+        files.append(str(folder / f"{stem}-{number}.safetensors"))
+        write_holes(Path(files[-1]), part, {"format": "pt"})
+        homes |= dict.fromkeys(part, Path(files[-1]).name)
+    return files, {"weight_map": homes}
+
+
+def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors for one file each: Linux maps no file that is larger than main memory."""
+    part: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in tensors.items():
+        if held >= _PART_BYTES:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor
+        held += tensor.nbytes
+    yield part
