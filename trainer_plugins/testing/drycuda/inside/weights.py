@@ -1,12 +1,13 @@
 """Weights that are not there: a checkpoint of holes, which transformers loads by its own code.
 
-Where a model's folder has a config and no weights, a safetensors file is made whose data are a hole
-of the file system. Its names, shapes and dtype are those of the model that the config describes. It
-takes no space, and loading it costs nothing but time for its header.
+Where a model's folder has a config and no weights, safetensors files are made whose data are a hole
+of the file system. Their names, shapes and dtype are those of the model that the config describes.
+They take no space, and loading them costs nothing but time for their headers.
 """
 
 import functools
 import os
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
+_MOST_FILE_BYTES = 4 << 30
 _wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
 
 
@@ -41,14 +43,17 @@ def make_those_that_are_missing() -> None:
             wanted = _wanted.get()
             if wanted is None:
                 raise
-            return [str(holes_for(*wanted))], None
+            return list(map(str, holes_for(*wanted))), None
 
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     modeling_utils._get_resolved_checkpoint_files = resolved
 
 
-def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
-    """Write a checkpoint of holes for a model class and the place of its config."""
+def holes_for(cls: Any, name: str, options: dict[str, Any]) -> list[Path]:
+    """Write a checkpoint of holes for a model class and the place of its config.
+
+    It has several files, as a real one: main memory must be larger than what is mapped at once.
+    """
     from transformers import AutoConfig
 
     config = options.get("config")
@@ -63,6 +68,21 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> Path:
     }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}.safetensors"
-    write_holes(path, tensors, {"format": "pt"})
-    return path
+    paths = []
+    for part in _in_parts(tensors):
+        path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}.safetensors"
+        write_holes(path, part, {"format": "pt"})
+        paths.append(path)
+    return paths
+
+
+def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    part: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if part and num_bytes + tensor.nbytes > _MOST_FILE_BYTES:
+            yield part
+            part, num_bytes = {}, 0
+        part[name] = tensor
+        num_bytes += tensor.nbytes
+    yield part
