@@ -117,6 +117,10 @@ class DryCuda:
             # Triton links its launchers to the driver's library, and looks for it by itself.
             "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
             "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
+            # What a compiler chose by time, or got from our libraries, is not for a real run.
+            "USE_PYTORCH_KERNEL_CACHE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(self._libraries[0].parent / "inductor"),
+            "TRITON_CACHE_DIR": str(self._libraries[0].parent / "triton"),
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"

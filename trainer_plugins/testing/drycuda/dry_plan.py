@@ -193,6 +193,11 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     for line in lines[max(0, end - _LAST_LINES) : end]:
         tell(f"    {printable(line)}")
     last = f": {lines[end - 1].strip()}" if lines else ", and wrote nothing"
+    if code == 0:
+        last = (
+            ": a plan is of a training by transformers' Trainer; other programs run on dry cards"
+            " by `python -m trainer_plugins.testing.drycuda`"
+        )
     return f"the command ended with exit code {code} before a Trainer had trained{last}"
 
 

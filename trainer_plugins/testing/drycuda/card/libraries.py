@@ -29,6 +29,7 @@ _OURS = {
     "libcublas.so": "cublas.c",
     "libcublasLt.so": "cublas.c",
     "libcudnn.so": "cudnn.c",
+    "libnvrtc.so": "nvrtc.c",
 }
 """The sources of the libraries of which something is written by hand; the rest is generated."""
 

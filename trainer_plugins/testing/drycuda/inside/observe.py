@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
-from trainer_plugins.longest import longest_rows
 from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
 from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
 from trainer_plugins.testing.drycuda.inside.process import counters, say
 
-_MOST_EVALUATED_BATCHES = 16
 _MICRO_STEPS = 2
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
@@ -98,13 +95,16 @@ def watch_trainers() -> None:
         return
     from transformers import Trainer
 
-    train = Trainer.train
+    from trainer_plugins.testing.drycuda.inside.shortened import evaluate_few_rows
+
+    train, notes = Trainer.train, list[str]()
+    evaluate_few_rows(notes)
 
     @functools.wraps(train)
     def watched(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.args.device.type != "cuda":
             raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
-        observer = _Observer(self)
+        observer = _Observer(self, notes)
         try:
             observer.run(functools.partial(train, self))
         except torch.OutOfMemoryError:
@@ -124,30 +124,35 @@ class _Observer:
 
     has_written = False
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, notes: list[str]) -> None:
         self._trainer = trainer
-        self._seen = Seen(arguments=_plain(trainer.args))
+        self._seen = Seen(arguments=_plain(trainer.args), notes=notes)
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
         self._names: list[Names] = []
 
     def run(self, train: Callable[[], object]) -> None:
         """Train, evaluate and save, as the arguments ask for, each once."""
+        from trainer_plugins.testing.drycuda.inside.shortened import (
+            OnlySteps,
+            take_the_longest_rows,
+        )
+
         trainer, args = self._trainer, self._trainer.args
         evaluates = args.eval_strategy != "no" and trainer.eval_dataset is not None
         saves = args.save_strategy != "no"
         resumes = saves and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
-        args.eval_strategy = args.save_strategy = "no"
-        args.load_best_model_at_end = False
-        self._take_the_longest_rows()
+        args.eval_on_start = False
+        trainer.add_callback(OnlySteps)
+        take_the_longest_rows(trainer, self._seen.notes)
         self._watch_moments()
         self._skip_like_micro_steps()
         train()
         self._close()
         if evaluates:
             with self._at("evaluation"):
-                trainer.evaluate(self._some(trainer.eval_dataset))
+                trainer.evaluate()
         if saves:
             with self._at("save"), alone.without_others("the save", self._seen.notes):
                 trainer._save_checkpoint(trainer.model, trial=None)
@@ -191,7 +196,7 @@ class _Observer:
         """Write what was seen, and a snapshot of the allocator, for the process that asked."""
         self._close()
         seen, trainer = self._seen, self._trainer
-        seen.died = died
+        seen.died, seen.notes = died, list(dict.fromkeys(seen.notes))
         parameters = list(trainer.model.parameters())
         seen.num_parameters = sum(map(_size, parameters))
         seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
@@ -202,39 +207,6 @@ class _Observer:
         seen.trainer = type(trainer).__name__
         _write(seen, self._began, self._names)
         _Observer.has_written = True
-
-    def _some(self, data: Any) -> Any:
-        """Return the first rows of an evaluation, and note that there are more."""
-        if isinstance(data, dict):
-            data = next(iter(data.values()))
-        if not hasattr(data, "__len__"):
-            return data
-        args = self._trainer.args
-        num = _MOST_EVALUATED_BATCHES * args.eval_batch_size * args.world_size
-        if len(data) <= num:
-            return data
-        self._seen.notes.append(
-            f"an evaluation of {num:,} of {len(data):,} rows: outputs that it keeps grow with them"
-        )
-        return data.select(range(num)) if hasattr(data, "select") else Subset(data, range(num))
-
-    def _take_the_longest_rows(self) -> None:
-        """Let every batch be the longest rows of the data set, where its order may be chosen."""
-        from transformers import Trainer
-
-        trainer, kind = self._trainer, type(self._trainer)
-        if kind._get_train_sampler is not Trainer._get_train_sampler:
-            self._seen.notes.append(f"{kind.__name__} chooses its own rows")
-            return
-        rows = trainer._train_batch_size
-        chosen = longest_rows(trainer.train_dataset, rows)
-        if not chosen:
-            self._seen.notes.append("the rows are the first ones: the data set has no order")
-            return
-        num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
-        batch = (chosen * rows)[:rows]
-        order = batch * (num * trainer.args.world_size)
-        trainer._get_train_sampler = lambda *_: _InOrder(order)
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
@@ -335,17 +307,6 @@ def _clean(snapshot: dict[str, Any]) -> None:
         if frames:
             left = [frame for frame in frames if not _OURS.search(frame["filename"])]
             each["frames"] = left or [_BACKWARD]
-
-
-class _InOrder(torch.utils.data.Sampler[int]):
-    def __init__(self, indices: list[int]) -> None:
-        self._order = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
 
 def _peaks() -> list[tuple[int, int]]:

@@ -21,6 +21,9 @@ _OPERATORS = (
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount",
     "repeat_interleave.Tensor",
 )  # fmt: skip
+_DECIDES = {"masked_select": 1}
+"""Which argument decides about the shape, if not the first one."""
+
 _library: torch.library.Library | None = None
 
 
@@ -37,7 +40,9 @@ def _computed(name: str) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [_on_host(name, each) for each in args]
+        if not _has_values(args[_DECIDES.get(name, 0)]):
+            unknown[name] += 1
+        given = list(map(_on_host, args))
         made = operator(*given, **kwargs)
         if isinstance(made, tuple):
             return tuple(map(_on_card, made))
@@ -46,13 +51,16 @@ def _computed(name: str) -> Callable[..., Any]:
     return run
 
 
-def _on_host(name: str, value: Any) -> Any:
+def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return value
-    if has_numbers() or is_small(value):
+    if _has_values(value):
         return alias(value)
-    unknown[name] += 1
     return _zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return has_numbers() or not tensor.is_cuda or is_small(tensor)
 
 
 def _on_card(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-_MOST_INTEGER_BYTES = 4 << 20
 _MOST_FLOAT_BYTES = 4 << 10
+_MOST_INTEGER_BYTES = 4 << 20
+_MOST_BYTES = {torch.int64: 64 << 20, torch.bool: 64 << 20}
+"""Indices and masks may be larger: weights are never of these types."""
 _aten = torch.ops.aten
 _empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -131,7 +133,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_small(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has values on the dry card."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    most = _MOST_FLOAT_BYTES if is_number else _MOST_INTEGER_BYTES
+    most = _MOST_FLOAT_BYTES if is_number else _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
     return tensor.numel() * tensor.element_size() <= most
 
 

@@ -1,8 +1,8 @@
 """Weights that are not there: a checkpoint of holes, which transformers loads by its own code.
 
-Where a model's folder has a config and no weights, a safetensors file is made whose data are a hole
-of the file system. Its names, shapes and dtype are those of the model that the config describes. It
-takes no space, and loading it costs nothing but time for its header.
+Where a model's folder has a config and no weights, safetensors files are made whose data are a hole
+of the file system. Their names, shapes and dtype are those of the model that the config describes.
+They take no space, and loading them costs nothing but time for their headers.
 """
 
 import functools

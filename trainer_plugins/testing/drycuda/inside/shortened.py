@@ -1,0 +1,101 @@
+"""Makes a training short without changing what decides about memory: the longest rows, few of them.
+
+What a program asks of its Trainer outside of the training, an evaluation before it, is short too.
+"""
+
+import functools
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Subset
+from transformers import Trainer, TrainerCallback
+
+from trainer_plugins.longest import longest_rows
+
+_MOST_EVALUATED_BATCHES = 16
+_MOST_GENERATED_BATCHES = 2
+_HAVE_NO_ORDER = ("torch.", "transformers.")
+"""Whose samplers may give any row first."""
+
+
+class OnlySteps(TrainerCallback):  # type: ignore[misc]
+    """Lets no evaluation and no save come between steps, whatever other callbacks ask for."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take back what was asked for; this callback is the last one."""
+        control.should_evaluate = control.should_save = False
+
+    on_epoch_end = on_step_end
+
+
+def evaluate_few_rows(notes: list[str]) -> None:
+    """Let every evaluation and prediction take the first rows, and note that there are more."""
+    for_evaluation, for_test = Trainer.get_eval_dataloader, Trainer.get_test_dataloader
+
+    @functools.wraps(for_evaluation)
+    def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> Any:
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        data = self.eval_dataset[data] if isinstance(data, str) else data
+        return for_evaluation(self, _first(self.args, data, notes))
+
+    @functools.wraps(for_test)
+    def get_test_dataloader(self: Any, test_dataset: Any) -> Any:
+        return for_test(self, _first(self.args, test_dataset, notes))
+
+    Trainer.get_eval_dataloader = get_eval_dataloader
+    Trainer.get_test_dataloader = get_test_dataloader
+
+
+def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
+    """Let every batch be the longest rows of the data set, where its order may be chosen."""
+    sampler = trainer._get_train_sampler()
+    if sampler is not None and not type(sampler).__module__.startswith(_HAVE_NO_ORDER):
+        notes.append(f"{type(trainer).__name__} chooses its own rows")
+        return
+    rows = trainer._train_batch_size
+    chosen = longest_rows(trainer.train_dataset, rows)
+    if not chosen:
+        notes.append("the rows are the first ones: the data set has no order")
+        return
+    num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
+    batch = (chosen * rows)[:rows]
+    order = batch * (num * trainer.args.world_size)
+    trainer._get_train_sampler = lambda *_: _InOrder(order)
+
+
+def _first(args: Any, data: Any, notes: list[str]) -> Any:
+    generates = getattr(args, "predict_with_generate", False)
+    batches = _MOST_GENERATED_BATCHES if generates else _MOST_EVALUATED_BATCHES
+    num = batches * args.eval_batch_size * args.world_size
+    if data is None:
+        return None
+    if not hasattr(data, "__len__"):
+        notes.append(f"an evaluation of the first {num:,} rows")
+        return data.take(num) if hasattr(data, "take") else _First(data, num)
+    if len(data) <= num:
+        return data
+    notes.append(
+        f"an evaluation of {num:,} of {len(data):,} rows: outputs that it keeps grow with them"
+    )
+    return data.select(range(num)) if hasattr(data, "select") else Subset(data, range(num))
+
+
+class _First(IterableDataset[Any]):
+    def __init__(self, data: Any, num: int) -> None:
+        self._data, self._num = data, num
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._data), self._num)
+
+
+class _InOrder(torch.utils.data.Sampler[int]):
+    def __init__(self, indices: list[int]) -> None:
+        self._order = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
