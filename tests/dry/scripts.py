@@ -42,6 +42,7 @@ def padded(batch):
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 args = TrainingArguments(
     sys.argv[2], per_device_train_batch_size=4, num_train_epochs=90, logging_steps=1,
+    gradient_accumulation_steps=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
     eval_strategy="epoch", bf16=True, report_to="tensorboard", per_device_eval_batch_size=2,
 )
 Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows * 8, data_collator=padded).train()

@@ -1,5 +1,6 @@
 """`plan -- COMMAND`: the user's own script, at full size, on torch's build for CUDA, without a card."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -81,20 +82,35 @@ def test_its_snapshot_is_explained_and_its_page_is_drawn(plan: MemoryPlan, folde
     assert "<svg" in (folder / "page.html").read_text()
 
 
-def test_on_a_card_that_is_too_small_it_says_where_it_dies(folder: Path) -> None:
-    plan = plan_of(folder, "--gpu", "700MiB")
-    assert plan.fits is False
-    assert plan.failed_request_bytes
-    assert plan.failed_request
-    assert plan.margin_bytes is not None
-    assert plan.margin_bytes < 0
+def test_it_dies_on_one_mib_less_than_it_says_and_where_it_says(
+    plan: MemoryPlan, folder: Path
+) -> None:
+    assert plan.smallest_card_bytes is not None
+    assert plan.smallest_card_bytes < plan.nvidia_smi_peak_bytes
+    enough = plan.smallest_card_bytes // MIB
+    assert plan_of(folder, "--gpu", f"{enough}MiB").fits is True
+    below = plan_of(folder, "--gpu", f"{enough - 1}MiB")
+    assert below.fits is False
+    assert below.failed_request_bytes
+    assert below.failed_request == plan.fails_on_less
     # It is told what it would have needed.
-    assert plan.moments["backward"].reserved_bytes > 700 * MIB
+    assert below.smallest_card_bytes == plan.smallest_card_bytes
 
 
-def test_on_a_card_of_the_answer_it_ends(plan: MemoryPlan, folder: Path) -> None:
-    enough = f"{-(-plan.nvidia_smi_peak_bytes // MIB)}MiB"
-    assert plan_of(folder, "--gpu", enough).fits is True
+def test_a_search_finds_the_most_rows_and_a_change_says_what_it_saves(folder: Path) -> None:
+    accumulated = (*TRAIN, "2")
+    done = typed(folder, "--gpu", "1200MiB", "--search", "--json", *accumulated)
+    found = json.loads(done.stdout)
+    without, with_checkpointing = found["lines"]
+    assert found["effective_batch"] == 8
+    assert without["micro_batch"] < with_checkpointing["micro_batch"]
+    assert found["best"]["flags"].endswith("--gradient_checkpointing True")
+    done = typed(
+        folder, "--gpu", "80GiB", "--explain-change", "checkpointing,lora", "--json", *TRAIN
+    )
+    checkpointing, lora = json.loads(done.stdout)["changes"]
+    assert checkpointing["allocated_saved_bytes"] > 100 * MIB
+    assert lora["reason"] == "the command itself says this: change it there"
 
 
 def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:

@@ -92,7 +92,9 @@ def plan(
             if answer.calibrate is not None:
                 raise PlanError("--calibrate is for --model: a command after -- gets a plan")
             with by_any_signal():
-                variations = variations_of(command, run, dry)
+                variations = variations_of(
+                    command, run, dry, foretells=bool(answer.search or answer.explain_change)
+                )
                 fits = _answer_for_command(variations, answer, as_json, command_of(context))
             raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
         if dry != DryOptions():
@@ -166,7 +168,7 @@ def _answer_for_command(
         return show_changes(*variations.explained(changes), as_json)
     if answer.search:
         return show_search(variations.search, as_json)
-    found = variations.plan if as_json else variations.proposals()
+    found = variations.proposals()
     _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
     return found.fits
 

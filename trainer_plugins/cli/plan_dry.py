@@ -38,8 +38,10 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
     return () if not words or words[0].startswith("-") else words
 
 
-def variations_of(command: Sequence[str], run: RunOptions, options: DryOptions) -> "Variations":
-    """Run the command on dry cards; it can be asked how it would do with other arguments.
+def variations_of(
+    command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
+) -> "Variations":
+    """Return what runs the command on dry cards, as it is and with other arguments.
 
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
@@ -72,6 +74,7 @@ def variations_of(command: Sequence[str], run: RunOptions, options: DryOptions) 
         alone=options.alone,
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
+        foretells=foretells,
     )
     return Variations(asked, tell)
 

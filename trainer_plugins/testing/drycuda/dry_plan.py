@@ -103,6 +103,9 @@ class DryAnswer(NamedTuple):
     arguments: Mapping[str, Any]
     """The TrainingArguments of the run."""
 
+    tokens: int
+    """Of the longest row; 0 if rows have none."""
+
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     """Run a command on dry cards and return what it needs of the fullest one.
@@ -121,15 +124,14 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
         least = result.smallest.get("smallest_card_bytes")
         if least is not None:
             plan = replace(_plan(result, run), fits=least <= run.card.capacity_bytes)
-            return DryAnswer(plan, result.seen[0]["arguments"])
+            return result.answer(plan)
     result = _seen_of(run, tell)
     if not any(each["died"] for each in result.seen):
-        return DryAnswer(_plan(result, run), result.seen[0]["arguments"])
+        return result.answer(_plan(result, run))
     failed = _failed_request(result)
     tell("planning: it does not fit, running it again on a card without a limit")
     result = _seen_of(replace(run, card=unlimited, snapshot=None), tell)
-    plan = replace(_plan(result, run), fits=False, **failed)
-    return DryAnswer(plan, result.seen[0]["arguments"])
+    return result.answer(replace(_plan(result, run), fits=False, **failed))
 
 
 class _Result:
@@ -139,6 +141,10 @@ class _Result:
         self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: Mapping[str, Any]
     ) -> None:
         self.seen, self.case, self.smallest = seen, case, smallest
+
+    def answer(self, plan: MemoryPlan) -> DryAnswer:
+        """Return a plan that was made of this, with what else was seen."""
+        return DryAnswer(plan, self.seen[0]["arguments"], self.seen[0]["tokens"])
 
     def at_peak(self) -> list[Life]:
         """Return the blocks that were in use at the peak."""

@@ -6,6 +6,7 @@ takes one run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.compare import switches
@@ -33,11 +34,22 @@ class Variations:
     def __init__(self, run: DryRun, tell: Callable[[str], None]) -> None:
         self._run, self._tell = run, tell
         self._known: dict[str, DryAnswer] = {}
-        self._as_given = self._answer(run)
-        arguments = self._as_given.arguments
-        self._now = int(arguments["per_device_train_batch_size"])
-        self._rows = self._now * int(arguments["gradient_accumulation_steps"])
-        self._checkpoints = bool(arguments["gradient_checkpointing"])
+
+    @cached_property
+    def _as_given(self) -> DryAnswer:
+        return self._answer(self._run)
+
+    @property
+    def _now(self) -> int:
+        return int(self._as_given.arguments["per_device_train_batch_size"])
+
+    @property
+    def _rows(self) -> int:
+        return self._now * int(self._as_given.arguments["gradient_accumulation_steps"])
+
+    @property
+    def _checkpoints(self) -> bool:
+        return bool(self._as_given.arguments["gradient_checkpointing"])
 
     @property
     def plan(self) -> MemoryPlan:
@@ -169,7 +181,7 @@ class Variations:
             flags=" ".join([*flags, *(each.flags for each in changes)]),
             micro_batch=rows,
             accumulation_steps=steps,
-            sequence_length=0,
+            sequence_length=self._as_given.tokens,
             reserved_peak_bytes=plan.reserved_peak_bytes,
             nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
             margin_bytes=self._left(plan),
@@ -180,7 +192,7 @@ class Variations:
         return SearchLine(
             strategy=AS_GIVEN,
             gradient_checkpointing=checkpoints,
-            sequence_length=0,
+            sequence_length=self._as_given.tokens,
             micro_batch=rows,
             accumulation_steps=self._rows // rows,
             fits=bool(plan.fits),

@@ -39,7 +39,6 @@ struct Place {
 }  // namespace
 
 EXPORT Result cuInit(unsigned) { return dry::num_devices() ? cuda::kSuccess : cuda::kNoDevice; }
-EXPORT Result cuLogsRegisterCallback() { return cuda::kSuccess; }  // there are no errors to be told of
 EXPORT Result cuDriverGetVersion(int* version) {
   *version = dry::kind().driver;
   return cuda::kSuccess;
