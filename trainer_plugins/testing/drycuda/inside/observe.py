@@ -29,7 +29,7 @@ from trainer_plugins.testing.drycuda.inside.process import counters, say
 _MICRO_STEPS = 2
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
-_BACKWARD = {"filename": "torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
+_BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 
 @dataclass(slots=True)
