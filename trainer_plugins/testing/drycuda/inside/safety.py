@@ -1,7 +1,7 @@
 """Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
 
-import contextlib
 import functools
+import io
 import os
 import sys
 from pathlib import Path
@@ -28,11 +28,13 @@ def protect() -> None:
     save = torch.serialization.save
 
     @functools.wraps(save)
-    def saved(*args: Any, **kwargs: Any) -> None:
-        # `False` is how a storage is pickled, for another process and not for a file.
-        is_file = kwargs.get("_use_new_zipfile_serialization", True)
-        with torch.serialization.skip_data() if is_file else contextlib.nullcontext():
-            save(*args, **kwargs)
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, io.BytesIO):  # what another process reads, or a pickle
+            save(obj, f, *args, **kwargs)
+        elif not isinstance(f, io.IOBase):
+            with torch.serialization.skip_data():
+                save(obj, f, *args, **kwargs)
+        # Nothing goes to an open file (a part of torch.distributed.checkpoint): it has no holes.
 
     torch.save = torch.serialization.save = saved
 
