@@ -12,6 +12,16 @@ from trainer_plugins.cli import app
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import MIB
 
+FSDP = """
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+"""
+
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
 
@@ -127,6 +137,22 @@ def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
     # DDP's buckets are as large as the gradients.
     more = both.moments["backward"].allocated_bytes - plan.moments["backward"].allocated_bytes
     assert more == pytest.approx(2 * plan.num_parameters, rel=0.15)
+
+
+def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
+    """FSDP asks the other ranks by NCCL and by gloo."""
+    (folder / "fsdp.yaml").write_text(FSDP)
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml")
+    command = ("--", *launcher, "train.py", "model", "out")
+    cards = ("--gpu", "a100-80gb", "--num-gpus", "2")
+    both = plan_of(folder, *cards, command=command)
+    alone = plan_of(folder, *cards, "--alone", command=command)
+    assert alone.num_gpus == both.num_gpus == 2
+    assert alone.moments == both.moments
+    assert any("rank 0 of 2 ran alone" in line for line in alone.assumptions)
+    assert alone.host_process_bytes_per_node == pytest.approx(
+        both.host_process_bytes_per_node, rel=0.3
+    )
 
 
 @pytest.mark.parametrize(

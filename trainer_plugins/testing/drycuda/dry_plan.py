@@ -236,7 +236,7 @@ def _smallest(folder: Path, case: SnapshotCase, card: Card) -> Mapping[str, Any]
 def _plan(result: _Result, run: DryRun) -> MemoryPlan:
     fullest, card = result.seen[0], run.card
     world_size = fullest["world_size"]
-    alone = f"rank 0 ran alone: {world_size - 1} ranks that did not run are taken to be like it"
+    alone = f"rank 0 of {world_size} ran alone, the other ranks are taken to be like it"
     moments: dict[Moment, MomentPeak] = {
         moment: MomentPeak(
             allocated_bytes=max(allocated for allocated, _ in fullest["moments"][moment]),

@@ -1,11 +1,11 @@
 """Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
 
 import functools
+import io
 import json
 import os
 import sys
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,15 @@ def save_no_bytes() -> None:
     save = torch.serialization.save
 
     @functools.wraps(save)
-    def saved(obj: object, *args: Any, **kwargs: Any) -> None:
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
         is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
-        # `False` is how a storage is pickled, for another process and not for a file.
-        is_file = kwargs.get("_use_new_zipfile_serialization", True)
-        with torch.serialization.skip_data() if is_file and not is_small else nullcontext():
-            save(obj, *args, **kwargs)
+        if is_small or isinstance(f, io.BytesIO):  # what another process reads, or a pickle
+            save(obj, f, *args, **kwargs)
+        elif not isinstance(f, io.IOBase):
+            with torch.serialization.skip_data():
+                save(obj, f, *args, **kwargs)
+        # Nothing goes to an open file (a part of torch.distributed.checkpoint): it has no holes.
 
     load = torch.serialization.load
 
