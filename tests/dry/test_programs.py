@@ -1,0 +1,78 @@
+"""Programs of users that ask for more than a training: they get a plan too, unedited."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import processes
+from tests.distributed.launched import environment
+from tests.dry.scripts import CONFIG, ROOT, TRAIN, TRAINS, place, plan_of, typed
+
+pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
+
+_EARLY = TRAINS.replace(
+    "Trainer(model",
+    """
+from torch.utils.data import RandomSampler
+from transformers import EarlyStoppingCallback
+
+class Own(Trainer):
+    def _get_train_sampler(self, *_):
+        return RandomSampler(self.train_dataset)
+
+args.load_best_model_at_end, args.metric_for_best_model = True, "eval_loss"
+args.save_strategy, args.eval_on_start = args.eval_strategy, True
+trainer = Own(callbacks=[EarlyStoppingCallback()], model""",
+).replace(").train()", ")\nprint(trainer.evaluate())\ntrainer.train()")
+
+_EXPERTS: dict[str, Any] = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
+}
+
+_LOOP = """
+import torch
+x = torch.arange(1, 5, device="cuda")
+assert x.prod() == 24, "torch compiles this kernel when it is called"
+print("chosen", torch.ones(1 << 20, device="cuda").masked_select(torch.arange(1 << 20, device="cuda") < 7).shape)
+"""
+
+
+def test_an_evaluation_comes_first_and_a_callback_may_stop(tmp_path: Path) -> None:
+    plan = plan_of(place(tmp_path, _EARLY), "--gpu", "24GiB")
+    assert {"evaluation", "save"} <= set(plan.moments)
+    cut = [line for line in plan.assumptions if "an evaluation of 32 of 512 rows" in line]
+    assert len(cut) == 1
+    assert not any("its own rows" in line for line in plan.assumptions)
+
+
+def test_every_expert_gets_its_share(tmp_path: Path) -> None:
+    """The code of transformers that takes expert by expert: each that is hit has a gradient."""
+    script = TRAINS.replace(
+        "dtype=torch.bfloat16)", 'dtype=torch.bfloat16, experts_implementation="eager")'
+    )
+    place(tmp_path, script.replace("bf16=True", 'bf16=True, optim="sgd", save_strategy="no"'))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(_EXPERTS))
+    plan = plan_of(tmp_path, "--gpu", "24GiB")
+    both = 2 * 2 * plan.num_parameters
+    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(both, rel=0.02)
+
+
+def test_a_program_without_a_trainer_is_told_so_and_runs_by_itself(tmp_path: Path) -> None:
+    done = typed(place(tmp_path, _LOOP), "--gpu", "24GiB", *TRAIN)
+    assert done.returncode == 2
+    assert "other programs run on dry cards by `python -m" in done.stderr
+    alone = processes.run(
+        [sys.executable, "-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB", "train.py"],
+        cwd=tmp_path,
+        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        fresh="the dry card is loaded by a start of Python",
+    )
+    assert "chosen torch.Size([7])" in alone.stdout, alone.stderr[-2000:]
