@@ -6,6 +6,7 @@ import pytest
 
 from trainer_plugins.allocator.addresses import ChunkedAddresses, FallingAddresses, addresses_in
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
+from trainer_plugins.allocator.settings import first_of_a_size
 from trainer_plugins.units import MIB
 
 
@@ -85,3 +86,21 @@ def test_the_rules_of_an_allocator_name_the_order() -> None:
     assert heights["rising"][1] - heights["rising"][0] == 32 * MIB
     assert heights["falling"][0] - heights["falling"][1] == 22 * MIB
     assert isinstance(addresses_in("falling"), FallingAddresses)
+
+
+@pytest.mark.parametrize(
+    ("torch", "taken"),
+    [("2.11.0", "new"), ("2.12.1", "new"), ("2.13.0", "old"), ("2.14.0+cu130", "old")],
+)
+def test_versions_take_another_of_equal_free_blocks(torch: str, taken: str) -> None:
+    """As the addresses of dry runs show, with these versions' own code."""
+    model = AllocatorModel(rules=AllocatorRules(first_of_a_size=first_of_a_size(torch)))
+    old, new = model.malloc(40 * MIB), model.malloc(40 * MIB)
+    old_at, new_at = old.address, new.address
+    assert new_at < old_at
+    model.free(old)
+    first, second = model.malloc(20 * MIB), model.malloc(20 * MIB)  # cut from the old one
+    model.free(second)
+    model.free(first)  # it absorbs the second, and is younger than the new segment
+    model.free(new)
+    assert model.malloc(40 * MIB).address == {"old": old_at, "new": new_at}[taken]

@@ -168,7 +168,7 @@ class Block:
     size_bytes: int
     segment_start: int | None  # where an expandable segment begins; None in others
     mapped: bool
-    segment_number: int  # 0 if the order of segments does not count
+    number: int  # the order of its segment, or its own; 0 if neither counts
     in_use: bool = False
     prev: "Block | None" = None
     next: "Block | None" = None
@@ -177,7 +177,7 @@ class Block:
     @property
     def key(self) -> tuple[int, int, int]:
         """Return what free blocks are ordered by: the first that is large enough is taken."""
-        return self.size_bytes, self.segment_number, self.address
+        return self.size_bytes, self.number, self.address
 
     @property
     def is_split(self) -> bool:

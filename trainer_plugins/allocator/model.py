@@ -54,7 +54,7 @@ class AllocatorModel:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0  # as torch's `num_alloc_retries`
         self._left: dict[int, Block] = {}
-        self._num_left = self._num_segments = 0
+        self._num_left = self._num_numbered = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._num_lookups = 0  # the clock of garbage collection
         collects = fraction is not None and self.rules.garbage_collection_threshold > 0
@@ -194,12 +194,12 @@ class AllocatorModel:
         if not self._has_room(num_bytes):
             return None
         self._reserve(num_bytes)
-        address, number = self._addresses.take(num_bytes), self._next_segment()
-        return Block(pool, address, num_bytes, None, mapped=True, segment_number=number)
+        address, number = self._addresses.take(num_bytes), self._next_number()
+        return Block(pool, address, num_bytes, None, mapped=True, number=number)
 
-    def _next_segment(self) -> int:
-        self._num_segments += self.rules.oldest_first
-        return self._num_segments
+    def _next_number(self) -> int:
+        self._num_numbered += self.rules.first_of_a_size != "address"
+        return self._num_numbered
 
     # Splitting, and merging.
 
@@ -216,11 +216,13 @@ class AllocatorModel:
             block.size_bytes - size,
             block.segment_start,
             mapped=True,
-            segment_number=block.segment_number,
+            number=block.number,
         )
         rest.last_used = self._num_lookups
         insert_behind(block, rest)
         block.size_bytes = size
+        if self.rules.first_of_a_size == "block":  # what remains is the old one
+            block.number = self._next_number()
         block.pool.add(rest)
 
     def _merge(self, block: Block) -> None:
@@ -320,8 +322,8 @@ class AllocatorModel:
         page = self._page_bytes(pool)
         num_bytes = _round_up(self.capacity_bytes + self.capacity_bytes // 8, page)
         start = self._addresses.take(num_bytes)
-        number = self._next_segment()
-        whole = Block(pool, start, num_bytes, start, mapped=False, segment_number=number)
+        number = self._next_number()
+        whole = Block(pool, start, num_bytes, start, mapped=False, number=number)
         pool.unmapped[start] = whole
         return whole
 
@@ -344,7 +346,7 @@ class AllocatorModel:
                 block.size_bytes - num_bytes,
                 block.segment_start,
                 mapped=False,
-                segment_number=block.segment_number,
+                number=block.number,
             )
             insert_behind(block, rest)
             block.size_bytes = num_bytes
@@ -368,7 +370,7 @@ class AllocatorModel:
                 first - block.address,
                 start,
                 mapped=True,
-                segment_number=block.segment_number,
+                number=block.number,
             )
             before.prev, before.next = block.prev, block
             if block.prev is not None:
@@ -383,7 +385,7 @@ class AllocatorModel:
                 end - last,
                 start,
                 mapped=True,
-                segment_number=block.segment_number,
+                number=block.number,
             )
             insert_behind(block, behind)
             pool.add(behind)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trainer_plugins.allocator.addresses import Order
 from trainer_plugins.allocator.machine import read_torch_version
@@ -68,6 +68,10 @@ class AllocatorSettings:
         return ",".join(f"{setting.key}:{setting.text}" for setting in self.settings)
 
 
+FirstOfASize = Literal["address", "segment", "block"]
+FIRST_OF_A_SIZE: tuple[FirstOfASize, ...] = get_args(FirstOfASize)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorRules:
     """Holds the settings that decide where memory comes from, in bytes; the defaults are CUDA's."""
@@ -79,9 +83,8 @@ class AllocatorRules:
     memory_fraction: float | None = None  # of the card, for this process; None: all
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     segments: Order = "chunks"  # where new segments lie
-    # of free blocks of one size, whether that of the oldest segment is taken; else of the lowest
-    # address (pytorch#183591)
-    oldest_first: bool = False
+    # of free blocks of one size: that of the lowest address, of the oldest segment, or the oldest
+    first_of_a_size: FirstOfASize = "address"
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
@@ -100,13 +103,13 @@ class AllocatorRules:
         return cls(**given)
 
 
-def takes_oldest_first(torch_version: str) -> bool:
-    """Return whether this torch orders free blocks of one size by the age of their segments.
+def first_of_a_size(torch_version: str) -> FirstOfASize:
+    """Return which of equal free blocks this torch takes.
 
-    pytorch#183591; seen in torch 2.13 by the addresses of runs on its own code (docs/dry.md).
+    pytorch#178362 and #183591; each version's own code gave these addresses in dry runs.
     """
     torch, _ = read_torch_version(torch_version)
-    return torch >= (2, 13)
+    return "segment" if torch >= (2, 13) else "block" if torch == (2, 12) else "address"
 
 
 def parse(text: str) -> AllocatorSettings:

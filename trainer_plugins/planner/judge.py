@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from trainer_plugins.allocator.model import AllocatorRules
-from trainer_plugins.allocator.settings import parse, takes_oldest_first
+from trainer_plugins.allocator.settings import first_of_a_size, parse
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card, about_context, about_size
@@ -43,7 +43,7 @@ def rules_of(request: PlanRequest) -> AllocatorRules:
         raise PlanError(f"allocator settings: {error}") from error
     if request.device == "simgpu":  # it has rules of its own, whatever the settings say
         return AllocatorRules(segments="falling")
-    return replace(rules, oldest_first=takes_oldest_first(installed()["torch"]))
+    return replace(rules, first_of_a_size=first_of_a_size(installed()["torch"]))
 
 
 def judge(request: PlanRequest, watched: Watched, rules: AllocatorRules) -> MemoryPlan:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
+from trainer_plugins.allocator.settings import FIRST_OF_A_SIZE
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace, known_from, trace_of
@@ -45,11 +46,13 @@ def repeat(card: Card, snapshot: Snapshot) -> Repeated:
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
-    by_address = _repeat(trace, rules)
-    if by_address.outcome.is_same:
-        return by_address
-    by_age = _repeat(trace, replace(rules, oldest_first=True))
-    return max(by_address, by_age, key=lambda each: each.outcome.same_address)
+    best = _repeat(trace, rules)
+    for first in FIRST_OF_A_SIZE[1:]:  # a snapshot does not say which torch has written it
+        if best.outcome.is_same:
+            break
+        other = _repeat(trace, replace(rules, first_of_a_size=first))
+        best = max(best, other, key=lambda each: each.outcome.same_address)
+    return best
 
 
 def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
