@@ -4,6 +4,7 @@ The arguments are changed as the program makes them, so any program can be asked
 takes one run.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, DryRun, dry_plan
 from trainer_plugins.units import size
 
 _ENOUGH = 2
+_MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
 _TRIED = (
     (),
     (switches.CHECKPOINTING,),
@@ -34,10 +36,15 @@ class Variations:
     def __init__(self, run: DryRun, tell: Callable[[str], None]) -> None:
         self._run, self._tell = run, tell
         self._known: dict[str, DryAnswer] = {}
+        self._seconds = 0.0  # that the command took as it is
 
     @cached_property
     def _as_given(self) -> DryAnswer:
-        return self._answer(self._run)
+        begun = time.monotonic()
+        try:
+            return self._answer(self._run)
+        finally:
+            self._seconds = time.monotonic() - begun
 
     @property
     def _now(self) -> int:
@@ -89,8 +96,9 @@ class Variations:
             return plan
         found: list[Proposal] = []
         failed: list[str] = []
+        until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
         for changes in _TRIED[self._checkpoints :]:
-            if len(found) == _ENOUGH:
+            if len(found) == _ENOUGH or time.monotonic() > until:
                 break
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
             if not changes and self._now == 1:
