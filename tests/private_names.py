@@ -12,6 +12,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     # torch
     "_construct_storage_from_data_pointer": ("torch._C",),
     "_create_c10d_store": ("torch.distributed.rendezvous",),
+    "_decomp": ("torch",),
     "_disabled_torch_dispatch_impl": ("torch._C",),
     "_get_resolved_checkpoint_files": (MODEL,),
     "_get_train_sampler": (TRAINER,),

@@ -1,13 +1,17 @@
 """`plan -- COMMAND`: the user's own script, at full size, on torch's build for CUDA, without a card."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.dry.scripts import TRAIN, left_running, place, plan_of, typed
+from tests.distributed.launched import environment
+from tests.dry.scripts import ROOT, TRAIN, left_running, place, plan_of, typed
 from trainer_plugins.cli import app
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import MIB
@@ -167,6 +171,21 @@ def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
             "subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])",
             "took more than 3 s",
         ),
+        (
+            "import os, subprocess, sys\n"
+            "command = [sys.executable, '-c', 'import torch, time; time.sleep(1000)']\n"
+            "subprocess.run(command, env={'PATH': os.environ['PATH']})",
+            "in an environment of its own",
+        ),
+        (
+            "import subprocess, sys\n"
+            "sys.exit(subprocess.run([sys.executable, '-I', '-c', 'import torch']).returncode)",
+            "this Python reads no sitecustomize",
+        ),
+        (
+            "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import torch",
+            "CUDA_VISIBLE_DEVICES=1 leaves the program no dry card",
+        ),
     ],
 )
 def test_a_script_without_an_answer_is_said_and_leaves_nothing(
@@ -178,5 +197,18 @@ def test_a_script_without_an_answer_is_said_and_leaves_nothing(
     )
     assert done.returncode == 2
     assert said in done.stderr
+    assert not [*tmp_path.glob("trainer-plugins-dry-*")]
+    assert left_running(tmp_path) == []
+
+
+def test_a_signal_ends_all_of_it(tmp_path: Path) -> None:
+    place(tmp_path, "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1000)")
+    command = [sys.executable, "-m", "trainer_plugins", "plan", "--gpu", "24GiB", *TRAIN]
+    environ = {**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    planning = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
+    while planning.poll() is None and not (tmp_path / "began").exists():
+        time.sleep(0.1)
+    planning.send_signal(signal.SIGTERM)
+    assert planning.wait(60) == 130
     assert not [*tmp_path.glob("trainer-plugins-dry-*")]
     assert left_running(tmp_path) == []

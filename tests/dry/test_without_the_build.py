@@ -1,5 +1,7 @@
 """What `plan -- COMMAND` refuses, and what it says where torch's build for CUDA is not there."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from trainer_plugins.cli import app
+from trainer_plugins.testing.drycuda import unavailable_reason
 
 COMMAND = ("--", "python", "train.py", "--lr", "1")
 
@@ -54,3 +57,15 @@ def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])
     assert done.exit_code == 2
     assert "neither plan nor TrainingArguments has an option 8" in done.stderr
+
+
+def test_another_system_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = "the dry card needs Linux on x86-64; this is darwin"
+    assert said in (unavailable_reason() or "")
+
+
+def test_another_kind_of_processor_is_named(monkeypatch) -> None:
+    names = ("Linux", "here", "6.1", "1", "aarch64")
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(names))
+    assert "this is linux on aarch64" in (unavailable_reason() or "")

@@ -49,5 +49,6 @@ def start() -> None:
 def _leave_to_the_card_what_the_cpu_has_too() -> None:
     """Let no operator be chosen that the CPU has no code for: cuDNN's, and fused attention."""
     torch.backends.cudnn.enabled = False
-    for choose in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
