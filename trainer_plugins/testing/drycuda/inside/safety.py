@@ -21,6 +21,8 @@ _OFFLINE = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "SWANLAB_MODE": "disabled",
     "TRACKIO_DISABLED": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
 }
 
 
