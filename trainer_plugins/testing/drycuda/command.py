@@ -29,7 +29,7 @@ def ended(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # nobody answers what it asks a terminal
+                start_new_session=True,  # it has no terminal to ask
             )
         except OSError as error:
             raise PlanError(f"the command cannot be run: {error}") from error

@@ -163,7 +163,7 @@ class _Observer:
         """Train one more step from the checkpoint, as a process would that has just loaded."""
         trainer, args = self._trainer, self._trainer.args
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            self._seen.notes.append("resuming is not run: what is sharded is not made anew")
+            self._seen.notes.append("resuming is not run under FSDP and DeepSpeed")
             return
         folder = f"{args.output_dir}/checkpoint-{trainer.state.global_step}"
         with self._at("save"):
