@@ -12,8 +12,11 @@ WHERE: dict[str, tuple[str, ...]] = {
     # torch
     "_construct_storage_from_data_pointer": ("torch._C",),
     "_create_c10d_store": ("torch.distributed.rendezvous",),
+    "_create_internal": ("torch._C._distributed_c10d.FakeProcessGroup",),
     "_decomp": ("torch",),
     "_disabled_torch_dispatch_impl": ("torch._C",),
+    "_distributed_c10d": ("torch._C",),
+    "_new_process_group_helper": ("torch.distributed.distributed_c10d",),
     "_get_resolved_checkpoint_files": (MODEL,),
     "_get_train_sampler": (TRAINER,),
     "_ops": ("torch",),

@@ -64,17 +64,17 @@ def named_allocations(
     found: dict[int, tuple[str, str]] = {}
     for number, event in numbered(events):
         while waiting and waiting[0].time_us <= event.get("time_us", 0):
-            _apply(waiting.pop(0), live, found)
+            _note(waiting.pop(0), live, found)
         if event["action"] == "alloc":
             live[event["addr"]] = (number, event["size"])
         elif event["action"] == "free_completed":
             live.pop(event["addr"], None)
     for each in waiting:
-        _apply(each, live, found)
+        _note(each, live, found)
     return found
 
 
-def _apply(
+def _note(
     names: Names, live: Mapping[int, tuple[int, int]], found: dict[int, tuple[str, str]]
 ) -> None:
     starts = sorted(live)
