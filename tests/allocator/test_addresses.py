@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 
 from trainer_plugins.allocator.addresses import ChunkedAddresses, FallingAddresses, addresses_in
-from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
-from trainer_plugins.allocator.settings import first_of_a_size
+from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules, first_of_a_size
 from trainer_plugins.units import MIB
 
 

@@ -184,7 +184,7 @@ def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
         ),
         (
             "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import torch",
-            "CUDA_VISIBLE_DEVICES=1 leaves the program no dry card",
+            "its choice of devices, '1', leaves the program no dry card",
         ),
     ],
 )

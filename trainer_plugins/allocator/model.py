@@ -15,7 +15,12 @@ from trainer_plugins.allocator.addresses import (
     insert_behind,
     room_of,
 )
-from trainer_plugins.allocator.settings import NUM_INTERVALS, UNLIMITED, AllocatorRules
+from trainer_plugins.allocator.settings import (
+    NUM_INTERVALS,
+    UNLIMITED,
+    AllocatorRules,
+    FirstOfASize,
+)
 from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
@@ -393,6 +398,15 @@ class AllocatorModel:
         self.reserved_bytes -= last - first
         self._merge(block)
         pool.unmapped[block.address] = block
+
+
+def first_of_a_size(torch_version: str) -> FirstOfASize:
+    """Return which of equal free blocks this torch takes.
+
+    pytorch#178362 and #183591; each version's own code gave these addresses in dry runs.
+    """
+    torch = [int(number) for number in torch_version.split(".")[:2]]
+    return "segment" if torch >= [2, 13] else "block" if torch == [2, 12] else "address"
 
 
 def _round_up(number: int, step: int) -> int:

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from trainer_plugins.allocator.addresses import Order
-from trainer_plugins.allocator.machine import read_torch_version
 from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
 from trainer_plugins.units import MIB
 
@@ -101,15 +100,6 @@ class AllocatorRules:
                 if key.endswith("_mb") and isinstance(value, int):
                     given[name] = min(value * MIB, UNLIMITED)
         return cls(**given)
-
-
-def first_of_a_size(torch_version: str) -> FirstOfASize:
-    """Return which of equal free blocks this torch takes.
-
-    pytorch#178362 and #183591; each version's own code gave these addresses in dry runs.
-    """
-    torch, _ = read_torch_version(torch_version)
-    return "segment" if torch >= (2, 13) else "block" if torch == (2, 12) else "address"
 
 
 def parse(text: str) -> AllocatorSettings:

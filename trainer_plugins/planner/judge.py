@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from trainer_plugins.allocator.model import AllocatorRules
-from trainer_plugins.allocator.settings import first_of_a_size, parse
+from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
+from trainer_plugins.allocator.settings import parse
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card, about_context, about_size

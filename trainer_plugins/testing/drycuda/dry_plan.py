@@ -245,6 +245,8 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         for moment in MOMENTS
         if moment in fullest["moments"]
     }
+    times = fullest["ranks_of_node"] if run.alone else 1
+    pinned = times * sum(each["counters"]["bytes pinned at most"] for each in result.seen)
     tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
@@ -252,9 +254,9 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
         nvidia_smi_peak_bytes=reserved + card.context_bytes,
-        host_ram_bytes_per_node=0,
-        host_process_bytes_per_node=sum(each["host_bytes"] for each in result.seen)
-        * (fullest["ranks_of_node"] if run.alone else 1),
+        host_ram_bytes_per_node=pinned,
+        host_pinned_bytes_per_node=pinned,
+        host_process_bytes_per_node=times * sum(each["host_bytes"] for each in result.seen),
         capacity_bytes=card.capacity_bytes,
         fits=reserved + card.context_bytes <= card.capacity_bytes,
         moment=at,

@@ -302,12 +302,24 @@ void fill(void* to, int value, size_t num_bytes) {
   }
 }
 
+namespace {
+
+size_t pinned_bytes = 0, most_pinned_bytes = 0;  // guarded by pinned_lock
+
+void pin_more(size_t num_bytes) {
+  pinned_bytes += num_bytes;
+  most_pinned_bytes = std::max(most_pinned_bytes, pinned_bytes);
+}
+
+}  // namespace
+
 void* pin(size_t num_bytes) {
   const size_t rounded = std::max<size_t>(num_bytes, 1);
   void* start = mapped(nullptr, rounded, 0);
   if (start == MAP_FAILED) return nullptr;
   std::lock_guard<std::mutex> guard(pinned_lock);
   pinned[static_cast<char*>(start)] = rounded;
+  pin_more(rounded);
   return start;
 }
 
@@ -316,6 +328,7 @@ void unpin(void* start) {
   const auto found = pinned.find(static_cast<char*>(start));
   if (found == pinned.end()) return;
   munmap(start, found->second);
+  pinned_bytes -= found->second;
   pinned.erase(found);
 }
 
@@ -394,6 +407,7 @@ EXPORT const char* drycuda_counters() {
   static std::string& text = *new std::string;
   std::lock_guard<std::mutex> guard(dry::counters_lock);
   text.clear();
+  text += std::to_string(dry::most_pinned_bytes) + " bytes pinned at most\n";
   for (const auto& [name, number] : dry::counters) text += std::to_string(number) + " " + name + "\n";
   return text.c_str();
 }

@@ -28,8 +28,8 @@ def start() -> None:
         )
     if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
         raise RuntimeError(
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} leaves the program no"
-            " dry card; --num-gpus says how many there are"
+            f"its choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, leaves the program"
+            " no dry card; --num-gpus says how many there are"
         )
     if has_numbers():
         say("no card: every operator is computed by the CPU's code")
