@@ -1,6 +1,5 @@
 """`plan -- COMMAND`: the user's own script, at full size, on torch's build for CUDA, without a card."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -109,23 +108,6 @@ def test_it_dies_on_one_mib_less_than_it_says_and_where_it_says(
     assert below.failed_request == plan.fails_on_less
     # It is told what it would have needed.
     assert below.smallest_card_bytes == plan.smallest_card_bytes
-
-
-def test_a_search_finds_the_most_rows_and_a_change_says_what_it_saves(folder: Path) -> None:
-    accumulated = (*TRAIN, "2")
-    done = typed(folder, "--gpu", "1200MiB", "--search", "--json", *accumulated)
-    found = json.loads(done.stdout)
-    without, with_checkpointing = found["lines"]
-    assert found["effective_batch"] == 8
-    rooms = [(each["micro_batch"], each["margin_bytes"]) for each in (without, with_checkpointing)]
-    assert rooms == sorted(rooms)
-    assert found["best"]["micro_batch"] == with_checkpointing["micro_batch"]
-    done = typed(
-        folder, "--gpu", "80GiB", "--explain-change", "checkpointing,lora", "--json", *TRAIN
-    )
-    checkpointing, lora = json.loads(done.stdout)["changes"]
-    assert checkpointing["allocated_saved_bytes"] > 100 * MIB
-    assert lora["reason"] == "the command itself says this: change it there"
 
 
 def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
