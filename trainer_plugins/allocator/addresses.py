@@ -179,6 +179,10 @@ class Block:
         """Return what free blocks are ordered by: the first that is large enough is taken."""
         return self.size_bytes, self.number, self.address
 
+    def sibling(self, address: int, size_bytes: int, *, mapped: bool = True) -> "Block":
+        """Return another piece of the same segment, which is not linked yet."""
+        return Block(self.pool, address, size_bytes, self.segment_start, mapped, self.number)
+
     @property
     def is_split(self) -> bool:
         return self.prev is not None or self.next is not None

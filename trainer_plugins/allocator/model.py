@@ -215,14 +215,7 @@ class AllocatorModel:
         return size < self.rules.max_split_bytes and remaining > _SMALL_BYTES
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(
-            block.pool,
-            block.address + size,
-            block.size_bytes - size,
-            block.segment_start,
-            mapped=True,
-            number=block.number,
-        )
+        rest = block.sibling(block.address + size, block.size_bytes - size)
         rest.last_used = self._num_lookups
         insert_behind(block, rest)
         block.size_bytes = size
@@ -345,14 +338,7 @@ class AllocatorModel:
         block.mapped = True
         self._reserve(num_bytes)
         if num_bytes < block.size_bytes:
-            rest = Block(
-                block.pool,
-                end,
-                block.size_bytes - num_bytes,
-                block.segment_start,
-                mapped=False,
-                number=block.number,
-            )
+            rest = block.sibling(end, block.size_bytes - num_bytes, mapped=False)
             insert_behind(block, rest)
             block.size_bytes = num_bytes
             block.pool.unmapped[end] = rest
@@ -369,14 +355,7 @@ class AllocatorModel:
         pool = block.pool
         pool.remove(block)
         if first > block.address:
-            before = Block(
-                pool,
-                block.address,
-                first - block.address,
-                start,
-                mapped=True,
-                number=block.number,
-            )
+            before = block.sibling(block.address, first - block.address)
             before.prev, before.next = block.prev, block
             if block.prev is not None:
                 block.prev.next = before
@@ -384,14 +363,7 @@ class AllocatorModel:
             pool.add(before)
         end = block.address + block.size_bytes
         if end > last:
-            behind = Block(
-                pool,
-                last,
-                end - last,
-                start,
-                mapped=True,
-                number=block.number,
-            )
+            behind = block.sibling(last, end - last)
             insert_behind(block, behind)
             pool.add(behind)
         block.address, block.size_bytes, block.mapped = first, last - first, False

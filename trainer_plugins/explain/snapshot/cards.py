@@ -14,7 +14,7 @@ from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
 Action = Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]
-_ACTIONS: Mapping[str, Action] = {
+ACTIONS: Mapping[str, Action] = {
     "alloc": "alloc",
     "free_completed": "free",
     "segment_alloc": "segment_alloc",
@@ -182,9 +182,9 @@ class _Reader:
             names.add(name)
             if name == "free_requested":
                 released[_number(each["addr"])] = len(events)
-            if name not in _ACTIONS:
+            if name not in ACTIONS:
                 continue
-            action, is_oom = _ACTIONS[name], name == "oom"
+            action, is_oom = ACTIONS[name], name == "oom"
             address = _number(each["device_free" if is_oom else "addr"])
             num_bytes = _number(each["size"], _HIGHEST if is_oom else _LARGEST)
             if action == "free" and (since := released.pop(address, len(events))) < len(events):

@@ -7,6 +7,7 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import as_flags
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tried import is_safe
 
 # Shipped launch files, the plainest first; False: no file is needed, the flags alone do it.
 ON_ONE_CARD = (("single_device", False), ("one_gpu_7b_offload", True))
@@ -92,6 +93,35 @@ class SearchLine:
         return " ".join(
             f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
         )
+
+
+def line_of(
+    plan: MemoryPlan,
+    *,
+    strategy: str,
+    gradient_checkpointing: bool,
+    sequence_length: int,
+    micro_batch: int,
+    rows: int,
+    in_full: bool,
+) -> SearchLine:
+    """Return the line of a plan with this many of `rows` rows at once."""
+    return SearchLine(
+        strategy=strategy,
+        gradient_checkpointing=gradient_checkpointing,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        accumulation_steps=rows // micro_batch,
+        fits=bool(plan.fits),
+        allocated_peak_bytes=plan.allocated_peak_bytes,
+        reserved_peak_bytes=plan.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+        margin_bytes=plan.margin_bytes or 0,
+        host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+        in_full=in_full,
+        copy_seconds_per_step=plan.streamed.copy_seconds_per_step if plan.streamed else 0.0,
+        is_safe=is_safe(plan),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,11 @@ from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
     Switch,
-    as_flags,
+    batch_flags,
     half_length,
     of_flags,
+    proposal_of,
+    rows_in_words,
     source_of,
     with_flags,
 )
@@ -195,10 +197,10 @@ class Proposer:
         return tried
 
     def _try(self, changes: tuple[Switch, ...], rows: int) -> _Try | None:
-        words = ", ".join((_rows(rows, self._rows // rows), *(each.words for each in changes)))
+        words = ", ".join((rows_in_words(rows, self._rows), *(each.words for each in changes)))
         progress.part(f"looking for what would fit: {words}")
         try:
-            run = with_flags(self._run, **self._batch(rows))
+            run = with_flags(self._run, **batch_flags(rows, self._rows))
             for change in changes:
                 run = change.turn(run)
             plan = self._probe(run)
@@ -210,44 +212,21 @@ class Proposer:
             self._failed[words] = plan
         return _Try(changes, rows, plan)
 
-    def _batch(self, rows: int) -> dict[str, object]:
-        """Return the flags for this number of rows at once."""
-        return {
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": self._rows // rows,
-        }
-
     def _keep(self, tried: _Try) -> None:
-        source = source_of(self._run)
-        rows, steps, plan = tried.rows, self._rows // tried.rows, tried.plan
-        words = [each.words for each in tried.changes]
+        source, plan = source_of(self._run), tried.plan
+        half, is_half = half_length(source), switches.HALF_LENGTH in tried.changes
         time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
-        half = half_length(source)
-        prices = [each.price.format(time=time, length=half) for each in tried.changes]
-        flags = [each.flags.format(length=half) for each in tried.changes]
-        if rows != self._rows_now:
-            words.insert(0, _rows(rows, steps))
-            prices.insert(0, "the same training in smaller steps")
-            flags.insert(0, as_flags(self._batch(rows)))
-        is_half = switches.HALF_LENGTH in tried.changes
         self._found.append(
-            Proposal(
-                changes=tuple(words),
-                price="; ".join(prices),
-                flags=" ".join(flags),
-                micro_batch=rows,
-                accumulation_steps=steps,
-                sequence_length=half if is_half else source.sequence_length,
-                reserved_peak_bytes=plan.reserved_peak_bytes,
-                nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
-                margin_bytes=plan.margin_bytes or 0,
-                host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+            proposal_of(
+                plan,
+                tried.changes,
+                micro_batch=tried.rows,
+                now=self._rows_now,
+                rows=self._rows,
+                length=half if is_half else source.sequence_length,
+                values={"time": time, "length": half},
             )
         )
-
-
-def _rows(rows: int, steps: int) -> str:
-    return f"{rows} row{'s' if rows > 1 else ''} x {steps}"
 
 
 def _least(plan: MemoryPlan, changes: tuple[Switch, ...]) -> int:

@@ -20,6 +20,7 @@ from trainer_plugins.planner.compare.lines import (
     SearchLine,
     SearchRequest,
     SearchResult,
+    line_of,
 )
 from trainer_plugins.planner.compare.switches import source_of, with_base_streamed, with_flags
 from trainer_plugins.planner.kind import cards_of_a_row, sizes_of
@@ -237,19 +238,12 @@ class _Search:
         return best
 
     def _line(self, way: _Way, micro_batch: int, plan: MemoryPlan, in_full: bool) -> SearchLine:
-        return SearchLine(
+        return line_of(
+            plan,
             strategy=way.strategy,
             gradient_checkpointing=way.gradient_checkpointing,
             sequence_length=way.sequence_length,
             micro_batch=micro_batch,
-            accumulation_steps=self._rows // micro_batch,
-            fits=bool(plan.fits),
-            allocated_peak_bytes=plan.allocated_peak_bytes,
-            reserved_peak_bytes=plan.reserved_peak_bytes,
-            nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
-            margin_bytes=plan.margin_bytes or 0,
-            host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+            rows=self._rows,
             in_full=in_full,
-            copy_seconds_per_step=plan.streamed.copy_seconds_per_step if plan.streamed else 0.0,
-            is_safe=is_safe(plan),
         )

@@ -12,7 +12,7 @@ from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
-from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, at_least
+from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal, at_least
 from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
 
 _NF4 = {
@@ -47,6 +47,56 @@ def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     # of a flag given twice, the last one counts
     flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
+
+
+def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
+    """Return the TrainingArguments for this many of `rows` rows at once."""
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": rows // micro_batch,
+    }
+
+
+def rows_in_words(micro_batch: int, rows: int) -> str:
+    """Say how many rows a step has at once, and how often."""
+    return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {rows // micro_batch}"
+
+
+def proposal_of(
+    plan: MemoryPlan,
+    changes: Sequence[Switch],
+    *,
+    micro_batch: int,
+    now: int,
+    rows: int,
+    length: int,
+    values: Mapping[str, object] | None = None,
+) -> Proposal:
+    """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
+
+    The run as it is has `now` rows at once; `length` is in tokens; `values` are what the texts of
+    changes leave open, `time` and `length`.
+    """
+    values = values or {}
+    words = [each.words for each in changes]
+    prices = [each.price.format(**values) for each in changes]
+    flags = [each.flags.format(**values) for each in changes]
+    if micro_batch != now:
+        words.insert(0, rows_in_words(micro_batch, rows))
+        prices.insert(0, "the same training in smaller steps")
+        flags.insert(0, as_flags(batch_flags(micro_batch, rows)))
+    return Proposal(
+        changes=tuple(words),
+        price="; ".join(prices),
+        flags=" ".join(flags),
+        micro_batch=micro_batch,
+        accumulation_steps=rows // micro_batch,
+        sequence_length=length,
+        reserved_peak_bytes=plan.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+        margin_bytes=plan.margin_bytes or 0,
+        host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+    )
 
 
 def of_flags(words: str, price: str, **changed: object) -> Switch:

@@ -220,7 +220,7 @@ def _smallest(folder: Path, case: SnapshotCase, card: Card) -> Mapping[str, Any]
     rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
     needed: tuple[int, str | None] = (0, None)
     for path in folder.glob("snapshot-*.pickle"):
-        snapshot = read(path)
+        snapshot = case.snapshot if path.name == case.snapshot.name else read(path)
         for each in snapshot.cards:
             least = smallest_room(each, rules, card.capacity_bytes - card.context_bytes)
             if least is None:

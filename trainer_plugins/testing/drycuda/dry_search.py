@@ -11,8 +11,16 @@ from functools import cached_property
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.compare import switches
-from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult
-from trainer_plugins.planner.compare.switches import Saved, Switch, as_flags, explain
+from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.switches import (
+    Saved,
+    Switch,
+    as_flags,
+    batch_flags,
+    explain,
+    proposal_of,
+    rows_in_words,
+)
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.tried import margin_bytes
 from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, DryRun, dry_plan
@@ -65,21 +73,22 @@ class Variations:
 
     def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
         """Find the most rows at once that fit, without and with checkpointing."""
-        lines, plans = [], []
+        found: list[tuple[SearchLine, MemoryPlan]] = []
         for changes in ((), (switches.CHECKPOINTING,))[self._checkpoints :]:
             rows, plan = self._most_rows(changes, self._rows)
-            lines.append(self._line(rows, plan, bool(changes) or self._checkpoints))
-            plans.append(plan)
-            show(lines[-1])
+            line = self._line(rows, plan, bool(changes) or self._checkpoints)
+            found.append((line, plan))
+            show(line)
             if rows == self._rows and self._is_safe(plan):
                 break
-        safe = [at for at, line in enumerate(lines) if line.is_safe]
-        fit = safe or [at for at, line in enumerate(lines) if line.fits]
-        best = max(fit, key=lambda at: lines[at].micro_batch, default=None)
+        fit = [pair for pair in found if pair[0].is_safe] or [
+            pair for pair in found if pair[0].fits
+        ]
+        best, best_plan = max(fit, key=lambda pair: pair[0].micro_batch, default=(None, None))
         return SearchResult(
-            lines=tuple(lines),
-            best=None if best is None else lines[best],
-            best_plan=None if best is None else plans[best],
+            lines=tuple(line for line, _ in found),
+            best=best,
+            best_plan=best_plan,
             refused=(),
             effective_batch=self._rows * self._as_given.plan.num_gpus,
             num_gpus=self._as_given.plan.num_gpus,
@@ -113,7 +122,7 @@ class Variations:
             else:
                 left = self._left(tried)
                 missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
-                failed.append(f"{words}, 1 row x {self._rows}: {missing}")
+                failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
         return replace(plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
@@ -146,7 +155,8 @@ class Variations:
         sizes = [each for each in range(1, most + 1) if self._rows % each == 0]
 
         def plan_of(at: int) -> MemoryPlan:
-            return self._answer(_with(run, self._batch(sizes[at]))).plan
+            batch = batch_flags(sizes[at], self._rows) if sizes[at] != self._now else {}
+            return self._answer(_with(run, batch)).plan
 
         low, high = 0, len(sizes) - 1
         best = plan_of(low)
@@ -170,48 +180,28 @@ class Variations:
         """Return whether it fits, even if the plan is as far off as any was."""
         return self._left(plan) >= margin_bytes(plan.reserved_peak_bytes)
 
-    def _batch(self, rows: int) -> Mapping[str, object]:
-        if rows == self._now:
-            return {}
-        return {
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": self._rows // rows,
-        }
-
-    def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
-        steps, batch = self._rows // rows, self._batch(rows)
-        words = [f"{rows} row{'s' if rows > 1 else ''} x {steps}"] if batch else []
-        prices = ["the same training in smaller steps"] if batch else []
-        flags = [as_flags(batch)] if batch else []
-        return Proposal(
-            changes=(*words, *(each.words for each in changes)),
-            price="; ".join([*prices, *(each.price for each in changes)]),
-            flags=" ".join([*flags, *(each.flags for each in changes)]),
-            micro_batch=rows,
-            accumulation_steps=steps,
-            sequence_length=self._as_given.tokens,
-            reserved_peak_bytes=plan.reserved_peak_bytes,
-            nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
-            margin_bytes=self._left(plan),
-            host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
-        )
-
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
-        return SearchLine(
+        line = line_of(
+            plan,
             strategy=AS_GIVEN,
             gradient_checkpointing=checkpoints,
             sequence_length=self._as_given.tokens,
             micro_batch=rows,
-            accumulation_steps=self._rows // rows,
-            fits=bool(plan.fits),
-            allocated_peak_bytes=plan.allocated_peak_bytes,
-            reserved_peak_bytes=plan.reserved_peak_bytes,
-            nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
-            margin_bytes=self._left(plan),
-            host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+            rows=self._rows,
             in_full=True,
-            is_safe=self._is_safe(plan),
         )
+        return replace(line, margin_bytes=self._left(plan), is_safe=self._is_safe(plan))
+
+    def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
+        proposal = proposal_of(
+            plan,
+            changes,
+            micro_batch=rows,
+            now=self._now,
+            rows=self._rows,
+            length=self._as_given.tokens,
+        )
+        return replace(proposal, margin_bytes=self._left(plan))
 
 
 def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:

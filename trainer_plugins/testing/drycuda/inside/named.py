@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_KNOWN = {
-    "alloc", "free_completed", "segment_alloc", "segment_map", "segment_free", "segment_unmap",
-    "oom",
-}  # fmt: skip
-"""The actions that `explain` reads (explain/snapshot/cards.py); others have no number."""
+from trainer_plugins.explain.snapshot.cards import ACTIONS
 
 
 class Names(NamedTuple):
@@ -52,7 +48,7 @@ def numbered(
     events: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield the events that `explain` reads, with the numbers that they have there."""
-    return enumerate(event for event in events if event["action"] in _KNOWN)
+    return enumerate(event for event in events if event["action"] in ACTIONS)
 
 
 def named_allocations(

@@ -58,7 +58,6 @@ class Seen:
     counters: dict[str, int] = field(default_factory=dict)
     unknown_shapes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    cpu_seconds: float = 0.0
     host_bytes: int = 0
     model: str = ""
     trainer: str = ""
@@ -278,7 +277,6 @@ def _write(
     seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
     seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
     seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
-    seen.cpu_seconds = time.process_time()
     seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
         if name in sys.modules:

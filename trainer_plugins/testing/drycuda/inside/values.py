@@ -10,6 +10,7 @@ see `shapes.py`.
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch._decomp import decomposition_table
@@ -154,7 +155,7 @@ def _moved(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return alias(value)
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
-        return torch.Generator().manual_seed(hash(bytes(value.get_state().tolist())))
+        return torch.Generator().manual_seed(crc32(bytes(value.get_state().tolist())))
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
