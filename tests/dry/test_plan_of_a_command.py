@@ -1,5 +1,6 @@
 """`plan -- COMMAND`: the user's own script, at full size, on torch's build for CUDA, without a card."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -108,6 +109,23 @@ def test_it_dies_on_one_mib_less_than_it_says_and_where_it_says(
     assert below.failed_request == plan.fails_on_less
     # It is told what it would have needed.
     assert below.smallest_card_bytes == plan.smallest_card_bytes
+
+
+def test_a_search_finds_the_most_rows_and_a_change_says_what_it_saves(folder: Path) -> None:
+    accumulated = (*TRAIN, "2")
+    done = typed(folder, "--gpu", "2300MiB", "--search", "--json", *accumulated)
+    found = json.loads(done.stdout)
+    assert [line["gradient_checkpointing"] for line in found["lines"]] == [False, True]
+    rooms = [(line["micro_batch"], line["margin_bytes"]) for line in found["lines"]]
+    assert (1, 0) < rooms[0] < rooms[1] < (8, 0)
+    assert found["effective_batch"] == 8
+    assert found["best"]["micro_batch"] == rooms[1][0]
+    assert f"--per_device_train_batch_size {rooms[1][0]} " in found["best"]["flags"]
+    changes = ("--explain-change", "checkpointing,lora")
+    done = typed(folder, "--gpu", "80GiB", *changes, "--json", *TRAIN)
+    checkpointing, lora = json.loads(done.stdout)["changes"]
+    assert checkpointing["allocated_saved_bytes"] > 100 * MIB
+    assert lora["reason"] == "the command itself says this: change it there"
 
 
 def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:

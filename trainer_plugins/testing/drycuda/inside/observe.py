@@ -148,12 +148,13 @@ class _Observer:
         self._watch_moments()
         self._skip_like_micro_steps()
         train()
-        self._close()
+        # What follows has the cache of what was before: no moment is entered again.
         if evaluates:
-            with self._at("evaluation"):
-                trainer.evaluate()
+            self._enter("evaluation")
+            trainer.evaluate()
         if saves:
-            with self._at("save"), alone.without_others("the save", self._seen.notes):
+            self._enter("save")
+            with alone.without_others("the save", self._seen.notes):
                 trainer._save_checkpoint(trainer.model, trial=None)
         if resumes:
             self._resume(train)
@@ -165,15 +166,14 @@ class _Observer:
             self._seen.notes.append("resuming is not run under FSDP and DeepSpeed")
             return
         folder = f"{args.output_dir}/checkpoint-{trainer.state.global_step}"
-        with self._at("save"):
-            trainer.accelerator.free_memory()
-            for holder in (trainer, trainer.callback_handler):
-                holder.optimizer = holder.lr_scheduler = None
-            trainer.model.zero_grad(set_to_none=True)
-            gc.collect()
+        trainer.accelerator.free_memory()
+        for holder in (trainer, trainer.callback_handler):
+            holder.optimizer = holder.lr_scheduler = None
+        trainer.model.zero_grad(set_to_none=True)
+        gc.collect()
         args.max_steps, args.ignore_data_skip = trainer.state.global_step + 1, True
-        with self._at("resume"):
-            train(resume_from_checkpoint=folder)
+        self._enter("resume")
+        train(resume_from_checkpoint=folder)
 
     def _skip_like_micro_steps(self) -> None:
         """Skip micro-steps that repeat the one before, not the last: there ranks reduce."""
@@ -243,14 +243,16 @@ class _Observer:
 
     @contextmanager
     def _at(self, moment: str) -> Iterator[None]:
-        self._close()
         outer = self._moment
-        self._begin(moment)
+        self._enter(moment)
         try:
             yield
         finally:
-            self._close()
-            self._begin(outer)
+            self._enter(outer)
+
+    def _enter(self, moment: str) -> None:
+        self._close()
+        self._begin(moment)
 
     def _begin(self, moment: str) -> None:
         self._moment = moment
