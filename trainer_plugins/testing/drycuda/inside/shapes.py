@@ -24,7 +24,7 @@ _OPERATORS = (
 _DECIDES = {"masked_select": 1}
 """Which argument decides about the shape, if not the first one."""
 
-_library: torch.library.Library | None = None
+_library: Any = None
 
 
 def compute_on_the_host() -> None:
@@ -32,7 +32,7 @@ def compute_on_the_host() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
-        _library.impl(name, _computed(name), "CUDA", allow_override=True)  # type: ignore[no-untyped-call]
+        _library.impl(name, _computed(name), "CUDA", allow_override=True)
 
 
 def _computed(name: str) -> Callable[..., Any]:

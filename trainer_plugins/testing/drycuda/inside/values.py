@@ -66,7 +66,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # DTensor asks on such what an operator makes
-        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):  # type: ignore[attr-defined]
+        kinds: tuple[Any, ...] = types
+        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in kinds):
             return NotImplemented  # DTensor and the like come back with their local tensors
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)  # an operator of graphs: its body comes back here
