@@ -28,14 +28,13 @@ from trainer_plugins.units import size
 
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
-_TRIED = (
+_MORE: tuple[tuple[Switch, ...], ...] = (
     (),
-    (switches.CHECKPOINTING,),
-    (switches.CHECKPOINTING, switches.FUSED_LOSS),
-    (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
-    (switches.CHECKPOINTING, switches.FUSED_LOSS, switches.EIGHT_BIT_OPTIMIZER),
+    (switches.FUSED_LOSS,),
+    (switches.EIGHT_BIT_OPTIMIZER,),
+    (switches.FUSED_LOSS, switches.EIGHT_BIT_OPTIMIZER),
 )
-"""What is proposed for a command, the least costly first; each with the most rows that fit."""
+"""What is proposed besides checkpointing, the least costly first; each with the most rows."""
 
 
 class Variations:
@@ -67,6 +66,10 @@ class Variations:
         return bool(self._as_given.arguments["gradient_checkpointing"])
 
     @property
+    def _base(self) -> tuple[Switch, ...]:
+        return () if self._checkpoints else (switches.CHECKPOINTING,)
+
+    @property
     def plan(self) -> MemoryPlan:
         """Return the plan of the command as it is."""
         return self._as_given.plan
@@ -74,7 +77,7 @@ class Variations:
     def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
         """Find the most rows at once that fit, without and with checkpointing."""
         found: list[tuple[SearchLine, MemoryPlan]] = []
-        for changes in ((), (switches.CHECKPOINTING,))[self._checkpoints :]:
+        for changes in ((), self._base)[: 2 - self._checkpoints]:
             rows, plan = self._most_rows(changes, self._rows)
             line = self._line(rows, plan, bool(changes) or self._checkpoints)
             found.append((line, plan))
@@ -106,7 +109,8 @@ class Variations:
         found: list[Proposal] = []
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
-        for changes in _TRIED[self._checkpoints :]:
+        with_base = ((*self._base, *more) for more in _MORE[self._checkpoints :])
+        for changes in ((), *with_base):
             if len(found) == _ENOUGH or time.monotonic() > until:
                 break
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
