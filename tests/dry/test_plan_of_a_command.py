@@ -64,7 +64,7 @@ def test_the_script_is_planned_at_its_full_size(plan: MemoryPlan) -> None:
 
 
 def test_the_planner_foretells_the_same(plan: MemoryPlan, folder: Path) -> None:
-    """512 tokens are the longest row, and four of them a batch; cuBLAS has a workspace or two."""
+    """512 tokens are the longest row, and four of them a batch: the allocator gives the same bytes."""
     flags = ("--per_device_train_batch_size", "4", "--bf16", "True", "--dtype", "bfloat16")
     words = [
         "plan",
@@ -79,7 +79,7 @@ def test_the_planner_foretells_the_same(plan: MemoryPlan, folder: Path) -> None:
     foretold = MemoryPlan.from_json(done.stdout)
     for moment in ("forward", "backward", "optimizer step"):
         assert plan.moments[moment].allocated_bytes == pytest.approx(
-            foretold.moments[moment].allocated_bytes, abs=64 * MIB
+            foretold.moments[moment].allocated_bytes, abs=MIB
         ), moment
 
 

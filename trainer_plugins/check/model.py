@@ -1,12 +1,13 @@
 """Judges the model that is about to be trained."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import LITTLE, MUCH, Check, Facts, Line, ModelFacts, Shape
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.cards import Kernel, attention_kernel
+from trainer_plugins.planner.cards import Kernel, attention_kernel, prefers_cudnn
 from trainer_plugins.units import percent, size
 
 # The fewest copies of the trainable weights that an optimizer keeps; others are unknown.
@@ -216,7 +217,11 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
     data = facts.data  # rows of different lengths get a mask, with which shared keys are repeated
     are_padded = data is not None and not data.is_packed and len(set(data.lengths)) > 1
     dtype, head = _dtype(facts, model), shape.head_size
-    return attention_kernel(dtype, head, head, facts.capability, has_mask=are_padded)
+    return attention_kernel(
+        *(dtype, head, head, facts.capability),
+        has_mask=are_padded,
+        asks_cudnn=prefers_cudnn(version("torch"), facts.capability),
+    )
 
 
 def _is_whole(facts: Facts) -> bool:

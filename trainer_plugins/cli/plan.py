@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from typer import Option
 
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
+from trainer_plugins.cli.plan_dry import (
+    DryOptions,
+    as_command,
+    command_in,
+    takes_dry_cards,
+    variations_of,
+)
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.interrupted import by_any_signal
@@ -97,18 +103,24 @@ def plan(
                 )
                 fits = _answer_for_command(variations, answer, as_json, command_of(context))
             raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
-        if dry != DryOptions():
-            raise PlanError("--steps, --alone, --snapshot and --dry-env are for a command after --")
         if run.model.model is None:
             raise PlanError(
                 "name the model: --model with a config.json, its folder, or org/name; or give a"
                 " command after --"
             )
+        if dry.engine != "dry" and replace(dry, engine="auto") != DryOptions():
+            raise PlanError(
+                "--steps, --alone, --snapshot and --dry-env are for a command after --, or for"
+                " --engine dry"
+            )
         details, inputs = inputs_of(run, context.args)
         if answer.calibrate is not None:  # the context that was measured must not be used here
             inputs = replace(inputs, calibration=False)
         request = request_of(run.model.model, details, inputs)
-        if answer.explain_change:
+        is_plan = not (answer.search or answer.explain_change or answer.calibrate)
+        if takes_dry_cards(dry.engine, request, for_one_plan=is_plan):
+            fits = _answer_on_dry_cards(request, run, answer, dry, as_json, command_of(context))
+        elif answer.explain_change:
             fits = explain_changes(request, answer.explain_change, seconds, as_json)
         elif answer.search:
             fits = search_batches(request, answer.search_lengths, seconds, as_json)
@@ -119,6 +131,40 @@ def plan(
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
+
+
+def _answer_on_dry_cards(
+    request: "PlanRequest",
+    run: RunOptions,
+    answer: AnswerOptions,
+    dry: DryOptions,
+    as_json: bool,
+    command: str,
+) -> bool | None:
+    """Print what was asked of a model; where nobody has named the engine, fake tensors help out."""
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.planner.predict import predict_one
+
+    foretells = bool(answer.search or answer.explain_change)
+    with by_any_signal(), as_command(request, run, dry, foretells=foretells) as variations:
+        if dry.engine == "dry":
+            return _answer_for_command(variations, answer, as_json, command)
+        request = replace(request, proposes=True, command=command)
+        try:
+            found = variations.plan
+        except PlanError as error:
+            why = printable(error)
+            print(f"planning: on fake tensors; on the dry card, {why}", file=sys.stderr)
+            return _show_plan(request, answer, run.machine.timeout, as_json)
+    if found.fits is False:
+        other = predict_one(request, run.machine.timeout)
+        found = replace(
+            found,
+            proposals=other.proposals,
+            tried_without_success=other.tried_without_success,
+        )
+    _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
+    return found.fits
 
 
 def command_of(context: typer.Context) -> str:

@@ -1,16 +1,19 @@
 """The part of `trainer-plugins plan` that is for a command after `--`."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import option
 
 if TYPE_CHECKING:
+    from trainer_plugins.planner.request import PlanRequest
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
 
@@ -20,12 +23,18 @@ class DryOptions:
 
     panel: ClassVar[str] = "A command after --, run on cards that compute nothing"
 
-    steps: int = option("Optimizer steps to run.", default=2)
+    steps: int | None = option("Optimizer steps to run (default: 2, for --model 3).")
     alone: bool = option(
         "Run rank 0 only; the ranks that are not there are taken to be like it.", default=False
     )
     snapshot: Path | None = option(
         "Keep the allocator's snapshot here: trainer-plugins explain reads it."
+    )
+    engine: str = option(
+        "What answers for --model: fake, tensors without bytes; dry, such cards; auto, the cards"
+        " where the installed torch is built for CUDA.",
+        default="auto",
+        metavar="NAME",
     )
     dry_env: bool = option(
         "Fetch torch's build for CUDA into the cache if the installed one is for CPUs.",
@@ -38,6 +47,43 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
     return () if not words or words[0].startswith("-") else words
 
 
+def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) -> bool:
+    """Return whether dry cards answer a request: where they can, if nobody has said.
+
+    Raises:
+        PlanError: there is no engine of that name.
+    """
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.testing.drycuda.cuda_build import is_installed
+    from trainer_plugins.testing.drycuda.dry_request import why_not
+
+    if engine not in ("auto", "fake", "dry"):
+        raise PlanError(f"--engine is auto, fake or dry, got {engine!r}")
+    if engine == "auto":
+        return for_one_plan and is_installed() and not why_not(request)
+    return engine == "dry"
+
+
+@contextmanager
+def as_command(
+    request: "PlanRequest", run: RunOptions, options: DryOptions, *, foretells: bool
+) -> Iterator["Variations"]:
+    """Let a request be run on dry cards as a command is; it is in a file meanwhile."""
+    from trainer_plugins.testing.drycuda.dry_request import dry_run_of
+    from trainer_plugins.testing.drycuda.dry_search import Variations
+
+    tell = _prepared(options)
+    with TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
+        asked = dry_run_of(request, Path(folder) / "request", run.machine.timeout)
+        asked = replace(
+            asked,
+            num_steps=options.steps or asked.num_steps,
+            snapshot=options.snapshot,
+            foretells=foretells,
+        )
+        yield Variations(asked, tell)
+
+
 def variations_of(
     command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
 ) -> "Variations":
@@ -48,35 +94,43 @@ def variations_of(
     """
     from trainer_plugins.planner.cards import card_of, with_measured_context
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, fetch
     from trainer_plugins.testing.drycuda.dry_plan import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
-    tell = partial(print, file=sys.stderr, flush=True)
     machine = run.machine
     if machine.gpu is None:
         raise PlanError("name the card on which the command will run: --gpu")
     if given := [*_said_twice(run)]:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
-    if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
-        raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
     card = card_of(machine.gpu)
-    try:
-        if options.dry_env:
-            fetch(tell)
-    except DryCudaUnavailable as error:
-        raise PlanError(str(error)) from error
+    tell = _prepared(options)
     asked = DryRun(
         command=command,
         card=with_measured_context(card) if machine.calibration else card,
         num_cards=machine.num_gpus or 1,
-        num_steps=options.steps,
+        num_steps=options.steps or 2,
         alone=options.alone,
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
         foretells=foretells,
     )
     return Variations(asked, tell)
+
+
+def _prepared(options: DryOptions) -> Callable[[str], None]:
+    """Look whether a snapshot can be kept, and fetch torch if asked; return what tells of it."""
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, fetch
+
+    tell = partial(print, file=sys.stderr, flush=True)
+    if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
+        raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
+    try:
+        if options.dry_env:
+            fetch(tell)
+    except DryCudaUnavailable as error:
+        raise PlanError(str(error)) from error
+    return tell
 
 
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}

@@ -108,7 +108,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         breakdown=_breakdown(live),
         top_tensors=tuple(_tensor(*each) for each in live[:_TOP_TENSORS]),
         groups_at_peak=_groups(live),
-        planned=planned,
+        planned={**planned, "engine": "fake tensors"},
         streamed=watched.streamed,
         moments=shown.moments,
         num_flushes=on_card.num_flushes if on_card is not None else 0,

@@ -58,6 +58,7 @@ def plan_run(
     host_memory: str | None = None,
     pinned_memory: str | None = None,
     calibration: bool = True,
+    dry: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> MemoryPlan:
     """Predict how much GPU memory a run will need, without a GPU.
@@ -89,6 +90,8 @@ def plan_run(
             fit (default: that of this machine if the plan is for the Trainer's own card).
         pinned_memory: how much of it can be pinned, for example "2GiB" (default: all of it).
         calibration: whether to use the context that `calibrate` measured on this machine.
+        dry: run it on torch's own code for CUDA, on a card that computes nothing (docs/dry.md),
+            and not on tensors that hold no data.
         timeout_seconds: the time limit of the prediction.
 
     Raises:
@@ -100,8 +103,11 @@ def plan_run(
         quantization_config=quantization_config,
         prepare_kbit=prepare_kbit,
     )
-    run = RunInputs(gpu, calibration, allocator, num_gpus, has_padding, host_memory, pinned_memory)
-    plan = predict_one(request_of(trainer_or_config, details, run), timeout_seconds)
+    run = RunInputs(
+        *(gpu, calibration, allocator, num_gpus, has_padding, host_memory, pinned_memory, dry)
+    )
+    predict = _predict_dry if dry else predict_one
+    plan = predict(request_of(trainer_or_config, details, run), timeout_seconds)
     if hasattr(trainer_or_config, "training_step"):
         remember(trainer_or_config, plan)
     return plan
@@ -115,6 +121,23 @@ def predict_one(
     """Predict one run in a subprocess; `say` gets early a line about what is known."""
     (result,) = _results([request], timeout_seconds, lambda line: say(line["said"]))
     outcome = _outcome(result)
+    if isinstance(outcome, PlanError):
+        raise outcome
+    return outcome
+
+
+def _predict_dry(request: PlanRequest, timeout_seconds: float) -> MemoryPlan:
+    """Predict one run on dry cards; a subprocess asks for them, which Ctrl-C ends with them."""
+    with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
+        asked, answered = Path(folder) / "request", Path(folder) / "answer"
+        asked.write_bytes(pickle.dumps(request))
+        words = ["trainer_plugins.testing.drycuda.dry_request", str(asked), str(answered)]
+        environment = {**os.environ, "PYTHONPATH": _path(request)}
+        command = [sys.executable, "-m", *words, str(timeout_seconds)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not answered.exists():
+            raise PlanError(_how_it_ended(done.returncode, done.stderr))
+        outcome = _outcome(json.loads(answered.read_text()))
     if isinstance(outcome, PlanError):
         raise outcome
     return outcome

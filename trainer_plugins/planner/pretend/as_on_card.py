@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.cards import Card, prefers_cudnn
 from trainer_plugins.planner.pretend import attention, cuda
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -42,7 +42,8 @@ class World:
 def in_world(world: World) -> Iterator[Tracker]:
     """Make every tensor inside the block fake, and let the tracker see every storage."""
     on_cuda = world.device == "cuda"
-    rules = KernelRules(world.card.capability) if on_cuda else None
+    card = world.card
+    rules = KernelRules(card.capability, card.num_multiprocessors) if on_cuda else None
     tracker = Tracker(world.device, rules, world.has_padding)
     with Patches() as patches:
         _data_can_be_set(patches)
@@ -154,7 +155,12 @@ def _optimizers_take_lists(patches: Patches) -> None:
 def _attention_as_on_the_card(patches: Patches, world: World) -> None:
     chosen: Callable[..., torch.Tensor] = attention.simgpu_attention
     if world.device == "cuda":
-        chosen = functools.partial(attention.cuda_attention, capability=world.card.capability)
+        capability = world.card.capability
+        chosen = functools.partial(
+            attention.cuda_attention,
+            capability=capability,
+            prefers_cudnn=prefers_cudnn(str(torch.__version__), capability),
+        )
     # context parallelism replaces it by its name
     named = functools.update_wrapper(chosen, torch.nn.functional.scaled_dot_product_attention)
     patches.set(torch.nn.functional, "scaled_dot_product_attention", named)

@@ -30,6 +30,7 @@ def cuda_attention(
     enable_gqa: bool = False,
     *,
     capability: tuple[int, int],
+    prefers_cudnn: bool,
 ) -> torch.Tensor:
     """Compute `scaled_dot_product_attention` by the kernel that CUDA chooses."""
     if torch.is_autocast_enabled("cuda") and query.dtype != torch.float64:
@@ -45,9 +46,15 @@ def cuda_attention(
         capability,
         has_mask=attn_mask is not None,
         has_groups=has_groups,
+        asks_cudnn=prefers_cudnn and key.shape[2] > 1 and (dropout_p * 16).is_integer(),
     )
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     result: torch.Tensor
-    if kernel == "flash":
+    if kernel == "cuDNN":
+        result = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, attn_mask, trains, dropout_p, is_causal, False, scale=scale
+        )[0]
+    elif kernel == "flash":
         scale = scale if scale is not None else size**-0.5
         if missing := -size % 8:
             query, key, value = (functional.pad(each, (0, missing)) for each in (query, key, value))
@@ -56,7 +63,6 @@ def cuda_attention(
         )[0]
     elif kernel == "memory-efficient":
         attn_mask = _aligned(attn_mask, (*query.shape[:3], key.shape[2]))
-        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         result = aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
         )[0]
@@ -112,7 +118,8 @@ def _added(mask: _Mask, dtype: torch.dtype) -> _Mask:
     """Turn a bool mask into numbers to add: attention.cpp, convert_boolean_attn_mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
+    nothing = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, nothing, torch.full_like(nothing, -math.inf))
 
 
 def _aligned(mask: _Mask, shape: tuple[int, ...]) -> _Mask:

@@ -9,7 +9,6 @@ import torch
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
-from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
@@ -47,7 +46,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
     check_rows(args)
-    model, assumptions = model_of(source, build.home, build.kind.sizes.get("tp_size", 1))
+    model, assumptions = build.model_of(source, build.home, build.kind.sizes.get("tp_size", 1))
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:

@@ -14,7 +14,7 @@ from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
 from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
-from trainer_plugins.planner.rehearse.model_of_config import adapter_of, model_of
+from trainer_plugins.planner.rehearse.model_of_config import adapter_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
 from trainer_plugins.planner.rehearse.ship import copied
@@ -27,12 +27,13 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
     if build.kind.evaluates:
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
-    if own_args.device.type == "cuda":
+    if own_args.device.type == "cuda" and build.has_stand_ins:
         triton.trl_kernels_do_nothing()
-    model, assumptions = model_of(source, build.home)
+    model, assumptions = build.model_of(source, build.home, 1)
     models = iter([model])  # the one that is trained is built once
     trainer, said = _make(
-        loop, source, own_args, lambda: next(models, None) or model_of(source, build.home)[0]
+        *(loop, source, own_args),
+        lambda: next(models, None) or build.model_of(source, build.home, 1)[0],
     )
     if build.has_padding is None:
         said.append(PADDED)

@@ -15,11 +15,11 @@ from trainer_plugins.planner.request import TrainerSource
 
 def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
-    if build.kind.is_quantised:  # its layers are unpickled by name
+    if build.kind.is_quantised and build.has_stand_ins:  # its layers are unpickled by name
         quantised.stand_in_for_bitsandbytes()
-    sent = ship.loads(source.trainer)
+    sent = build.loads(source.trainer)
     trainer = _revived(sent, source.device_map, build)
-    if trainer.args.device.type == "cuda":
+    if trainer.args.device.type == "cuda" and build.has_stand_ins:
         triton.trl_kernels_do_nothing()
     batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
@@ -67,7 +67,7 @@ def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) 
     if device_map:
         spread(trainer.model, device_map, args.device.type)
         args._n_gpu = 1  # as the Trainer's constructor says
-    elif build.kind.is_quantised and quantised.bits_of(trainer.model):
+    elif build.kind.is_quantised and (quantised.bits_of(trainer.model) or not build.has_stand_ins):
         quantised.place(trainer.model, args.device)
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)

@@ -36,9 +36,19 @@ _EXPORTED = (
 
 
 def request_of(
-    trainer: Any, card: Card | None, allocator: str, num_gpus: int | None, has_padding: bool | None
+    trainer: Any,
+    card: Card | None,
+    allocator: str,
+    num_gpus: int | None,
+    has_padding: bool | None,
+    *,
+    with_values: bool = False,
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch."""
+    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch.
+
+    On the dry card the values of a batch decide, as positions of packed rows do: `with_values`.
+    """
+    dumps_batch = pickle.dumps if with_values else _shapes_of
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -51,10 +61,8 @@ def request_of(
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
                 trainer=sent,
-                batch=ship.dumps(ship.with_numbers(batch)),
-                evaluation_batch=(
-                    ship.dumps(ship.with_numbers(evaluation)) if evaluation is not None else None
-                ),
+                batch=dumps_batch(batch),
+                evaluation_batch=dumps_batch(evaluation) if evaluation is not None else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
                 unread=tuple(filter(None, (unread, unread_there))),
@@ -82,6 +90,10 @@ def request_of(
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
+
+
+def _shapes_of(batch: object) -> bytes:
+    return ship.dumps(ship.with_numbers(batch))
 
 
 def _replaced(device: str) -> tuple[Replaced, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted
-from trainer_plugins.planner.pretend import triton
 from trainer_plugins.planner.request import Replaced
 
 _PATCHED = ("transformers.", "torch.nn.functional")
@@ -49,8 +48,7 @@ def replaced_by_liger() -> tuple[Replaced, ...]:
 
 
 def replace_again(replaced: tuple[Replaced, ...]) -> None:
-    """Replace the same in this process, permanently, with kernels that do nothing."""
-    triton.kernels_do_nothing()
+    """Replace the same in this process, permanently."""
     for module, path, (home, qualified) in replaced:
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))

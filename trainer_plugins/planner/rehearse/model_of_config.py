@@ -59,8 +59,8 @@ def model_of(
     assumptions: list[str] = []
     is_divided = card is not None and num_parts > 1
     try:
-        config = _config_of(source.config)
-        dtype = _dtype(source, config, assumptions)
+        config = config_of(source.config)
+        dtype = dtype_of(source, config, assumptions)
         if card is not None and is_divided:
             from trainer_plugins.planner.sharded import tensors
 
@@ -75,7 +75,7 @@ def model_of(
     except Exception as error:  # a config may be wrong in any way, and raise anything
         raise PlanError(_said_of_config(source.config, error)) from error
     if source.peft is not None and source.trainer is None:
-        model = _with_peft(model, source.peft)
+        model = with_peft(model, source.peft)
         if is_divided:
             from trainer_plugins.planner.sharded import tensors
 
@@ -83,7 +83,7 @@ def model_of(
     return model, assumptions
 
 
-def _config_of(given: Mapping[str, object]) -> Any:
+def config_of(given: Mapping[str, object]) -> Any:
     """Read a config as `AutoConfig.from_pretrained` reads a config.json."""
     import transformers
 
@@ -190,35 +190,43 @@ def _on_one_card(
     assumptions: list[str],
 ) -> torch.nn.Module:
     """Build a model that one card holds, quantised if the config or the user says so."""
-    quantisation = _quantisation_of(source) if card is not None else None
+    quantisation = quantisation_of(source) if card is not None else None
     # `from_pretrained` quantises weight by weight: the full base is never in main memory
     with torch.device("meta") if quantisation else nullcontext():
         model: torch.nn.Module = _built(source, config, dtype)
     if source.config.get("tie_word_embeddings") is False:
-        _untie(model)
+        untie(model)
     if card is None or not quantisation:
         return model
     return _quantised(source, model, quantisation, card, dtype, assumptions)
 
 
-def _quantisation_of(source: ConfigSource) -> object:
+def quantisation_of(source: ConfigSource) -> object:
     """Return the fields of the quantisation: the user's, else the config's; None without one."""
     return source.quantisation or source.config.get("quantization_config")
 
 
 def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
-    """Build the model of the class that the run has."""
+    kind, part = class_and_config(source, config)
+    return kind._from_config(part, dtype=dtype)
+
+
+def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
+    """Return the class of the run's model, and the part of the config that it is made of."""
     from transformers import AutoModelForSequenceClassification
 
     if source.trainer == "reward":
         config.num_labels, config.architectures = 1, None
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        known = AutoModelForSequenceClassification._model_mapping
+        if type(config) not in known:
+            raise NotPredicted(f"a reward model of {config.model_type}: it has no classifier")
+        return known[type(config)], config
     if source.num_labels is not None:
         config.num_labels = source.num_labels
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0  # a classifier of several rows asks for one
     kind = _class_of(config, source.config["model_type"], source.num_labels)
-    return kind._from_config(_part_of(config, kind), dtype=dtype)
+    return kind, _part_of(config, kind)
 
 
 def _quantised(
@@ -252,7 +260,7 @@ def _quantised(
     return prepared
 
 
-def _untie(model: Any) -> None:
+def untie(model: Any) -> None:
     """Give the head its own weights if the class has overruled the config, as T5's does."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
@@ -263,7 +271,8 @@ def _untie(model: Any) -> None:
             getattr(model, "all_tied_weights_keys", {}).pop(f"{name}.weight", None)
 
 
-def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torch.dtype:
+def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> torch.dtype:
+    """Return the dtype that weights are loaded in, and say where it is not the user's choice."""
     import transformers
 
     given = source.dtype
@@ -276,7 +285,7 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
         if int(transformers.__version__.partition(".")[0]) >= 5:
             given = str(getattr(config, "dtype", None) or "float32")
         else:
-            given = "float16" if _quantisation_of(source) else "float32"
+            given = "float16" if quantisation_of(source) else "float32"
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"
@@ -289,7 +298,8 @@ def _dtype(source: ConfigSource, config: object, assumptions: list[str]) -> torc
     return dtype
 
 
-def _with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
+def with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
+    """Add an adapter of PEFT; `given` is the content of its config."""
     config = adapter_of(given)
     import peft
 

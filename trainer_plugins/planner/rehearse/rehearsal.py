@@ -13,9 +13,11 @@ from trainer_plugins.planner import progress
 from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.one_card import OneCard
 from trainer_plugins.planner.pretend import quantised
-from trainer_plugins.planner.rehearse import rollout
+from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.evaluation import evaluate
 from trainer_plugins.planner.rehearse.generate import Generation
+from trainer_plugins.planner.rehearse.model_of_config import model_of
+from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tracing.trace import Tracker
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.streaming.stream import stream_of
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from trainer_plugins.planner.rehearse.streamed import Streaming
 
 Batch = dict[str, object]
+# builds the model of a config on a device, or divided among cards, and says what was assumed
+ModelOf = Callable[[ConfigSource, torch.device | None, int], tuple[torch.nn.Module, list[str]]]
 
 _MICRO_STEPS_RUN = 2  # besides the last one, in which ranks reduce; later ones repeat the second
 
@@ -36,7 +40,10 @@ class Build:
     kind: Kind
     has_padding: bool | None  # whether batches have padding; None: as the source says
     folder: str  # its output_dir
-    streaming: "Streaming | None"
+    streaming: "Streaming | None" = None
+    model_of: ModelOf = model_of
+    loads: Callable[[bytes], Any] = ship.loads
+    has_stand_ins: bool = True  # for what needs a card; on the dry card everything is real
 
     @property
     def home(self) -> torch.device:
@@ -62,7 +69,7 @@ def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) ->
     trainer = run.trainer
     methods: Any = trainer  # mypy lets no method be replaced
     num_batches = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
-    methods.get_train_dataloader = lambda: _loader(trainer, run.make_batch, num_batches)
+    methods.get_train_dataloader = lambda: loader(trainer, run.make_batch, num_batches)
     _name_parameters(trainer.model, kind, tracker)
     for model in other_models(trainer):
         tracker.tag((*model.parameters(), *model.buffers()), "frozen weights")
@@ -78,7 +85,7 @@ def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) ->
         _name_parameters(trainer.model, kind, tracker)  # a strategy may have replaced them
         if run.make_evaluation_batch is not None:
             make, number = run.make_evaluation_batch, run.num_evaluation_batches
-            methods.get_eval_dataloader = lambda *_, **__: _loader(trainer, make, number)
+            methods.get_eval_dataloader = lambda *_, **__: loader(trainer, make, number)
             with tracker.during("evaluation"):
                 run.assumptions.extend(evaluate(trainer, number))
         if kind.saves:
@@ -207,7 +214,8 @@ def _modules(model: torch.nn.Module, tracker: Tracker) -> Iterator[None]:
             hook.remove()
 
 
-def _loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
+def loader(trainer: HfTrainer, make: Callable[[], Batch], num_batches: int) -> object:
+    """Return what gives each rank this number of batches."""
     loader: object = torch.utils.data.DataLoader(
         range(num_batches * _num_readers(trainer)),  # type: ignore[arg-type]
         batch_size=1,

@@ -56,11 +56,16 @@ def revive(trainer: Any) -> None:
 
 def prepare(trainer: Any, tracker: Tracker) -> None:
     """Give a Trainer made-up rewards, and completions of a vLLM that is not there."""
+    give_rewards(trainer)
+    if trainer.use_vllm:
+        trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, tracker), -1
+
+
+def give_rewards(trainer: Any) -> None:
+    """Give a Trainer made-up rewards: the user's functions do not run."""
     trainer._calculate_rewards = lambda _, prompts, __, completions: _rewards(
         trainer, prompts, completions
     )
-    if trainer.use_vllm:
-        trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, tracker), -1
 
 
 def skip(trainer: Any) -> bool:

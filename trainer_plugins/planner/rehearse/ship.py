@@ -217,7 +217,7 @@ def with_numbers(batch: object) -> object:
 def copied(batch: Any) -> Any:
     """Copy a batch, as a collator makes a new one each time, and write its numbers down."""
     if isinstance(batch, torch.Tensor):
-        return torch.empty_like(batch)
+        return batch.clone()
     if isinstance(batch, Numbers):
         return torch.tensor(batch.values)
     if isinstance(batch, dict):

@@ -77,8 +77,10 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
     _make_ready(request.device, world.num_cards)
     forget_accelerate()
     if isinstance(source, TrainerSource) and source.replaced:
+        from trainer_plugins.planner.pretend import triton
         from trainer_plugins.planner.rehearse.liger import replace_again
 
+        triton.kernels_do_nothing()
         replace_again(source.replaced)
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
         args = arguments_of(source)

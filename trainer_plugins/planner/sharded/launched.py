@@ -1,6 +1,8 @@
 """Read a launch file as `accelerate launch` does. Imports accelerate: only for the subprocess."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,21 @@ _FREE_PORT = "0"
 
 def resolved(request: PlanRequest) -> PlanRequest:
     """Complete a request by its launch file: cards, nodes, DeepSpeed's config, the environment."""
+    launched = as_launched(request)
     if request.launch_file is None:
-        return with_nodes(_as_exported(request))
+        return _as_exported(launched)
+    exported = dict(launched.environment)
+    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return launched
+    with _told_of(request.launch_file):
+        deepspeed = _deepspeed(exported)
+    return replace(launched, deepspeed=deepspeed, environment=_without_deepspeed(exported))
+
+
+def as_launched(request: PlanRequest) -> PlanRequest:
+    """Complete a request by its launch file: cards, nodes, and all that accelerate exports."""
+    if request.launch_file is None:
+        return with_nodes(request)
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}
@@ -49,20 +64,19 @@ def resolved(request: PlanRequest) -> PlanRequest:
         raise PlanError(
             f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}"
         )
-    deepspeed = None
-    try:
+    with _told_of(request.launch_file):
         environment = _environment(request.launch_file, num_gpus)
-        if kind == "DEEPSPEED":
-            deepspeed, environment = _deepspeed(environment), _without_deepspeed(environment)
+    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
+
+
+@contextmanager
+def _told_of(path: str) -> Iterator[None]:
+    """Say which file it is that accelerate refuses."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError) as error:
-        raise PlanError(f"{name}: accelerate refuses it: {' '.join(str(error).split())}") from error
-    return replace(
-        request,
-        num_gpus=num_gpus,
-        num_nodes=num_nodes,
-        deepspeed=deepspeed,
-        environment=environment,
-    )
+        why = " ".join(str(error).split())
+        raise PlanError(f"{Path(path).name}: accelerate refuses it: {why}") from error
 
 
 def _as_exported(request: PlanRequest) -> PlanRequest:

@@ -1,5 +1,6 @@
 """Know what a card's kernels allocate besides results, do in place, or do without shape rules."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class KernelRules:
     """Holds what the kernels of one compute capability take from the allocator."""
 
     capability: tuple[int, int]
+    num_multiprocessors: int
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -46,7 +48,7 @@ class KernelRules:
     def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
         """Return the sizes in bytes that a kernel takes while it runs."""
         rule = _TRANSIENT.get(func)
-        return rule(args) if rule is not None else []
+        return rule(self, args) if rule is not None else []
 
 
 def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
@@ -81,7 +83,32 @@ def _all_of(index: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
-def _flash_backward(args: OperatorArgs) -> list[int]:
+def _flash_forward(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count what parts of few and short rows are summed up from: flash_api.cpp, splitkv."""
+    query, key, dropout = args[0], args[1], args[3]
+    batch, heads, length, size = query.shape
+    keys = 256 if size <= 64 else 128 if size <= 128 else 64
+    places = 2 * rules.num_multiprocessors
+    parts = _splits(batch * heads * -(-length // 64), places, -(-key.shape[2] // keys))
+    if dropout or parts == 1:
+        return []
+    rows, columns = parts * batch * heads * length, -(-size // 32) * 32
+    return [4 * rows, 4 * rows * columns]
+
+
+def _splits(blocks: int, places: int, of_keys: int) -> int:
+    """Return into how many parts flash divides the keys: num_splits_heuristic of flash_api.cpp."""
+    if blocks >= 0.8 * places:
+        return 1
+    most = min(128, places, of_keys)
+    eligible = [
+        n for n in range(1, most + 1) if n == 1 or -(-of_keys // n) != -(-of_keys // (n - 1))
+    ]
+    share = {n: blocks * n / places / math.ceil(blocks * n / places) for n in eligible}
+    return next(n for n in eligible if share[n] >= 0.85 * max(share.values()))
+
+
+def _flash_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count softmax_d and dq_accum, both in float: cuda/flash_attn/flash_api.cpp, mha_bwd."""
     query, key = args[1], args[2]
     batch, heads, length, size = query.shape
@@ -92,21 +119,38 @@ def _flash_backward(args: OperatorArgs) -> list[int]:
     return needed
 
 
-def _efficient_backward(args: OperatorArgs) -> list[int]:
-    """Count delta, and gradQ in float unless the query is: cuda/attention_backward.cu."""
-    query = args[1]
+def _efficient_backward(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count delta, and the workspace: cuda/attention_backward.cu, kernel_backward.h.
+
+    It holds blocks of gradQ with a lock each, and gradK and gradV in float where the registers
+    cannot hold them. For float, torch computes delta from the whole product.
+    """
+    query, key = args[1], args[2]
     batch, heads, length, size = query.shape
-    accumulator = 4 * batch * heads * length * size if query.dtype != torch.float32 else 0
-    return [4 * batch * heads * length, accumulator]
+    is_half = query.dtype != torch.float32
+    rows, columns = 64, 64
+    if size > 64 and rules.capability >= (8, 0):
+        rows, columns = 128, 128 if is_half and size <= 128 else 64
+    blocks = -(-length // rows) * -(-size // columns)
+    of_keys = 8 * -(-key.shape[2] // 64) * 64 * size if is_half and size > 128 else 0
+    workspace = batch * heads * (blocks * (4 * rows * columns + 16) + of_keys)
+    delta = 4 * batch * heads * length
+    return [delta, workspace] if is_half else [delta, delta, max(workspace, delta * size)]
 
 
-def _softmax_backward(args: OperatorArgs) -> list[int]:
+def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count gradQ and the sums in float: cudnn-frontend, sdpa_backward. The engine's are unknown."""
+    query = args[1]
+    return [4 * query.numel() + 4 * query[..., 0].numel()]
+
+
+def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count `tmp = grad * output`: native/cuda/SoftMax.cu, softmax_backward_cuda_out."""
     gradient, output = args[0], args[1]
     return [gradient.numel() * max(gradient.element_size(), output.element_size())]
 
 
-def _copied_operands(args: OperatorArgs) -> list[int]:
+def _copied_operands(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count the operands of a matrix product that are copied for the call.
 
     cuBLAS reads a matrix by one stride; the other has to be 1. aten/src/ATen/native/cuda/Blas.cpp,
@@ -126,9 +170,11 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
     return bool(matrix.is_contiguous()) and 0 not in (down, across)
 
 
-_TRANSIENT: dict[Operator, Callable[[OperatorArgs], list[int]]] = {
+_TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }

@@ -35,6 +35,14 @@ def site_with_cuda() -> Path:
     )
 
 
+def is_installed() -> bool:
+    """Return whether the installed torch is built for CUDA, on a machine that has dry cards."""
+    try:
+        return _is_for_cuda(_installed())
+    except DryCudaUnavailable:
+        return False
+
+
 def fetch(tell: Callable[[str], None]) -> Path:
     """Fetch the build for CUDA of the installed version into the cache, unless it is here.
 

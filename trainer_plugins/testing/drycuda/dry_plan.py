@@ -266,7 +266,12 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         moments=moments,
         num_flushes=fullest["num_retries"],
         not_reliable=tuple(_unreliable(fullest)),
-        assumptions=(_MEANS_NOTHING, *[alone] * run.alone, *fullest["notes"], about_context(card)),
+        assumptions=(
+            _MEANS_NOTHING,
+            *[alone] * (run.alone and world_size > 1),
+            *fullest["notes"],
+            about_context(card),
+        ),
         gpu=card.name,
         num_gpus=max(run.num_cards, world_size),
         context_bytes=card.context_bytes,
@@ -275,7 +280,8 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
         versions=fullest["versions"],
         cards=_cards(fullest),
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
-        planned={
+        planned=fullest["planned"]
+        or {
             "model": f"{fullest['model']}, trained by {fullest['trainer']}",
             "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
             "command": shlex.join(run.command),

@@ -1,10 +1,13 @@
 /* Functions of libcublas and libcublasLt that have to answer; all others are generated and return 0. */
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 static int handle;
 
-int cublasCreate_v2(void **made) { *made = &handle; return 0; }
+/* torch has a workspace for each handle, and each thread has a handle: of the forward, of the backward. */
+int cublasCreate_v2(void **made) { *made = malloc(sizeof(int)); return *made ? 0 : 3; }
+int cublasDestroy_v2(void *of) { free(of); return 0; }
 int cublasGetMathMode(void *of, int *mode) { (void)of; *mode = 0; return 0; }
 int cublasGetPointerMode_v2(void *of, int *mode) { (void)of; *mode = 0; return 0; }
 int cublasGetVersion_v2(void *of, int *version) { (void)of; *version = 130000; return 0; }

@@ -16,7 +16,12 @@ enum {
 
 static int descriptor;
 
-size_t cudnnGetVersion(void) { return 92000; }
+size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
+int cudnnGetProperty(int part, int *value) {
+  const int parts[] = {CUDNN_VERSION / 10000, CUDNN_VERSION / 100 % 100, CUDNN_VERSION % 100};
+  *value = parts[part];
+  return 0;
+}
 size_t cudnnGetCudartVersion(void) { return CUDA_MAJOR * 1000; }
 int cudnnCreate(void **handle) { *handle = &descriptor; return 0; }
 int cudnnBackendCreateDescriptor(int type, void **made) { (void)type; *made = &descriptor; return 0; }

@@ -59,7 +59,7 @@ def built() -> Path:
     needed = {"libcuda.so.1": Library(), **needs_of(callers)}
     needed["libcuda.so.1"].names |= _names_of_the_driver(site)
     try:
-        _build(folder, compiler, needed)
+        _build(folder, compiler, needed, _version_of_cudnn(site))
         (folder / "complete").touch()
     except CompileError as error:
         raise DryCudaUnavailable(
@@ -99,12 +99,23 @@ def _names_of_the_driver(site: Path) -> set[str]:
     return {*names, *(versions[name] for name in names if name in versions)}
 
 
-def _build(folder: Path, compiler: str, needed: Mapping[str, Library]) -> None:
+def _version_of_cudnn(site: Path) -> int:
+    """Return the version that torch asks for, as cuDNN's own number: torch decides by it."""
+    found: list[str] = []
+    for about in site.glob("torch-*.dist-info/METADATA"):
+        text = about.read_text(errors="replace")
+        found += re.findall(r"^Requires-Dist: nvidia-cudnn-cu\d+==([\d.]+)", text, re.MULTILINE)
+    major, minor, patch = map(int, (found or ["9.20.0"])[0].split(".")[:3])
+    return major * 10000 + minor * 100 + patch
+
+
+def _build(folder: Path, compiler: str, needed: Mapping[str, Library], cudnn: int) -> None:
     """Compile the core, then each library: what is written by hand, and a stub for the rest."""
     cudart = next((name for name in needed if name.startswith("libcudart.so.")), None)
     if cudart is None:
         raise DryCudaUnavailable("torch's libraries are not linked to CUDA's runtime")
     flags = ["-O1", "-fPIC", "-shared", "-w", f"-DCUDA_MAJOR={cudart.rpartition('.')[2]}"]
+    flags.append(f"-DCUDNN_VERSION={cudnn}")
     base = [*compiler.split(), "-std=c++17", *flags]
     core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
     compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)

@@ -67,8 +67,15 @@ class Seen:
     beginnings: list[tuple[int, str]] = field(default_factory=list)
     """The first event of each moment, by its number in the snapshot."""
 
+    planned: dict[str, str] = field(default_factory=dict)
+    """What runs, in words, where a request and not a command says it."""
+
     named: dict[int, tuple[str, str]] = field(default_factory=dict)
     """The category and the name of allocations, by the numbers of their events."""
+
+
+about: dict[str, Any] = {}
+"""What `of_request` says of the run, by the names of `Seen`'s fields."""
 
 
 def record() -> None:
@@ -125,15 +132,17 @@ class _Observer:
 
     def __init__(self, trainer: Any, notes: list[str]) -> None:
         self._trainer = trainer
-        self._seen = Seen(arguments=_plain(trainer.args), notes=notes)
+        notes.extend(about.get("notes", ()))
+        planned = about.get("planned", {})
+        self._seen = Seen(arguments=_plain(trainer.args), notes=notes, planned=planned)
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
         self._names: list[Names] = []
 
     def run(self, train: Callable[[], object]) -> None:
-        """Train, evaluate and save, as the arguments ask for, each once."""
+        """Train; evaluate and save in the end, and resume, as the arguments ask for."""
         from trainer_plugins.testing.drycuda.inside.shortened import (
-            OnlySteps,
+            OnceInTheEnd,
             take_the_longest_rows,
         )
 
@@ -143,19 +152,11 @@ class _Observer:
         resumes = saves and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
         args.eval_on_start = False
-        trainer.add_callback(OnlySteps)
+        trainer.add_callback(OnceInTheEnd(evaluates=evaluates, saves=saves))
         take_the_longest_rows(trainer, self._seen.notes)
         self._watch_moments()
         self._skip_like_micro_steps()
         train()
-        # What follows has the cache of what was before: no moment is entered again.
-        if evaluates:
-            self._enter("evaluation")
-            trainer.evaluate()
-        if saves:
-            self._enter("save")
-            with alone.without_others("the save", self._seen.notes):
-                trainer._save_checkpoint(trainer.model, trial=None)
         if resumes:
             self._resume(train)
 
@@ -209,6 +210,15 @@ class _Observer:
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
+        save = trainer._save_checkpoint
+
+        def saved(*args: Any, **kwargs: Any) -> None:
+            with alone.without_others("the save", self._seen.notes):
+                save(*args, **kwargs)
+
+        trainer._save_checkpoint = saved
+        self._around(trainer, "evaluate", "evaluation")
+        self._around(trainer, "_save_checkpoint", "save")
         self._around(trainer, "compute_loss", "forward")
         self._around(trainer, "prediction_step", "evaluation")
         self._around(trainer.accelerator, "backward", "backward")

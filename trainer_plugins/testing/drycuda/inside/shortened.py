@@ -20,14 +20,23 @@ _HAVE_NO_ORDER = ("torch.", "transformers.")
 """Whose samplers may give any row first."""
 
 
-class OnlySteps(TrainerCallback):  # type: ignore[misc]
-    """Lets no evaluation and no save come between steps, whatever other callbacks ask for."""
+class OnceInTheEnd(TrainerCallback):  # type: ignore[misc]
+    """Lets an evaluation and a save follow the last step, whatever other callbacks ask for."""
+
+    def __init__(self, *, evaluates: bool, saves: bool) -> None:
+        self._evaluates, self._saves = evaluates, saves
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take back what was asked for; this callback is the last one."""
-        control.should_evaluate = control.should_save = False
+        """Ask for both once; this callback is the last one."""
+        is_last = state.global_step == args.max_steps
+        control.should_evaluate = is_last and self._evaluates
+        control.should_save = is_last and self._saves
+        if is_last:
+            self._evaluates = self._saves = False  # resuming ends with a step too
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take back what was asked for."""
+        control.should_evaluate = control.should_save = False
 
 
 def evaluate_few_rows(notes: list[str]) -> None:
@@ -50,6 +59,8 @@ def evaluate_few_rows(notes: list[str]) -> None:
 
 def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
     """Let every batch be the longest rows of the data set, where its order may be chosen."""
+    if "get_train_dataloader" in vars(trainer):
+        return  # `of_request` gives the batches
     sampler = trainer._get_train_sampler()
     if sampler is not None and not type(sampler).__module__.startswith(_HAVE_NO_ORDER):
         notes.append(f"{type(trainer).__name__} chooses its own rows")

@@ -8,7 +8,7 @@ They take no space, and loading them costs nothing but time for their headers.
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ def make_those_that_are_missing() -> None:
     # Several threads would load in another order in each run, and blocks would lie elsewhere.
     if loading := sys.modules.get("transformers.core_model_loading"):
         loading.GLOBAL_WORKERS = 1  # type: ignore[attr-defined]
+    # A checkpoint in one file could not be loaded again: see `_in_parts`.
+    save = modeling_utils.PreTrainedModel.save_pretrained
+    modeling_utils.PreTrainedModel.save_pretrained = functools.partialmethod(
+        save, max_shard_size=_PART_BYTES
+    )
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     modeling_utils._get_resolved_checkpoint_files = resolved
 
@@ -67,12 +72,15 @@ def holes_for(
     config = options.get("config")
     if not hasattr(config, "to_dict"):
         config = AutoConfig.from_pretrained(config or name, trust_remote_code=True)
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    dtype = _dtype_of(options) or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = cls(config)
+    kept = model.state_dict(keep_vars=True)
+    names = {id(tensor): key for key, tensor in reversed(kept.items())}.values()
     tensors = {
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in model.state_dict().items()
+        if key in names  # a checkpoint has what is tied once
     }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
@@ -84,6 +92,18 @@ def holes_for(
         write_holes(Path(files[-1]), part, {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
     return files, {"weight_map": homes}
+
+
+def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a model is loaded in on the CPU, where a conversion would take memory.
+
+    On a card the weights arrive in the dtype of their files, and are converted there.
+    """
+    if options.get("device_map") is not None or options.get("quantization_config") is not None:
+        return None
+    asked = options.get("dtype", options.get("torch_dtype"))
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
