@@ -142,6 +142,13 @@ def _copies_are_of_this_world(patches: Patches) -> None:
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
+    def copied(tensor: FakeTensor, memo: dict[int, object]) -> object:
+        if tensor.constant is not None:  # a real tensor, which no fake mode can copy
+            memo[id(tensor.constant)] = tensor.constant
+        return torch.Tensor.__deepcopy__(tensor, memo)
+
+    patches.set(FakeTensor, "__deepcopy__", copied)
+
 
 def _optimizers_take_lists(patches: Patches) -> None:
     """Let optimizers choose foreach, which has large temporaries, for fake tensors too."""

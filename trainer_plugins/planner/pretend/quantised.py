@@ -83,8 +83,14 @@ class _Product4Bit(torch.autograd.Function):
 
 
 def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> torch.Tensor:
-    """Compute on the full weight, as for more than 512 tokens (_gemm_4bit_use_custom_cuda)."""
-    scales = state.scales()  # they live while the product is computed
+    """Compute on the full weight, as for more than 1536 tokens (_dequant_linear_fallback).
+
+    What scales are decoded to, and their sum with the offset, live while the product is computed.
+    """
+    scales = state.absmax
+    if state.offset is not None:
+        decoded = torch.empty_like(scales, dtype=torch.float32)
+        scales = decoded + state.offset
     whole = torch.empty(state.shape, dtype=x.dtype, device=scales.device)
     return functional.linear(x, whole, bias)
 

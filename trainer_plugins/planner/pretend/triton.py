@@ -60,11 +60,17 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Constant if name == "constexpr" else _Nothing()
+        if name == "constexpr":
+            return _Constant
+        # torch asks whether things are instances of its classes
+        return type(name, (_Nothing,), {}) if name[0].isupper() else _Nothing()
 
 
 class _Nothing:
     """Stands for any type, function or constant of Triton; each use of it returns itself."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
 
     def __getattr__(self, name: str) -> "_Nothing":
         if name.startswith("__"):

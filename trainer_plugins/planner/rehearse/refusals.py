@@ -61,6 +61,10 @@ _WHY = {
         "--ddp_find_unused_parameters False, or "
         f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
     ),
+    "_amp_foreach_non_finite_check_and_unscale_cuda": (
+        "with --fp16 gradients are scaled, which CUDA does not do for those of bfloat16 weights "
+        "(not implemented for 'BFloat16'): pass --bf16 instead, or load the weights as float32"
+    ),
 }  # words in the errors of runs that fail on a card too, and what to pass
 
 

@@ -45,14 +45,25 @@ class Ddp(Ranks):
             counts.num_parameters = len(parameters)
             with tracker.as_category("sharding buffers"):
                 build(ddp, parameters, *args, **kwargs)
-            dist._register_comm_hook(ddp.reducer, None, _reduced)
+            dist._register_comm_hook(ddp.reducer, _Stash(), _reduced)
 
         patches.wrap(dist.Reducer, "_rebuild_buckets", rebuilt)
         patches.wrap(DistributedDataParallel, "_ddp_init_helper", built)
 
 
-def _reduced(_: object, bucket: Any) -> torch.futures.Future[object]:
+class _Stash:
+    """Keeps the bucket that was reduced last, until the next collective begins.
+
+    Nobody waits for the Work itself, so NCCL's group keeps its tensors: the first buckets, which
+    hold all gradients, outlive their rebuilding (ProcessGroupNCCL.cpp, shelvesToUnstash_).
+    """
+
+    bucket: object = None
+
+
+def _reduced(stash: _Stash, bucket: Any) -> torch.futures.Future[object]:
     """Return the bucket as reduced in place; the default hook needs results that are not here."""
+    stash.bucket = bucket.buffer()
     future: torch.futures.Future[object] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -22,6 +22,7 @@ _PLANNER = str(Path(__file__).parent.parent)
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
+_LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
 
 
@@ -41,8 +42,8 @@ class KernelRules:
         """Yield the libraries of an operation, and the bytes each keeps for a thread."""
         if func in _MATMULS:
             yield "cuBLAS", self.cublas_workspace_bytes
-        # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias
-        if func is aten.addmm.default and args[0].dim() == 1:
+        # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias; since 2.12 both use one
+        if _LT_HAS_ITS_OWN and func is aten.addmm.default and args[0].dim() == 1:
             yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
     def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
@@ -70,6 +71,13 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
         if func is aten.masked_select.default:
             return args[0].new_empty(aten.broadcast_tensors([args[0], args[1]])[0].numel())
         return func(args[0], [index for each in args[1] for index in _all_of(each)], **kwargs)
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default and any(
+        each.dtype == torch.bfloat16 for each in args[0]
+    ):
+        name = "_amp_foreach_non_finite_check_and_unscale_cuda"
+        raise NotImplementedError(f"\"{name}\" not implemented for 'BFloat16'")
+    if func is torch.ops._c10d_functional.wait_tensor.default:
+        return args[0]
     if func is aten._pin_memory.default:  # there is no card that could pin it
         return torch.empty_like(args[0])
     if func is aten._grouped_mm.default and args[0].dtype == torch.float32:

@@ -215,8 +215,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.is_pinned(args[0])
         if func in kernels.IN_PLACE and kernels.is_autograds_own(args[0]):
             func = kernels.IN_PLACE[func]
-        if self._card is not None:
-            self._use_workspaces(func, args)
         source = self.storage_of(args[0]) if func.is_view else None
         is_away = source is not None and not source.num_bytes  # the bytes of a streamed weight
         args = self.values.counted(func, args)
@@ -229,9 +227,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.host.pin(result.untyped_storage(), self.moment)
         for tensor in tensors_in(result):
             self._see_result(tensor, name, args)
-        # a kernel allocates its results first
-        if self._card is not None and (sizes := self._card.transients(func, args)):
-            self.transient(sizes, name, _card_of(args[1]))
+        if self._card is not None:  # a kernel allocates its results first
+            self._use_workspaces(func, args)
+            if sizes := self._card.transients(func, args):
+                self.transient(sizes, name, _card_of(args[1]))
         return result
 
     def _see_result(self, tensor: torch.Tensor, name: str, args: OperatorArgs) -> None:

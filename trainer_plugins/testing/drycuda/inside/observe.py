@@ -236,7 +236,8 @@ class _Observer:
             if moment == "forward":
                 self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
             self._name("weights" if outer == "load" else "optimizer states", outer)
-            with self._at(moment if outer != "evaluation" or moment == "generation" else outer):
+            stays = outer == "resume" or (outer == "evaluation" and moment != "generation")
+            with self._at(outer if stays else moment):
                 result = method(*args, **kwargs)
             if outer in ("load", "forward", "backward", "optimizer step"):
                 self._begin("optimizer step" if moment == "backward" else moment)

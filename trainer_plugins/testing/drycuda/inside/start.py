@@ -7,7 +7,7 @@ import torch
 
 from trainer_plugins.testing.drycuda.inside import alone, cheap, observe, safety, shapes
 from trainer_plugins.testing.drycuda.inside.process import has_numbers, is_dry, say
-from trainer_plugins.testing.drycuda.inside.values import Values
+from trainer_plugins.testing.drycuda.inside.values import Values, see_into_operators
 
 
 def start() -> None:
@@ -41,6 +41,7 @@ def start() -> None:
     safety.be_offline()
     shapes.compute_on_the_host()
     values = Values(all_numbers=has_numbers())
+    see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     alone.be_all_ranks()
     observe.record()

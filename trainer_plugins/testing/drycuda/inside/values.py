@@ -8,6 +8,7 @@ Where an expert or a token is chosen from zeros, see `_CHOICES`; where a shape d
 see `shapes.py`.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from zlib import crc32
@@ -25,6 +26,7 @@ _MOST_BYTES = {torch.int64: 64 << 20, torch.bool: 64 << 20}
 _aten = torch.ops.aten
 _empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_COMPUTES = ("CUDA", "CompositeExplicitAutograd")
 _ASKS = {_aten.equal, _aten.allclose}
 """Operators that read their own results on the host."""
 
@@ -130,6 +132,28 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return self._all or not tensor.is_cuda or is_small(tensor)
+
+
+def see_into_operators(values: Values) -> None:
+    """Let values be computed also inside the operators of packages, which are written in Python.
+
+    While the mode runs an operator, it does not see what the operator's kernel calls.
+    """
+    implement = torch.library.Library.impl
+
+    @functools.wraps(implement)
+    def impl(self: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kwargs: Any) -> Any:
+        if self.ns == "aten" or key not in _COMPUTES or not callable(kernel):
+            return implement(self, name, kernel, key, *args, **kwargs)
+
+        @functools.wraps(kernel)
+        def seen(*given: Any, **named: Any) -> Any:
+            with values:
+                return kernel(*given, **named)
+
+        return implement(self, name, seen, key, *args, **kwargs)
+
+    torch.library.Library.impl = impl  # type: ignore[method-assign]
 
 
 def is_small(tensor: torch.Tensor) -> bool:
