@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins import forks
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
-from trainer_plugins.planner.predict import _environment
+from trainer_plugins.planner.predict import _IMPORTS, _environment
 from trainer_plugins.planner.request import PlanRequest
 
 SEED = "2026-11"
@@ -212,14 +212,6 @@ def judged(case: Drawn, folder: Path) -> dict[str, Any]:
     return line
 
 
-_IN_A_PROCESS = """
-import os, pickle, sys, transformers.trainer
-from benchmarks.judge import watched
-watched(*sys.argv[1:])
-os._exit(0)
-"""
-
-
 def watched(asked: str, answered: str) -> None:
     """Rehearse a pickled request on fake tensors, and write what was alive at the peak."""
     from trainer_plugins.planner.judge import judge, rules_of
@@ -245,10 +237,18 @@ def _fake(request: PlanRequest, folder: Path) -> dict[str, Any]:
     asked.write_bytes(pickle.dumps(request))
     environment = _environment(request)
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
-    command = [sys.executable, "-W", "ignore", "-c", _IN_A_PROCESS, str(asked), str(answered)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise PlanError(f"crashed: {done.stderr.strip().splitlines()[-1:]}")
+    words = ("benchmarks.judge", "--watched", str(asked), str(answered))
+    call = forks.Call(words=words, folder=str(folder), environ=environment, scratch=str(folder))
+    with open(folder / f"log-{number}", "w+") as log, open(os.devnull) as nothing:
+        files = {0: nothing.fileno(), 1: log.fileno(), 2: log.fileno()}
+        process = forks.server_for(_IMPORTS, environment).start(call, files)
+        try:
+            process.wait(600)
+        finally:
+            process.end()
+        if not answered.exists():
+            log.seek(0)
+            raise PlanError(f"crashed: {log.read().strip().splitlines()[-1:]}")
     found: dict[str, Any] = json.loads(answered.read_text())
     if "refused" in found:
         raise NotPredicted(found["refused"].removeprefix("not predicted: "))
@@ -363,6 +363,9 @@ def main(numbers: list[int]) -> None:
     print(report(lines))
 
 
-if __name__ == "__main__":
+if sys.argv[1:2] == ["--watched"]:
+    watched(*sys.argv[2:])
+    os._exit(0)  # torch's own C++ objects must not be destroyed: some were replaced
+elif __name__ == "__main__":
     _first, _, _last = (sys.argv[1] if sys.argv[1:] else "0-299").partition("-")
     main([*range(int(_first), int(_last or _first) + 1)])

@@ -3,6 +3,10 @@
 import sys
 
 import pytest
+import torch
+from packaging.version import Version
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 
 from tests import processes
@@ -12,7 +16,10 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.cards import prefers_cudnn
 from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.planner.pretend.attention import cuda_attention
+from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.units import KIB, MIB
 
 LENGTH, HEADS = 640, 4
@@ -51,13 +58,78 @@ def test_scores_are_stored_where_no_kernel_avoids_it(outcomes, name, stored):
     assert all(tensor.shape[:-2] in ((1, HEADS), (HEADS,)) for tensor in scores)
 
 
-@pytest.mark.parametrize(("name", "lt_bytes"), [("biases", 1 * MIB), ("no biases", 0)])
-def test_a_product_with_a_bias_has_a_workspace_of_its_own(outcomes, name, lt_bytes):
+@pytest.mark.parametrize("name", ["biases", "no biases"])
+def test_a_product_with_a_bias_has_the_workspace_of_others_since_torch_2_12(outcomes, name):
     plan = outcomes[name]
     assert isinstance(plan, MemoryPlan), plan
+    has_its_own = name == "biases" and Version(torch.__version__) < Version("2.12")
     assert (
-        plan.breakdown["workspaces"] == 2 * CUBLAS + lt_bytes
+        plan.breakdown["workspaces"] == 2 * CUBLAS + has_its_own * MIB
     )  # cuBLAS for the backward's thread too
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ATTENTION = (
+    # capability, multiprocessors, dtype, heads, heads of keys, length, size, mask; what is taken besides
+    # queries, keys, values, results and their gradients, in the forward and in the backward pass
+    (((9, 0), 132, BF16, 8, 8, 300, 64, True), ([], [1_248_000])),
+    (((9, 0), 132, BF16, 8, 2, 300, 128, True), ([], [2_476_800])),
+    (((9, 0), 132, BF16, 8, 8, 512, 256, False), ([], [8_421_376])),
+    (((8, 0), 108, BF16, 8, 8, 300, 64, False), ([38_400, 2_457_600], [24_576, 1_572_864])),
+    (((8, 0), 108, BF16, 8, 8, 300, 256, False), ([96_000, 24_576_000], [24_576, 6_291_456])),
+    (((8, 0), 108, BF16, 8, 2, 64, 80, False), ([], [8_192, 786_432, 163_840, 163_840])),
+    (((8, 0), 108, BF16, 8, 8, 300, 64, True), ([], [19_200, 1_312_000])),
+    (((8, 0), 108, BF16, 8, 8, 300, 128, True), ([], [19_200, 3_146_496])),
+    (((8, 0), 108, BF16, 8, 8, 100, 256, True), ([], [6_400, 6_292_480])),
+    (((8, 0), 108, FP32, 8, 8, 300, 96, True), ([], [19_200, 19_200, 3_147_264])),
+    (((7, 5), 40, FP32, 8, 8, 512, 128, False), ([], [32_768, 32_768, 4_198_400])),
+)
+"""As torch 2.13's own code asked its allocator on the dry card, with two rows (tests/dry/test_kernels.py)."""
+
+
+@pytest.mark.parametrize(("given", "taken"), ATTENTION)
+def test_attention_takes_what_cudas_own_code_took(given, taken):
+    capability, multiprocessors, dtype, heads, of_keys, length, size, has_mask = given
+    rules = KernelRules(capability, multiprocessors)
+    found: list[list[int]] = [[], []]
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if "attention" in func.name():
+                found["backward" in func.name()] += rules.transients(func, args)
+            return made
+
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, length, each, size, dtype=dtype).transpose(1, 2).requires_grad_()
+            for each in (heads, of_keys, of_keys)
+        )
+        mask = torch.ones(2, 1, length, length, dtype=torch.bool) if has_mask else None
+        with Asks():
+            made = cuda_attention(
+                *(query, key, value, mask),
+                enable_gqa=heads != of_keys,
+                capability=capability,
+                prefers_cudnn=prefers_cudnn("2.13.0", capability),
+            )
+            made.backward(torch.empty_like(made))
+    assert tuple(found) == taken
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "capability", "asks"),
+    [
+        ("2.10.0+cu128", (9, 0), False),
+        ("2.11.0+cu130", (9, 0), True),
+        ("2.13.0+cpu", (10, 0), True),
+        ("2.13.0+cu128", (9, 0), False),
+        ("2.14.0", (8, 0), False),
+        ("2.14.0", (12, 0), False),
+    ],
+)
+def test_cudnn_is_asked_first_where_it_is_new(torch_version, capability, asks):
+    assert prefers_cudnn(torch_version, capability) is asks
 
 
 def test_fp16_needs_three_numbers_more_than_bf16(outcomes):

@@ -121,7 +121,12 @@ def test_ddp_has_the_buckets_of_real_ranks(real, predicted, name):
     rebuilt = Counter(facts["buckets"]) if facts["first"] != facts["buckets"] else Counter()
     assert len(facts["buckets"]) == 9
     assert buckets == Counter(facts["first"]) + rebuilt
-    assert plan["breakdown"]["sharding buffers"] == pytest.approx(sum(facts["buckets"]), abs=512)
+    # NCCL's group keeps the bucket that it reduced last until it reduces again: where one held all
+    # gradients, it and the rebuilt ones are there in the next backward pass.
+    kept = sum(facts["first"]) if rebuilt and len(facts["first"]) == 1 else 0
+    assert plan["breakdown"]["sharding buffers"] == pytest.approx(
+        sum(facts["buckets"]) + kept, abs=512
+    )
     assert plan["breakdown"]["gradients"] == sum(
         facts["buckets"]
     )  # gradients are no views of buckets

@@ -142,10 +142,12 @@ def _copies_are_of_this_world(patches: Patches) -> None:
     """
     patches.set(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode)
 
+    copy: Any = torch.Tensor.__deepcopy__
+
     def copied(tensor: FakeTensor, memo: dict[int, object]) -> object:
         if tensor.constant is not None:  # a real tensor, which no fake mode can copy
             memo[id(tensor.constant)] = tensor.constant
-        return torch.Tensor.__deepcopy__(tensor, memo)
+        return copy(tensor, memo)
 
     patches.set(FakeTensor, "__deepcopy__", copied)
 

@@ -46,7 +46,10 @@ def cuda_attention(
         capability,
         has_mask=attn_mask is not None,
         has_groups=has_groups,
-        asks_cudnn=prefers_cudnn and key.shape[2] > 1 and (dropout_p * 16).is_integer(),
+        asks_cudnn=prefers_cudnn
+        and key.shape[2] > 1
+        and (dropout_p * 16).is_integer()
+        and not (attn_mask is not None and attn_mask.requires_grad),
     )
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     result: torch.Tensor

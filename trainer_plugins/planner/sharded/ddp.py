@@ -24,7 +24,7 @@ class Ddp(Ranks):
     not_reliable = ("DDP: torch's own reducer makes the buckets; checked on CPU, not on a GPU",)
 
     def patch(self, patches: Patches, tracker: Tracker) -> None:
-        counts = patches.enter_context(_ReducerCounts())
+        counts, stash = patches.enter_context(_ReducerCounts()), _Stash()
         # it reads timers of the card
         patches.set(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
         # it reads the sizes that other ranks send; here they are those of this rank
@@ -45,8 +45,13 @@ class Ddp(Ranks):
             counts.num_parameters = len(parameters)
             with tracker.as_category("sharding buffers"):
                 build(ddp, parameters, *args, **kwargs)
-            dist._register_comm_hook(ddp.reducer, _Stash(), _reduced)
+            dist._register_comm_hook(ddp.reducer, stash, _reduced)
 
+        def buffers_sent(send: Callable[[object], None], ddp: object) -> None:
+            stash.bucket = None
+            send(ddp)
+
+        patches.wrap(DistributedDataParallel, "_sync_buffers", buffers_sent)
         patches.wrap(dist.Reducer, "_rebuild_buckets", rebuilt)
         patches.wrap(DistributedDataParallel, "_ddp_init_helper", built)
 

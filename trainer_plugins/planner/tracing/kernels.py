@@ -93,7 +93,8 @@ def _all_of(index: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def _flash_forward(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """Count what parts of few and short rows are summed up from: flash_api.cpp, splitkv."""
-    query, key, dropout = args[0], args[1], args[3]
+    query, key = args[0], args[1]
+    dropout = args[3] if len(args) > 3 else 0.0
     batch, heads, length, size = query.shape
     keys = 256 if size <= 64 else 128 if size <= 128 else 64
     places = 2 * rules.num_multiprocessors
@@ -147,7 +148,7 @@ def _efficient_backward(rules: KernelRules, args: OperatorArgs) -> list[int]:
 
 
 def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
-    """Count gradQ and the sums in float: cudnn-frontend, sdpa_backward. The engine's are unknown."""
+    """Count gradQ and the sums in float (cudnn-frontend); what an engine takes is unknown."""
     query = args[1]
     return [4 * query.numel() + 4 * query[..., 0].numel()]
 

@@ -27,6 +27,10 @@ from trainer_plugins.testing.drycuda.inside.named import Names, named_allocation
 from trainer_plugins.testing.drycuda.inside.process import counters, say
 
 _MICRO_STEPS = 2
+_NCCL_LOOKS_SECONDS = 0.15
+"""A step takes longer than the interval in which NCCL's group looks for what has ended, and lets go
+of its tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
+
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
 _BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
@@ -186,6 +190,8 @@ class _Observer:
             nonlocal count
             position = count % accumulation
             count += 1
+            if trainer.args.world_size > 1:
+                time.sleep(_NCCL_LOOKS_SECONDS)
             if _MICRO_STEPS <= position < accumulation - 1:
                 return torch.zeros((), device=trainer.args.device)
             return step(*args, **kwargs)

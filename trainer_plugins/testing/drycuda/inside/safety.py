@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import mmap
 import os
 import sys
 import zipfile
@@ -53,9 +54,14 @@ def save_no_bytes() -> None:
 
     @functools.wraps(load)
     def mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
-            kwargs["mmap"] = True  # its bytes are not needed
-        return load(f, *args, **kwargs)
+        if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
+            return load(f, *args, **kwargs)
+        kwargs["mmap"] = True  # its bytes are not needed
+        # Linux refuses a private map of more than it has memory; what a dry run wrote is its own.
+        is_ours = Path(f).resolve().is_relative_to(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+        flags = mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE
+        with torch.serialization.set_default_mmap_options(flags):
+            return load(f, *args, **kwargs)
 
     torch.save = torch.serialization.save = saved
     torch.load = torch.serialization.load = mapped

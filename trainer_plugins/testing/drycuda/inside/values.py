@@ -139,7 +139,8 @@ def see_into_operators(values: Values) -> None:
 
     While the mode runs an operator, it does not see what the operator's kernel calls.
     """
-    implement = torch.library.Library.impl
+    library: Any = torch.library.Library
+    implement = library.impl
 
     @functools.wraps(implement)
     def impl(self: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ def see_into_operators(values: Values) -> None:
 
         return implement(self, name, seen, key, *args, **kwargs)
 
-    torch.library.Library.impl = impl  # type: ignore[method-assign]
+    library.impl = impl
 
 
 def is_small(tensor: torch.Tensor) -> bool:
