@@ -16,7 +16,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
-from trainer_plugins.planner.cards import prefers_cudnn
+from trainer_plugins.planner.cards import card_of, prefers_cudnn
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend.attention import cuda_attention
 from trainer_plugins.planner.tracing.kernels import KernelRules
@@ -115,6 +115,25 @@ def test_attention_takes_what_cudas_own_code_took(given, taken):
             )
             made.backward(torch.empty_like(made))
     assert tuple(found) == taken
+
+
+@pytest.mark.parametrize(
+    ("card", "shape", "dims", "taken"),
+    [
+        ("h100-80gb", (2, 1000, 1024), (0, 1), [16_777_216]),
+        ("h100-80gb", (8192, 4096), (0,), [138_412_032]),
+        ("rtx4090", (8192, 4096), (0,), [100_663_296]),
+        ("h100-80gb", (4096, 33), (0,), [67_584]),
+        ("h100-80gb", (100, 768), (0,), []),
+        ("h100-80gb", (2, 1000, 1024), (2,), []),
+    ],
+)
+def test_a_sum_of_many_rows_takes_what_cudas_own_code_took(card, shape, dims, taken):
+    """As for the gradients of norms and biases; on the dry card, with torch 2.13."""
+    rules = KernelRules(card_of(card).capability, card_of(card).num_multiprocessors)
+    for dtype in (BF16, FP32):
+        rows = torch.empty(shape, dtype=dtype, device="meta")
+        assert rules.transients(torch.ops.aten.sum.dim_IntList, (rows, [*dims])) == taken
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ GUESSED_CONTEXT_BYTES = 512 * MIB
 # an attention kernel, or what torch falls back to
 Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
 
+THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Threads of a multiprocessor; 2048 of what is not here (CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability")."""
+
 _MAX_HEAD = 256  # of flash and of cuDNN
 _AMPERE = (8, 0)
 

@@ -73,9 +73,10 @@ def cuda_attention(
         if has_groups:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        result = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-        )[0]
+        with torch.autocast("cuda", enabled=False):  # its products are in float32
+            result = aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+            )[0]
     return result[..., :size] if missing else result
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trainer_plugins.planner.cards import THREADS
 from trainer_plugins.units import KIB
 
 aten = torch.ops.aten
@@ -18,9 +19,11 @@ Operator: TypeAlias = Callable[..., Any]  # an overload of an operation
 OperatorArgs: TypeAlias = Sequence[Any]
 OperatorKwargs: TypeAlias = Mapping[str, Any]
 
-_PLANNER = str(Path(__file__).parent.parent)
+_HOME = Path(__file__).parent.parent.parent
+_OUR_MODES = (str(_HOME / "planner"), str(_HOME / "testing" / "drycuda"))
 
 _MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_WITH_OUT = frozenset({aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out})
 
 _LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
@@ -40,7 +43,7 @@ class KernelRules:
 
     def workspaces(self, func: Operator, args: OperatorArgs) -> Iterator[tuple[str, int]]:
         """Yield the libraries of an operation, and the bytes each keeps for a thread."""
-        if func in _MATMULS:
+        if func in _MATMULS or func in _WITH_OUT:
             yield "cuBLAS", self.cublas_workspace_bytes
         # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias; since 2.12 both use one
         if _LT_HAS_ITS_OWN and func is aten.addmm.default and args[0].dim() == 1:
@@ -80,8 +83,9 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
         return args[0]
     if func is aten._pin_memory.default:  # there is no card that could pin it
         return torch.empty_like(args[0])
-    if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
-        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+    if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
+        # the shape rule refuses what CUDA's code does not
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
 
@@ -153,6 +157,36 @@ def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     return [4 * query.numel() + 4 * query[..., 0].numel()]
 
 
+def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count what blocks hand to each other where few sums of many rows are divided among them.
+
+    native/cuda/Reduce.cuh, setReduceConfig and global_memory_size, for sums that keep the last
+    dimension, as of the gradients of norms and biases. Others need next to nothing.
+    """
+    summed, dims = args[0], [dim % args[0].dim() for dim in args[1] or ()]
+    last = summed.dim() - 1
+    if not dims or last in dims or not summed.is_floating_point():
+        return []
+    rows = math.prod(summed.shape[dim] for dim in dims)
+    sums = summed.numel() // rows if rows else 0
+    together = next(n for n in (4, 2, 1) if summed.shape[last] % n == 0)
+    most = 512 // together  # threads of a block
+    wide = min(_power_of_2(sums // together, most), 32)
+    high = min(_power_of_2(rows, most), most // wide)
+    wide = min(_power_of_2(sums // together, most), most // high)
+    each = -(-rows // high) if rows >= min(16 * high, 256) else rows
+    grid = -(-sums // (together * wide))
+    places = rules.num_multiprocessors * (THREADS.get(rules.capability, 2048) // (wide * high))
+    if each == rows or each < 256 or grid > places:
+        return []
+    parts = max(min(-(-places // grid), -(-each // 16)), -(-each // 256))
+    return [4 * sums * parts * wide * together] if parts > 1 else []
+
+
+def _power_of_2(number: int, most: int) -> int:
+    return most if number >= most else 1 << max(0, number.bit_length() - 1)
+
+
 def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count `tmp = grad * output`: native/cuda/SoftMax.cu, softmax_backward_cuda_out."""
     gradient, output = args[0], args[1]
@@ -182,6 +216,8 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
 _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.dim: _sum,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -201,8 +237,12 @@ IN_PLACE = {
 
 
 def is_autograds_own(tensor: object) -> bool:
-    """Return whether autograd, without Python, writes to this tensor, which nothing else holds."""
-    if torch.is_grad_enabled() or not isinstance(tensor, FakeTensor) or _is_called_by_python():
+    """Return whether autograd, without Python, writes to this tensor, which nothing else holds.
+
+    It adds to such a tensor in place, but not where a mode is on (TensorSubclassLikeUtils.h,
+    isTensorSubclassLike).
+    """
+    if torch.is_grad_enabled() or not isinstance(tensor, torch.Tensor) or _is_called_by_python():
         return False
     held_here = 2  # references: the tensor, and the Python object of the storage
     storage = tensor.untyped_storage()
@@ -220,7 +260,7 @@ def _is_called_by_python() -> bool:
     Frames around every dispatch do not count: on a card they are absent.
     """
     frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
-    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _PLANNER)
+    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", *_OUR_MODES)
     while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
         frame = frame.f_back
     # _engine_run_backward: a backward inside a backward

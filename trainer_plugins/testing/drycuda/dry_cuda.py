@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from trainer_plugins.compiled import cpp_compiler
-from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.cards import THREADS, Card
 from trainer_plugins.plug_in import _site
 from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
@@ -34,9 +34,6 @@ __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 _SHARED_BYTES = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
 """Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability")."""
-
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Threads of a multiprocessor; 2048 of what is not here (the same table)."""
 
 _L2_MIB = {
     "t4": 4, "v100-16gb": 6, "v100-32gb": 6, "rtx3090": 6, "rtx4090": 72, "rtx5090": 96,
@@ -95,7 +92,7 @@ class DryCuda:
             "l2_bytes": _L2_MIB.get(card.name, 50) << 20,
             "shared_bytes": shared_kib << 10,
             "shared_optin_bytes": (shared_kib - 1) << 10,
-            "max_threads": _THREADS.get(card.capability, 2048),
+            "max_threads": THREADS.get(card.capability, 2048),
             "context_bytes": card.context_bytes,
             "has_numbers": int(numbers),
         }

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from trainer_plugins.planner.tracing.kernels import IN_PLACE, is_autograds_own
+
 _MOST_FLOAT_BYTES = 4 << 10
 _MOST_INTEGER_BYTES = 4 << 20
 _MOST_BYTES = {torch.int64: 64 << 20, torch.bool: 64 << 20}
@@ -77,6 +79,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
         if not is_on_card:
             return func(*args, **kwargs)
+        if func in IN_PLACE and is_autograds_own(args[0]):
+            func = IN_PLACE[func]
         packet: Any = func.overloadpacket
         if not all(map(self._is_small, given)):
             made = func(*args, **kwargs)
