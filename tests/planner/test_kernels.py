@@ -130,7 +130,8 @@ def test_attention_takes_what_cudas_own_code_took(given, taken):
 )
 def test_a_sum_of_many_rows_takes_what_cudas_own_code_took(card, shape, dims, taken):
     """As for the gradients of norms and biases; on the dry card, with torch 2.13."""
-    rules = KernelRules(card_of(card).capability, card_of(card).num_multiprocessors)
+    found = card_of(card)
+    rules = KernelRules(found.capability, found.num_multiprocessors, found.num_threads)
     for dtype in (BF16, FP32):
         rows = torch.empty(shape, dtype=dtype, device="meta")
         assert rules.transients(torch.ops.aten.sum.dim_IntList, (rows, [*dims])) == taken

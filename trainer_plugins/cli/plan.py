@@ -141,7 +141,7 @@ def _answer_on_dry_cards(
     as_json: bool,
     command: str,
 ) -> bool | None:
-    """Print what was asked of a model; where nobody has named the engine, fake tensors help out."""
+    """Print what was asked of a model; without a named engine, fake tensors help out."""
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.planner.predict import predict_one
 

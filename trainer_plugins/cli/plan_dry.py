@@ -48,7 +48,7 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
 
 
 def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) -> bool:
-    """Return whether dry cards answer a request: where they can, if nobody has said.
+    """Return whether dry cards answer a request: where they can, unless told.
 
     Raises:
         PlanError: there is no engine of that name.

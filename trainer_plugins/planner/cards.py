@@ -18,7 +18,7 @@ GUESSED_CONTEXT_BYTES = 512 * MIB
 # an attention kernel, or what torch falls back to
 Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
 
-THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 """Threads of a multiprocessor; 2048 of what is not here (CUDA C++ Programming Guide, "Technical
 Specifications per Compute Capability")."""
 
@@ -33,9 +33,14 @@ class Card:
     name: str
     capacity_bytes: int  # that torch reports, less than the card is sold with
     capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 132  # kernels of Triton may keep a sum for each
+    num_multiprocessors: int = 132  # kernels may keep sums for each
     context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
     context_source: str | None = None  # who measured the context; None if it is a guess
+
+    @property
+    def num_threads(self) -> int:
+        """Return the threads of a multiprocessor."""
+        return _THREADS.get(self.capability, 2048)
 
 
 def about_context(card: Card) -> str:

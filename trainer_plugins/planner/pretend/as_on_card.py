@@ -43,7 +43,8 @@ def in_world(world: World) -> Iterator[Tracker]:
     """Make every tensor inside the block fake, and let the tracker see every storage."""
     on_cuda = world.device == "cuda"
     card = world.card
-    rules = KernelRules(card.capability, card.num_multiprocessors) if on_cuda else None
+    kernels = KernelRules(card.capability, card.num_multiprocessors, card.num_threads)
+    rules = kernels if on_cuda else None
     tracker = Tracker(world.device, rules, world.has_padding)
     with Patches() as patches:
         _data_can_be_set(patches)

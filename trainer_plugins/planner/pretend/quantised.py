@@ -303,7 +303,7 @@ def quantise(
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     modeling_utils.caching_allocator_warmup(model, dict.fromkeys(names, device), quantizer)
     if getattr(config, "bnb_4bit_use_double_quant", False):  # one map of the scales for all layers
-        vars(model)["_map_of_scales"] = torch.empty(256, device=device)
+        vars(model)["map_of_scales"] = torch.empty(256, device=device)
     for name, parameter in sorted(model.named_parameters(), key=lambda each: _natural(each[0])):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)

@@ -61,7 +61,7 @@ _WHY = {
         "--ddp_find_unused_parameters False, or "
         f"{advice.CHECKPOINTING.flag(Door.TRAINER)} {_NON_REENTRANT}"
     ),
-    "_amp_foreach_non_finite_check_and_unscale_cuda": (
+    'unscale_cuda" not implemented for': (
         "with --fp16 gradients are scaled, which CUDA does not do for those of bfloat16 weights "
         "(not implemented for 'BFloat16'): pass --bf16 instead, or load the weights as float32"
     ),

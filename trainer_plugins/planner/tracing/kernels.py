@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from trainer_plugins.planner.cards import THREADS
 from trainer_plugins.units import KIB
 
 aten = torch.ops.aten
@@ -35,6 +33,7 @@ class KernelRules:
 
     capability: tuple[int, int]
     num_multiprocessors: int
+    num_threads: int = 2048  # of a multiprocessor
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -77,8 +76,9 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default and any(
         each.dtype == torch.bfloat16 for each in args[0]
     ):
-        name = "_amp_foreach_non_finite_check_and_unscale_cuda"
-        raise NotImplementedError(f"\"{name}\" not implemented for 'BFloat16'")
+        raise NotImplementedError(
+            "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+        )
     if func is torch.ops._c10d_functional.wait_tensor.default:
         return args[0]
     if func is aten._pin_memory.default:  # there is no card that could pin it
@@ -176,7 +176,7 @@ def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
     wide = min(_power_of_2(sums // together, most), most // high)
     each = -(-rows // high) if rows >= min(16 * high, 256) else rows
     grid = -(-sums // (together * wide))
-    places = rules.num_multiprocessors * (THREADS.get(rules.capability, 2048) // (wide * high))
+    places = rules.num_multiprocessors * (rules.num_threads // (wide * high))
     if each == rows or each < 256 or grid > places:
         return []
     parts = max(min(-(-places // grid), -(-each // 16)), -(-each // 256))

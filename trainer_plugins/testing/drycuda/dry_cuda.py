@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from trainer_plugins.compiled import cpp_compiler
-from trainer_plugins.planner.cards import THREADS, Card
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.plug_in import _site
 from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
@@ -92,7 +92,7 @@ class DryCuda:
             "l2_bytes": _L2_MIB.get(card.name, 50) << 20,
             "shared_bytes": shared_kib << 10,
             "shared_optin_bytes": (shared_kib - 1) << 10,
-            "max_threads": THREADS.get(card.capability, 2048),
+            "max_threads": card.num_threads,
             "context_bytes": card.context_bytes,
             "has_numbers": int(numbers),
         }

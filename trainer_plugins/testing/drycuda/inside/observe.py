@@ -28,8 +28,8 @@ from trainer_plugins.testing.drycuda.inside.process import counters, say
 
 _MICRO_STEPS = 2
 _NCCL_LOOKS_SECONDS = 0.15
-"""A step takes longer than the interval in which NCCL's group looks for what has ended, and lets go
-of its tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
+"""A step takes longer than the interval in which NCCL's group looks for what has ended, to free its
+tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
 
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
