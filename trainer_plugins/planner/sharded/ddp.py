@@ -59,8 +59,8 @@ class Ddp(Ranks):
 class _Stash:
     """Keeps the bucket that was reduced last, until the next collective begins.
 
-    DDP does not wait for the Work itself, so NCCL's group keeps its tensors: the first buckets, which
-    hold all gradients, outlive their rebuilding (ProcessGroupNCCL.cpp, shelvesToUnstash_).
+    DDP does not wait for the Work itself, so NCCL's group keeps its tensors: the first buckets,
+    which hold all gradients, outlive their rebuilding (ProcessGroupNCCL.cpp, shelvesToUnstash_).
     """
 
     bucket: object = None
