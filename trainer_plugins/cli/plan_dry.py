@@ -55,12 +55,14 @@ def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) 
     """
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.testing.drycuda.cuda_build import is_installed
+    from trainer_plugins.testing.drycuda.dry_cuda import unavailable_reason
     from trainer_plugins.testing.drycuda.dry_request import why_not
 
     if engine not in ("auto", "fake", "dry"):
         raise PlanError(f"--engine is auto, fake or dry, got {engine!r}")
     if engine == "auto":
-        return for_one_plan and is_installed() and not why_not(request)
+        can = is_installed() and unavailable_reason() is None
+        return can and for_one_plan and not why_not(request)
     return engine == "dry"
 
 
@@ -100,6 +102,8 @@ def variations_of(
     machine = run.machine
     if machine.gpu is None:
         raise PlanError("name the card on which the command will run: --gpu")
+    if options.engine == "fake":
+        raise PlanError("--engine fake is for --model: a command after -- runs on dry cards")
     if given := [*_said_twice(run)]:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
     card = card_of(machine.gpu)

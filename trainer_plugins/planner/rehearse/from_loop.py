@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -17,8 +18,9 @@ from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
-from trainer_plugins.planner.rehearse.ship import copied
+from trainer_plugins.planner.rehearse.ship import all_numbers, copied
 from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
 
 def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
@@ -37,7 +39,12 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     )
     if build.has_padding is None:
         said.append(PADDED)
-    batch = longest_batch(trainer).batch
+    asked = NOTHING
+    if loop.halves_rows:  # a mask picks what gets a loss: it is known
+        with _disable_current_modes():
+            batch, asked = all_numbers(longest_batch(trainer).batch), Asked(are_kept=True)
+    else:
+        batch = longest_batch(trainer).batch
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: copied(batch),
@@ -45,6 +52,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         num_evaluation_batches=0,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
+        asked=asked,
     )
 
 

@@ -214,6 +214,16 @@ def with_numbers(batch: object) -> object:
     }
 
 
+def all_numbers(batch: Any) -> Any:
+    """Return a batch with `Numbers` instead of all tensors of whole numbers."""
+    return {
+        name: Numbers(each.tolist())
+        if isinstance(each, torch.Tensor) and not each.is_floating_point()
+        else each
+        for name, each in batch.items()
+    }
+
+
 def copied(batch: Any) -> Any:
     """Copy a batch, as a collator makes a new one each time, and write its numbers down."""
     if isinstance(batch, torch.Tensor):
