@@ -2,7 +2,8 @@
 
 Configurations are drawn from a seed. Each is planned twice, with the same torch: on fake tensors,
 and on the dry card. Compared are the allocated and the reserved bytes of each moment, and the
-blocks that are alive at the peak. A line of JSON for each goes to `results/judge.jsonl`.
+blocks that are alive at the peak. Ctrl-C ends it, and prints what is known. It needs torch's build
+for CUDA, and bitsandbytes in the same folder (docs/dry.md).
 
 Use: scripts/bench judge, or `python -m benchmarks.judge [NUMBERS]`, as in `0-299` or `7`.
 """
@@ -27,7 +28,6 @@ from trainer_plugins.planner.predict import _IMPORTS, _environment
 from trainer_plugins.planner.request import PlanRequest
 
 SEED = "2026-11"
-RESULTS = Path(__file__).parent / "results" / "judge.jsonl"
 
 # text models of 2024 to 2026 by their `model_type`, whose default config is of a real size
 ARCHITECTURES = (
@@ -351,15 +351,16 @@ def report(lines: list[dict[str, Any]]) -> str:
 
 def main(numbers: list[int]) -> None:
     """Judge configurations, two at once, and print how far they are apart."""
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         cases = [drawn(number, folder) for number in numbers]
-        lines = []
-        with RESULTS.open("a") as file:
+        try:
             for line in pool.map(lambda case: judged(case, folder), cases):
-                file.write(json.dumps(line) + "\n")
-                file.flush()
                 lines.append(line)
+                print(line["number"], line["said"], file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
     print(report(lines))
 
 
