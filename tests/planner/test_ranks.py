@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.host_plans import planned
 from tests import processes
 from tests.distributed.launched import ROOT, command, ended, environment, start
+from tests.models import SMALL_GPT2
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import CHECKPOINTING, Plans, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
@@ -121,12 +122,7 @@ def test_ddp_has_the_buckets_of_real_ranks(real, predicted, name):
     rebuilt = Counter(facts["buckets"]) if facts["first"] != facts["buckets"] else Counter()
     assert len(facts["buckets"]) == 9
     assert buckets == Counter(facts["first"]) + rebuilt
-    # NCCL's group keeps the bucket that it reduced last until it reduces again: where one held all
-    # gradients, it and the rebuilt ones are there in the next backward pass.
-    kept = sum(facts["first"]) if rebuilt and len(facts["first"]) == 1 else 0
-    assert plan["breakdown"]["sharding buffers"] == pytest.approx(
-        sum(facts["buckets"]) + kept, abs=512
-    )
+    assert plan["breakdown"]["sharding buffers"] == pytest.approx(sum(facts["buckets"]), abs=512)
     assert plan["breakdown"]["gradients"] == sum(
         facts["buckets"]
     )  # gradients are no views of buckets
@@ -242,6 +238,9 @@ def outcomes(tmp_path_factory) -> Plans:
             "--fsdp", "full_shard", "--fsdp_config", SHARDED, hidden_size=256, intermediate_size=512
         ),
         "lora": request(tiny(), num_gpus=8, peft=LORA),
+        "no buffers": request(
+            SMALL_GPT2, *CHECKPOINTING, num_gpus=8, dtype="float32", sequence_length=64
+        ),
         "evaluates": small("--eval_strategy", "epoch", "--per_device_eval_batch_size", "4"),
         "405b": request(
             "llama-3.1-405b",
@@ -407,6 +406,16 @@ def test_ddp_of_an_adapter_has_buckets_of_the_adapter(outcomes):
         4 * plan.num_trainable_parameters, rel=0.1
     )
     assert any("DDP" in line for line in plan.not_reliable)
+
+
+def test_the_first_bucket_of_ddp_outlives_its_rebuilding_without_buffers_to_send(outcomes):
+    """NCCL's group keeps what it reduced last until a collective comes: Llama's buffers are sent first.
+
+    Seen on torch 2.13's own code: in the second backward pass both are there (benchmarks/judge.py).
+    """
+    plan = plan_of(outcomes, "no buffers")
+    assert plan.breakdown["sharding buffers"] == pytest.approx(8 * plan.num_parameters, rel=0.05)
+    assert plan.breakdown["gradients"] == pytest.approx(4 * plan.num_parameters, rel=0.05)
 
 
 def test_it_evaluates_on_each_rank(outcomes):
