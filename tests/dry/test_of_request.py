@@ -108,18 +108,15 @@ def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
 
 
 def test_where_torch_is_built_for_cuda_it_answers_by_itself(folder: Path) -> None:
-    """What does not fit is proposed by the faster engine; fake tensors answer where it cannot."""
-    site = str(site_with_cuda())
-    path = os.pathsep.join((str(ROOT), site))
-    tight = planned(folder, "--gpu", "1800MiB", code=3, PYTHONPATH=path)
+    """What would fit is asked of fake tensors: here this torch's libraries are not there for them."""
+    path = os.pathsep.join((str(ROOT), str(site_with_cuda())))
+    fits = planned(folder, "--gpu", "24GiB", PYTHONPATH=path)
+    assert fits.planned["engine"] == "dry card"
+    assert fits.planned["command"].startswith("trainer-plugins plan --model model")
+    tight = planned(folder, "--gpu", "1400MiB", code=3, PYTHONPATH=path)
     assert tight.planned["engine"] == "dry card"
     assert tight.failed_request_bytes
-    assert tight.planned["command"].startswith("trainer-plugins plan --model model")
-    assert tight.proposals
-    streamed = planned(
-        folder, "--gpu", "24GiB", "--lora-r", "8", "--stream-base", "2", PYTHONPATH=path
-    )
-    assert streamed.planned["engine"] == "fake tensors"
+    assert tight.allocated_peak_bytes == fits.allocated_peak_bytes
 
 
 def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
@@ -132,7 +129,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
         fresh="the dry card is loaded by a start of Python",
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("0 ")
+    assert done.stdout.splitlines()[-1].startswith("0 ")
     fake, dry = (
         MemoryPlan.from_json((folder / f"{name}.json").read_text()) for name in ("False", "True")
     )

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.distributed.launched import environment
-from tests.dry.scripts import ROOT, TRAIN, left_running, place, plan_of, typed
+from tests.dry.scripts import ROOT, TRAIN, WORKSPACES, left_running, place, plan_of, typed
 from trainer_plugins.cli import app
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import MIB
@@ -56,7 +56,9 @@ def test_the_script_is_planned_at_its_full_size(plan: MemoryPlan) -> None:
     assert plan.breakdown["weights"] == pytest.approx(in_bf16, rel=0.01)
     assert plan.breakdown["optimizer states"] == pytest.approx(2 * in_bf16, rel=0.05)
     assert plan.moment == "backward", "of the loss: there are no gradients yet"
-    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(4 * in_bf16, rel=0.07)
+    assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(
+        4 * in_bf16 + WORKSPACES, rel=0.03
+    )
     assert any("train.py" in each.operation for each in plan.groups_at_peak)
     assert any("an evaluation of 32 of 512 rows" in line for line in plan.assumptions)
     assert plan.timeline[0][0] == "load"
@@ -133,7 +135,7 @@ def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
     both = plan_of(
         folder,
         "--gpu",
-        "a100-80gb",
+        "80GiB",
         "--num-gpus",
         "2",
         command=("--", *launcher, "train.py", "model", "out"),

@@ -157,12 +157,12 @@ def _answer_on_dry_cards(
             print(f"planning: on fake tensors; on the dry card, {why}", file=sys.stderr)
             return _show_plan(request, answer, run.machine.timeout, as_json)
     if found.fits is False:
-        other = predict_one(request, run.machine.timeout)
-        found = replace(
-            found,
-            proposals=other.proposals,
-            tried_without_success=other.tried_without_success,
-        )
+        try:
+            other = predict_one(request, run.machine.timeout)
+            failed = other.tried_without_success
+            found = replace(found, proposals=other.proposals, tried_without_success=failed)
+        except PlanError as error:  # the plan itself is known
+            print(f"planning: nothing is proposed: {printable(error)}", file=sys.stderr)
     _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
     return found.fits
 

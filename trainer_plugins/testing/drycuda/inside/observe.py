@@ -156,11 +156,13 @@ class _Observer:
         resumes = saves and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
         args.eval_on_start = False
-        trainer.add_callback(OnceInTheEnd(evaluates=evaluates, saves=saves))
+        once = OnceInTheEnd(evaluates=evaluates, saves=saves)
+        trainer.add_callback(once)
         take_the_longest_rows(trainer, self._seen.notes)
         self._watch_moments()
         self._skip_like_micro_steps()
         train()
+        once.do_what_is_left(trainer)  # another callback may have ended the training
         if resumes:
             self._resume(train)
 
@@ -242,7 +244,8 @@ class _Observer:
             if moment == "forward":
                 self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
             self._name("weights" if outer == "load" else "optimizer states", outer)
-            stays = outer == "resume" or (outer == "evaluation" and moment != "generation")
+            is_inside = outer == "evaluation" and moment not in ("generation", "save")
+            stays = outer == "resume" or is_inside
             with self._at(outer if stays else moment):
                 result = method(*args, **kwargs)
             if outer in ("load", "forward", "backward", "optimizer step"):

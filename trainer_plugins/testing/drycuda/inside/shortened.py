@@ -34,6 +34,14 @@ class OnceInTheEnd(TrainerCallback):  # type: ignore[misc]
         if is_last:
             self._evaluates = self._saves = False  # resuming ends with a step too
 
+    def do_what_is_left(self, trainer: Any) -> None:
+        """Evaluate and save, if no last step has asked for it."""
+        if self._evaluates:
+            trainer.evaluate()
+        if self._saves:
+            trainer._save_checkpoint(trainer.model, trial=None)
+        self._evaluates = self._saves = False
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take back what was asked for."""
         control.should_evaluate = control.should_save = False
