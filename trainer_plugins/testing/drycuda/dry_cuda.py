@@ -121,7 +121,7 @@ class DryCuda:
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
-        # DeepSpeed's is "cpu" where somebody imports it without a card.
+        # DeepSpeed's is "cpu" where it is imported without a card.
         hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         return {name: text for name, text in of.items() if name not in hidden} | ours
 
