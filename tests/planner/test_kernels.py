@@ -1,6 +1,7 @@
 """What the kernels of a card keep beside their results: by the card's compute capability, and by torch's source."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_product_with_a_bias_has_the_workspace_of_others_since_torch_2_12(outc
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ATTENTION = (
+ATTENTION: tuple[tuple[Any, tuple[list[int], list[int]]], ...] = (
     # capability, multiprocessors, dtype, heads, heads of keys, length, size, mask; what is taken besides
     # queries, keys, values, results and their gradients, in the forward and in the backward pass
     (((9, 0), 132, BF16, 8, 8, 300, 64, True), ([], [1_248_000])),
