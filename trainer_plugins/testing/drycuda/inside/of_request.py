@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.hf_trainer import HfArguments, HfTrainer
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.kind import Kind, kind_of, planned_of
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout, ship
@@ -49,7 +49,7 @@ def main(path: str) -> None:
         "planned": {**planned_of(request, trainer, args, kind), "engine": "dry card"},
         "notes": rehearsed.assumptions,
     }
-    _ask_for(trainer, args, kind)
+    _ask_for(rehearsed, args, kind)
     is_padded = isinstance(source, ConfigSource) and rehearsed.has_padding
     _give_batches(rehearsed, request.num_steps, is_padded=is_padded)
     trainer.train()
@@ -152,12 +152,13 @@ def _give_its_own_weight(part: torch.nn.Module) -> None:
         )
 
 
-def _ask_for(trainer: HfTrainer, args: HfArguments, kind: Kind) -> None:
+def _ask_for(rehearsed: Rehearsed, args: HfArguments, kind: Kind) -> None:
     """Ask the observer for what the run does: the rehearsal's own arguments ask for nothing."""
+    trainer = rehearsed.trainer
     mine: Any = trainer.args
     if kind.saves:
         mine.save_strategy = args.save_strategy
-    if kind.evaluates:
+    if rehearsed.make_evaluation_batch is not None:
         mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
 
 
