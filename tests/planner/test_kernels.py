@@ -138,6 +138,17 @@ def test_a_sum_of_many_rows_takes_what_cudas_own_code_took(card, shape, dims, ta
         assert rules.transients(torch.ops.aten.sum.dim_IntList, (rows, [*dims])) == taken
 
 
+def test_what_is_empty_takes_nothing():
+    """An expert without tokens, rows without keys."""
+    rules = KernelRules((8, 0), 108)
+    rows = torch.empty(5000, 0, device="meta")
+    assert rules.transients(torch.ops.aten.sum.dim_IntList, (rows, [0])) == []
+    query, key = (torch.empty(2, 8, number, 64, device="meta") for number in (0, 300))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert rules.transients(flash, (query, key, key)) == []
+    assert rules.transients(flash, (key[..., :100, :], query, query)) == []
+
+
 @pytest.mark.parametrize(
     ("torch_version", "capability", "asks"),
     [

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,18 +209,20 @@ def with_numbers(batch: object) -> object:
     """Return a batch with `Numbers` instead of the tensors that hold sizes of pictures."""
     if not any(isinstance(column(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
         return batch
-    found: Any = batch
-    return {
-        name: Numbers(each.tolist()) if name in _CUT_BY else each for name, each in found.items()
-    }
+    return _numbered(batch, lambda name, _: name in _CUT_BY)
 
 
-def all_numbers(batch: Any) -> Any:
+def all_numbers(batch: object) -> object:
     """Return a batch with `Numbers` instead of all tensors of whole numbers."""
+    return _numbered(
+        batch,
+        lambda _, each: isinstance(each, torch.Tensor) and not each.is_floating_point(),
+    )
+
+
+def _numbered(batch: Any, is_chosen: Callable[[str, object], bool]) -> object:
     return {
-        name: Numbers(each.tolist())
-        if isinstance(each, torch.Tensor) and not each.is_floating_point()
-        else each
+        name: Numbers(each.tolist()) if is_chosen(name, each) else each
         for name, each in batch.items()
     }
 

@@ -34,15 +34,7 @@ _FREE_PORT = "0"
 
 def resolved(request: PlanRequest) -> PlanRequest:
     """Complete a request by its launch file: cards, nodes, DeepSpeed's config, the environment."""
-    launched = as_launched(request)
-    if request.launch_file is None:
-        return _as_exported(launched)
-    exported = dict(launched.environment)
-    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        return launched
-    with _told_of(request.launch_file):
-        deepspeed = _deepspeed(exported)
-    return replace(launched, deepspeed=deepspeed, environment=_without_deepspeed(exported))
+    return with_deepspeed(as_launched(request))
 
 
 def as_launched(request: PlanRequest) -> PlanRequest:
@@ -69,28 +61,26 @@ def as_launched(request: PlanRequest) -> PlanRequest:
     return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
 
 
+def with_deepspeed(request: PlanRequest) -> PlanRequest:
+    """Complete a request by the DeepSpeed config in what a launcher has exported, if it has one."""
+    exported = dict(request.environment)
+    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true" or request.deepspeed is not None:
+        return request
+    with _told_of(request.launch_file):
+        deepspeed = _deepspeed(exported)
+    return replace(request, deepspeed=deepspeed, environment=_without_deepspeed(exported))
+
+
 @contextmanager
-def _told_of(path: str) -> Iterator[None]:
-    """Say which file it is that accelerate refuses."""
+def _told_of(path: str | None) -> Iterator[None]:
+    """Say which file it is that accelerate refuses, if it is known."""
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
-        raise PlanError(f"{Path(path).name}: accelerate refuses it: {why}") from error
-
-
-def _as_exported(request: PlanRequest) -> PlanRequest:
-    """Complete a request by what a launcher has exported, whose file is unknown."""
-    exported = dict(request.environment)
-    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true" or request.deepspeed is not None:
-        return request
-    try:
-        deepspeed = _deepspeed(exported)
-    except (ValueError, TypeError, KeyError) as error:
-        raise PlanError(
-            f"accelerate refuses what it was launched with: {' '.join(str(error).split())}"
-        ) from error
-    return replace(request, deepspeed=deepspeed, environment=_without_deepspeed(exported))
+        known = f"{Path(path).name}: accelerate refuses it" if path is not None else None
+        what = known or "accelerate refuses what it was launched with"
+        raise PlanError(f"{what}: {why}") from error
 
 
 def _without_deepspeed(environment: dict[str, str]) -> dict[str, str]:

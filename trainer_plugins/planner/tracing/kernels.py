@@ -111,7 +111,7 @@ def _flash_forward(rules: KernelRules, args: OperatorArgs) -> list[int]:
 
 def _splits(blocks: int, places: int, of_keys: int) -> int:
     """Return into how many parts flash divides the keys: num_splits_heuristic of flash_api.cpp."""
-    if blocks >= 0.8 * places:
+    if not blocks * of_keys or blocks >= 0.8 * places:
         return 1
     most = min(128, places, of_keys)
     eligible = [
@@ -165,10 +165,10 @@ def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """
     summed, dims = args[0], [dim % args[0].dim() for dim in args[1] or ()]
     last = summed.dim() - 1
-    if not dims or last in dims or not summed.is_floating_point():
+    if not dims or last in dims or not summed.is_floating_point() or not summed.numel():
         return []
     rows = math.prod(summed.shape[dim] for dim in dims)
-    sums = summed.numel() // rows if rows else 0
+    sums = summed.numel() // rows
     together = next(n for n in (4, 2, 1) if summed.shape[last] % n == 0)
     most = 512 // together  # threads of a block
     wide = min(_power_of_2(sums // together, most), 32)

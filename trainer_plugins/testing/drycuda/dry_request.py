@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.launch.main_memory import HostLimits
-from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import GPUS_PER_NODE, PlanRequest, TrainerSource
 from trainer_plugins.testing.drycuda.dry_plan import DryRun, dry_plan
 
@@ -56,22 +56,13 @@ def why_not(request: PlanRequest) -> str:
     return ""
 
 
-def dry_answer(request: PlanRequest, file: Path, timeout_seconds: float) -> MemoryPlan:
-    """Return the plan of a request from a run on dry cards.
-
-    Raises:
-        PlanError: there is no dry card here, or the run ended before it trained.
-    """
-    run = dry_run_of(request, file, timeout_seconds)
-    return dry_plan(run, lambda text: None).plan
-
-
 def main(asked: str, answered: str, seconds: str) -> None:
     """Write the plan of a pickled request, or why there is none, as JSON."""
     request: PlanRequest = pickle.loads(Path(asked).read_bytes())
     try:
         with by_any_signal():
-            plan = dry_answer(request, Path(asked), float(seconds))
+            run = dry_run_of(request, Path(asked), float(seconds))
+            plan = dry_plan(run, lambda text: None).plan
         answer: dict[str, object] = {"plan": asdict(plan)}
     except NotPredicted as refusal:
         answer = {"not_predicted": str(refusal).removeprefix("not predicted: ")}

@@ -192,10 +192,10 @@ class _Observer:
             nonlocal count
             position = count % accumulation
             count += 1
-            if trainer.args.world_size > 1:
-                time.sleep(_NCCL_LOOKS_SECONDS)
             if _MICRO_STEPS <= position < accumulation - 1:
                 return torch.zeros((), device=trainer.args.device)
+            if trainer.args.world_size > 1:
+                time.sleep(_NCCL_LOOKS_SECONDS)
             return step(*args, **kwargs)
 
         trainer.training_step = training_step

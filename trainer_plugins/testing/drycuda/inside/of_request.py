@@ -22,7 +22,7 @@ from trainer_plugins.planner.rehearse import model_of_config as of_config
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, loader
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
-from trainer_plugins.planner.sharded.launched import as_launched, resolved
+from trainer_plugins.planner.sharded.launched import as_launched, with_deepspeed
 from trainer_plugins.testing.drycuda.inside import observe
 
 _NO_END = 1 << 30
@@ -57,9 +57,9 @@ def main(path: str) -> None:
 
 def _launched(request: PlanRequest) -> PlanRequest:
     """Let this process be rank 0 of those that a launcher would start."""
-    exported = as_launched(request).environment
-    request = resolved(request)  # which knows DeepSpeed's config apart from what is exported
-    os.environ.update(exported)
+    request = as_launched(request)
+    os.environ.update(request.environment)
+    request = with_deepspeed(request)
     if request.num_gpus > 1:
         os.environ.update(
             RANK="0",

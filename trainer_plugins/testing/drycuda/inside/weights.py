@@ -75,12 +75,12 @@ def holes_for(
     dtype = _dtype_of(options) or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = cls(config)
-    kept = model.state_dict(keep_vars=True)
-    names = {id(tensor): key for key, tensor in reversed(kept.items())}.values()
+    once: dict[int, tuple[str, torch.Tensor]] = {}  # a checkpoint has what is tied once
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        once.setdefault(id(tensor), (key, tensor))
     tensors = {
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for key, tensor in model.state_dict().items()
-        if key in names  # a checkpoint has what is tied once
+        for key, tensor in once.values()
     }
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
