@@ -20,6 +20,7 @@ from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, KVCacheGuard
 
 STEPS = 60
 ROUNDS = 5
+ROUNDS_ON_CUDA = 3  # a card's minutes are dear, and its times steadier
 INTERVAL = 10
 
 
@@ -130,7 +131,7 @@ def measure() -> dict[str, float]:
     reserved: dict[str, int] = {}
     alone: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with TemporaryDirectory() as folder:
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS_ON_CUDA if place == "cuda" else ROUNDS):
             for name, make in VARIANTS.items():
                 callbacks, settings = make()
                 took, reserved[name] = train(callbacks, folder, **settings)

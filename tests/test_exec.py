@@ -1,17 +1,20 @@
 """trainer-plugins exec: any command, and every Trainer that some Python under it builds has callbacks."""
 
 import ast
+import importlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests import processes
 from tests.offers import install_transformers
+from trainer_plugins.plug_in._site.trainer_plugins_on_import import when_imported
 from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +41,16 @@ def execute(*arguments: object, cwd: Path, **environ: str) -> subprocess.Complet
     command = [sys.executable, "-m", "trainer_plugins", "exec", *map(str, arguments)]
     path = os.pathsep.join(filter(None, [environ.pop("path", None), str(ROOT)]))
     return processes.run(command, cwd=cwd, environ={**os.environ, "PYTHONPATH": path, **environ})
+
+
+def test_two_that_wait_for_one_module_are_both_called() -> None:
+    """The dry card and `exec` both wait for the Trainer's."""
+    called: list[str] = []
+    sys.modules.pop("tabnanny", None)
+    for name in ("dry card", "exec"):
+        when_imported("tabnanny", partial(called.append, name))
+    assert importlib.import_module("tabnanny").__name__ == "tabnanny"
+    assert sorted(called) == ["dry card", "exec"]
 
 
 def test_two_ranks_of_torchrun(tmp_path: Path) -> None:

@@ -69,10 +69,12 @@ def test_a_program_without_a_trainer_is_told_so_and_runs_by_itself(tmp_path: Pat
     done = typed(place(tmp_path, _LOOP), "--gpu", "24GiB", *TRAIN)
     assert done.returncode == 2
     assert "other programs run on dry cards by `python -m" in done.stderr
-    alone = processes.run(
-        [sys.executable, "-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB", "train.py"],
-        cwd=tmp_path,
-        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        fresh="the dry card is loaded by a start of Python",
-    )
-    assert "chosen torch.Size([7])" in alone.stdout, alone.stderr[-2000:]
+    dry = [sys.executable, "-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB"]
+    for program in (["train.py"], ["-m", "train"]):
+        alone = processes.run(
+            [*dry, *program],
+            cwd=tmp_path,
+            environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+            fresh="the dry card is loaded by a start of Python",
+        )
+        assert "chosen torch.Size([7])" in alone.stdout, alone.stderr[-2000:]

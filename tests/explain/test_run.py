@@ -92,6 +92,19 @@ def test_what_a_small_card_cannot_show(died, tmp_path, change: dict, code: str) 
     assert said.causes[0].code == code
 
 
+def test_a_limit_of_its_own_explains_a_refusal_with_memory_free(died, tmp_path) -> None:
+    """As `set_per_process_memory_fraction` sets one, and `Headroom` with it."""
+    free = {"requested_bytes": GIB, "free_bytes": 20 * GIB, "total_bytes": 24 * GIB}
+    error = replace(died.error, **free, limit_bytes=2 * GIB)
+    said = explained(tmp_path / "limited", replace(died, error=error))
+    assert "contradictory" not in {each.code for each in said.causes}
+
+    plain = replace(died, error=error, batch={}, frames=())
+    (cause, *_) = explained(tmp_path / "plain", plain).causes
+    assert cause.code == "capacity"
+    assert cause.evidence[0] == "this process may use only 2.00 GiB of 24.00 GiB"
+
+
 def test_a_setting_that_is_in_force_is_not_advised(died, tmp_path) -> None:
     pieces = replace(
         died.error,

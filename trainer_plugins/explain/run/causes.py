@@ -66,7 +66,10 @@ def _other_memory(case: Case) -> Cause | None:
 
 
 def _contradictory(case: Case) -> Cause | None:
-    if not case.asked or not is_refused_though_free(case.asked, case.free, 0.05 * case.asked):
+    # A limit of its own is one: `set_per_process_memory_fraction`, which `Headroom` sets.
+    if not case.asked or case.record.error.limit_bytes is not None:
+        return None
+    if not is_refused_though_free(case.asked, case.free, 0.05 * case.asked):
         return None
     return cause(
         "contradictory",
@@ -75,7 +78,9 @@ def _contradictory(case: Case) -> Cause | None:
 
 
 def _foreign(case: Case) -> Cause | None:
-    foreign = case.foreign
+    foreign, limit = case.foreign, case.record.error.limit_bytes
+    if limit is not None and case.free >= case.asked:
+        return None  # it was not the card that was full
     if not foreign or foreign < 0.1 * case.total or case.asked > case.free + foreign:
         return None
     listed = [each for each in case.record.processes or () if not each.is_own]
@@ -261,7 +266,8 @@ def _logits(case: Case) -> Cause | None:
         for width in (2, 4)
     )
     num_bytes = rows * length * vocabulary * 4
-    if num_bytes < 0.1 * case.total or (not is_exact and not case.functions & _LOSS):
+    room = case.record.error.limit_bytes or case.total
+    if num_bytes < 0.1 * room or (not is_exact and not case.functions & _LOSS):
         return None
     return cause(
         "logits-loss",
@@ -302,9 +308,10 @@ def _long_sample(case: Case) -> Cause | None:
 
 
 def _capacity(case: Case) -> Cause:
-    is_counted = case.record.alive is not None
+    is_counted, limit = case.record.alive is not None, case.record.error.limit_bytes
     return cause(
         "capacity",
+        f"this process may use only {size(limit)} of {size(case.total)}" if limit else "",
         f"{size(case.asked)} more were asked for in {case.record.where}; {size(case.live)} of"
         f" {size(case.total)} were in tensors, {size(case.free)} free",
         f"{size(case.fixed)} are weights, gradients and states, {size(case.live - case.fixed)} the"

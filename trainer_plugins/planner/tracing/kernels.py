@@ -20,8 +20,9 @@ OperatorKwargs: TypeAlias = Mapping[str, Any]
 _HOME = Path(__file__).parent.parent.parent
 _OUR_MODES = (str(_HOME / "planner"), str(_HOME / "testing" / "drycuda"))
 
-_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
-_WITH_OUT = frozenset({aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out})
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+_WITH_DTYPE_OUT = frozenset(each.dtype_out for each in _PRODUCTS)
+_MATMULS = _WITH_DTYPE_OUT.union(*((each.default, each.out, each.dtype) for each in _PRODUCTS))
 
 _LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
@@ -42,7 +43,7 @@ class KernelRules:
 
     def workspaces(self, func: Operator, args: OperatorArgs) -> Iterator[tuple[str, int]]:
         """Yield the libraries of an operation, and the bytes each keeps for a thread."""
-        if func in _MATMULS or func in _WITH_OUT:
+        if func in _MATMULS:
             yield "cuBLAS", self.cublas_workspace_bytes
         # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias; since 2.12 both use one
         if _LT_HAS_ITS_OWN and func is aten.addmm.default and args[0].dim() == 1:
@@ -81,6 +82,8 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
         )
     if func is torch.ops._c10d_functional.wait_tensor.default:
         return args[0]
+    if func in _WITH_DTYPE_OUT:  # torch 2.11 has no right rule for addmm's
+        return kwargs["out"]
     if func is aten._pin_memory.default:  # there is no card that could pin it
         return torch.empty_like(args[0])
     if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
@@ -199,8 +202,9 @@ def _copied_operands(_: KernelRules, args: OperatorArgs) -> list[int]:
     cuBLAS reads a matrix by one stride; the other has to be 1. aten/src/ATen/native/cuda/Blas.cpp,
     prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas.
     """
+    matrices = [each for each in args if isinstance(each, torch.Tensor)][-2:]
     return [
-        each.numel() * each.element_size() for each in args[-2:] if not _has_leading_dimension(each)
+        each.numel() * each.element_size() for each in matrices if not _has_leading_dimension(each)
     ]
 
 

@@ -251,9 +251,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self._card is not None
         for library, num_bytes in self._card.workspaces(func, args):
             # each thread has its own handle for each card, and a workspace with it
-            card = _card_of(args[-1])
+            card = _card_of(args[1])
             used = (threading.get_ident(), library, card)
-            if args[-1].device.type == self.device and used not in self._workspaces:
+            if args[1].device.type == self.device and used not in self._workspaces:
                 self._workspaces.add(used)
                 self.keep_workspace(num_bytes, library, card)
 

@@ -27,10 +27,18 @@ def passed_over_by_warnings(wrapper: "Function") -> "Function":
 class _Finder:  # finds one module as the other finders would, and has its loader call back
     def __init__(self, name: str, then: "Callable[[], None]") -> None:
         self.name, self.then = name, then
+        self._is_asking = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        if name != self.name:
+        if name != self.name or self._is_asking:  # another of these asks, for the same module
             return None
+        self._is_asking = True
+        try:
+            return self._found_by_others(name, path, target)
+        finally:
+            self._is_asking = False
+
+    def _found_by_others(self, name: str, path: "Any", target: "Any") -> "Any":
         for finder in [other for other in sys.meta_path if other is not self]:
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival.exact.shares import Inputs
 
 SLACK = 0.05  # part of the card that a rehearsed limit leaves free, because fragmentation varies
@@ -63,6 +64,14 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
     if num < 2 * min_micro_batch:
         return None
     return min(limit, num_cells * math.ceil(num / 2) / num)
+
+
+def allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
+    """Return how much of a card torch may use here: all, or `set_per_process_memory_fraction`."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in older torch
+    if device.type != "cuda" or ask is None:
+        return reading.total_bytes
+    return int(min(1.0, ask(device)) * reading.total_bytes)
 
 
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
-from trainer_plugins.survival.limit.limit import SLACK, most
+from trainer_plugins.survival.limit.limit import SLACK, allowed_bytes, most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
@@ -138,7 +138,7 @@ class Ranks:
         device = self.trainer.args.device
         reading = card_of(device).read()
         # No less than a segment of the allocator.
-        slack_bytes = max(2 * MIB, int(SLACK * reading.total_bytes)) if reading else 0
+        slack_bytes = max(2 * MIB, int(SLACK * allowed_bytes(reading, device))) if reading else 0
         missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
         try:
             if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):

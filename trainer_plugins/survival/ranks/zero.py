@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
-from trainer_plugins.survival.limit.limit import SLACK, most, predicted_peak
+from trainer_plugins.survival.limit.limit import SLACK, allowed_bytes, most, predicted_peak
 from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
@@ -135,10 +135,12 @@ class Zero(Together):
     def _fits(
         self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]
     ) -> bool:
-        card = card_of(self.trainer.args.device)
+        device = self.trainer.args.device
+        card = card_of(device)
         if (reading := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
-        room_bytes = (1 - SLACK) * (reading.total_bytes - reading.non_torch_bytes)
+        free_bytes = reading.total_bytes - reading.non_torch_bytes
+        room_bytes = (1 - SLACK) * min(free_bytes, allowed_bytes(reading, device))
         if self.on_any(predicted_peak(peaks, size) > room_bytes):
             return False
         card.reset_peak()

@@ -1,6 +1,7 @@
 """Run any script on a dry card, unedited.
 
     python -m trainer_plugins.testing.drycuda --gpu a100-80gb train.py --lr 1e-5
+    python -m trainer_plugins.testing.drycuda --gpu a100-80gb -m pytest tests
     python -m trainer_plugins.testing.drycuda --gpu 24GiB --num-gpus 2 -- torchrun ... train.py
 
 The exit code is the script's.
@@ -26,18 +27,22 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer_plugins.testing.drycuda",
-        usage="%(prog)s --gpu CARD [--num-gpus N] [--alone] [--numbers] (SCRIPT | -- COMMAND) ...",
+        usage="%(prog)s --gpu CARD [--num-gpus N] [--alone] [--numbers]"
+        " (SCRIPT | -m MODULE | -- COMMAND) ...",
         description="Run a command on CUDA cards that compute nothing.",
     )
     parser.add_argument("--gpu", default="h100-80gb", help="a card by name, or its size")
     parser.add_argument("--num-gpus", type=int, default=1, help="how many cards there are")
     parser.add_argument("--alone", action="store_true", help="run rank 0 only")
     parser.add_argument("--numbers", action="store_true", help="compute every operator")
+    parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help="run a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.module:
+        command = [sys.executable, "-m", *options.module]
     if not command:
-        parser.error("name a script, or a command after --")
+        parser.error("name a script, a module after -m, or a command after --")
     if Path(command[0]).suffix == ".py":
         command = [sys.executable, *command]
     try:

@@ -181,9 +181,8 @@ def _give_batches(rehearsed: Rehearsed, num_steps: int, *, is_padded: bool) -> N
 
 
 def _padded(batch: Batch) -> Batch:
-    """Let the first row be one token shorter than the others."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor):
+    """Let the first row be one token shorter than the others; prompts have their own lengths."""
+    if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
         mask[0, -1] = 0
     return batch
 
