@@ -1,4 +1,4 @@
-"""Our callbacks on CUDA's own code: what they ask of the card, and what they write when it is full."""
+"""Our callbacks on CUDA's own code: what they ask of the card. What they do there, tests/card shows."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tests import processes
 from tests.distributed.launched import environment
 from tests.dry.scripts import ROOT
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
@@ -25,9 +25,8 @@ from trainer_plugins.testing.drycuda.inside.process import counters
 sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))
 rows = [{"input_ids": torch.arange(256), "labels": torch.arange(256)} for _ in range(128)]
-preset, batch = sys.argv[1], int(sys.argv[2])
-if preset in ("memory_safe", "survive"):
-    trainer_plugins.attach(preset)
+if sys.argv[1] != "none":
+    trainer_plugins.attach(sys.argv[1])
 
 class Count(TrainerCallback):
     seen = []
@@ -36,24 +35,19 @@ class Count(TrainerCallback):
         if state.global_step in (8, 24):
             self.seen.append(counters())
 
-more = [trainer_plugins.CudaCacheCallback(4, min_reclaimable_fraction=0)] if preset == "cache" else []
 args = TrainingArguments(
-    "out", per_device_train_batch_size=batch, max_steps=32, eval_strategy="steps", eval_steps=32,
+    "out", per_device_train_batch_size=2, max_steps=32, eval_strategy="steps", eval_steps=32,
     save_strategy="no", bf16=True, report_to="none", logging_steps=100, disable_tqdm=True,
 )
 trainer = Trainer(
-    model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Count(), *more]
+    model=model, args=args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Count()]
 )
 names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
 found = {"callbacks": names, "device": str(args.device)}
-try:
-    trainer.train()
-except torch.OutOfMemoryError as error:
-    found["error"] = str(error)
-if len(Count.seen) == 2:
-    before, after = Count.seen
-    found["calls"] = {name: after[name] - before.get(name, 0) for name in after}
-    found["calls"] = {name: number for name, number in found["calls"].items() if number}
+trainer.train()
+before, after = Count.seen
+found["calls"] = {name: after[name] - before.get(name, 0) for name in after}
+found["calls"] = {name: number for name, number in found["calls"].items() if number}
 written = Path(args.output_dir, "_trainer_plugins")
 found["files"] = {
     str(path.relative_to(written)): path.read_text() for path in written.rglob("*.json*")
@@ -67,10 +61,10 @@ def run(cuda_build, tmp_path_factory) -> Any:
     folder = tmp_path_factory.mktemp("callbacks")
     (folder / "train.py").write_text(SCRIPT)
 
-    def of(preset: str, batch: int = 2, gpu: str = "24GiB") -> Any:
-        words = ["-m", "trainer_plugins.testing.drycuda", "--gpu", gpu, "train.py", preset]
+    def of(preset: str) -> Any:
+        words = ["-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB", "train.py", preset]
         done: subprocess.CompletedProcess[str] = processes.run(
-            [sys.executable, *words, str(batch)],
+            [sys.executable, *words],
             cwd=folder,
             environ={**environment(), "PYTHONPATH": str(ROOT)},
             fresh="the dry card is loaded by a start of Python",
@@ -103,30 +97,3 @@ def test_a_step_makes_no_call_of_cuda_more(run, alone: dict[str, int], preset: s
     sizes = [each for each in readings if "total_bytes" in each]
     assert sizes
     assert {each["total_bytes"] for each in sizes} == {24 * GIB}
-
-
-def test_a_release_gives_segments_back_to_the_driver(run, alone: dict[str, int]) -> None:
-    calls = run("cache")["calls"]
-    assert alone.get("cudaFree", 0) == 0
-    assert calls["cudaFree"] >= 4, "each fourth of 16 steps releases"
-    assert calls["cudaMalloc"] >= calls["cudaFree"] - 2, "and the next step asks again"
-    assert calls["kernels"] == alone["kernels"]
-
-
-def test_what_filled_the_card_is_written_from_cudas_own_error(run) -> None:
-    found = run("memory_safe", batch=128, gpu="1GiB")
-    assert found["error"].startswith("CUDA out of memory. Tried to allocate")
-    (name,) = (name for name in found["files"] if name.startswith("oom"))
-    record = json.loads(found["files"][name])
-    assert record["error"]["source"] == "allocator"
-    assert record["error"]["is_certain"] is True
-    assert record["error"]["text"].partition(": ")[2].startswith(found["error"][:60])
-    reading = record["reading"]
-    assert reading["device"] == "cuda:0"
-    assert reading["total_bytes"] == GIB
-    assert reading["num_alloc_retries"] >= 1, "torch released its cache before it gave up"
-    assert reading["allocated_bytes"] <= reading["reserved_bytes"] < GIB
-    (own,) = record["processes"]
-    assert own["is_own"] is True, "by NVML, which sees the same card"
-    assert own["used_bytes"] == pytest.approx(GIB - reading["free_bytes"], abs=MIB)
-    assert sum(record["alive"]["category_bytes"].values()) > 0.9 * reading["allocated_bytes"]

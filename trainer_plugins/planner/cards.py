@@ -92,7 +92,10 @@ CARDS = (
     Card("l40s", int(44.34 * GIB), (8, 9), 142),
     Card("a100-40gb", int(39.38 * GIB), (8, 0), 108),
     Card("a100-80gb", int(79.14 * GIB), (8, 0), 108),
-    Card("h100-80gb", int(79.10 * GIB), (9, 0), 132),
+    Card(
+        *("h100-80gb", int(79.10 * GIB), (9, 0), 132, 758 * MIB),
+        "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/measured.md)",
+    ),
     Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
     Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),
 )

@@ -125,7 +125,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
     if not case.card.events:
         yield (
             "The moment of the peak: the file has no events; record them with"
-            " torch.cuda.memory._record_memory_history(max_entries=100_000)"
+            " torch.cuda.memory._record_memory_history(context='alloc', max_entries=100_000)"
         )
     elif has_lost_its_end(case.card):
         yield (

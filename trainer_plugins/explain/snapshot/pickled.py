@@ -27,8 +27,8 @@ _MOST_NOTES = 32_000_000  # of what is remembered, and of beginnings: one or two
 _MOST_WAITING = 16_000_000  # of what is in no list or dict yet, a snapshot has some thousands
 
 _RECORD = (
-    "make one with torch.cuda.memory._record_memory_history(max_entries=100_000) at the start "
-    "and torch.cuda.memory._dump_snapshot(file) at the end"
+    "make one with torch.cuda.memory._record_memory_history(context='alloc', max_entries=100_000) "
+    "at the start and torch.cuda.memory._dump_snapshot(file) at the end"
 )
 _FILLED = "it would fill the memory with empty lists and the like; no snapshot does"
 
@@ -82,7 +82,7 @@ def _bytes_of(path: Path) -> bytes:
     if data is None or len(data) > LARGEST_BYTES:
         raise NotReadableError(
             f"it has {size(about.st_size)}, and at most {size(LARGEST_BYTES)} are read; "
-            "record fewer events: _record_memory_history(max_entries=100_000)"
+            "record fewer events: _record_memory_history(context='alloc', max_entries=100_000)"
         )
     return data
 

@@ -26,6 +26,7 @@ _MATMULS = _WITH_DTYPE_OUT.union(*((each.default, each.out, each.dtype) for each
 
 _LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
+_CUDNN_ENGINE_BYTES = 256  # of attention, on an H100 with torch 2.11 and CUDA 13 (docs/measured.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +155,14 @@ def _efficient_backward(rules: KernelRules, args: OperatorArgs) -> list[int]:
     return [delta, workspace] if is_half else [delta, delta, max(workspace, delta * size)]
 
 
+def _cudnn_forward(_: KernelRules, __: OperatorArgs) -> list[int]:
+    return [_CUDNN_ENGINE_BYTES]
+
+
 def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
-    """Count gradQ and the sums in float (cudnn-frontend); what an engine takes is unknown."""
+    """Count gradQ and the sums in float (cudnn-frontend), and what an engine takes."""
     query = args[1]
-    return [4 * query.numel() + 4 * query[..., 0].numel()]
+    return [4 * query.numel() + 4 * query[..., 0].numel() + _CUDNN_ENGINE_BYTES]
 
 
 def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
@@ -222,6 +227,7 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _sum,
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: _flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

@@ -1,5 +1,5 @@
-/* cuDNN: one engine for every operation, which needs no workspace. What a real engine would ask for is not known.
- * Numbers: cudnn_graph.h of cuDNN 9. */
+/* cuDNN: one engine for every operation. Its workspace is what the engines of attention took on an H100 with torch 2.11
+ * and CUDA 13 (docs/measured.md). Numbers: cudnn_graph.h of cuDNN 9. */
 #include <stddef.h>
 #include <stdint.h>
 
@@ -11,7 +11,8 @@ enum {
   CONFIG_SHARED_BYTES = 304,
   PLAN_WORKSPACE_BYTES = 402,
   ENGINE_INDEX = 1301,
-  TYPE_INT64 = 3
+  TYPE_INT64 = 3,
+  WORKSPACE_BYTES = 256
 };
 
 static int descriptor;
@@ -33,7 +34,8 @@ int cudnnBackendGetAttribute(void *of, int name, int type, int64_t wanted, int64
            name == PLAN_WORKSPACE_BYTES || name == ENGINE_INDEX;
   if (name == CONFIG_KNOBS) *found = 0;
   if (name == CONFIG_SHARED_BYTES && values != NULL) *(int32_t *)values = 0;
-  else if (*found && values != NULL && type == TYPE_INT64) *(int64_t *)values = 0;
+  else if (*found && values != NULL && type == TYPE_INT64)
+    *(int64_t *)values = name == CONFIG_WORKSPACE_BYTES || name == PLAN_WORKSPACE_BYTES ? WORKSPACE_BYTES : 0;
   return 0;
 }
 int drycuda_count(const char *);
