@@ -20,7 +20,7 @@ class Headroom(RunCallback):
     when the card is full. When `train()` returns or raises, the previous limit is restored.
 
     Cost: what is left free is lost for tensors; a run that needs it runs out of memory earlier. The
-    first guard of a process wraps one method of `transformers.Trainer`. Not yet measured on a GPU.
+    first guard of a process wraps one method of `transformers.Trainer`.
 
     Args:
         leave_fraction: the fraction of the card for everything outside torch's allocator, including

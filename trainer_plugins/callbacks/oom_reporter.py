@@ -58,7 +58,7 @@ class OOMReporter(RunCallback):
 
     With `snapshot=True`, on CUDA, torch keeps the last 100,000 allocations of training (2
     microseconds each, by its own documentation), and writes its own snapshot when the error is
-    thrown. Not yet measured on a GPU.
+    thrown.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ CARDS = (
     Card("a100-80gb", int(79.14 * GIB), (8, 0), 108),
     Card(
         *("h100-80gb", int(79.10 * GIB), (9, 0), 132, 758 * MIB),
-        "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/measured.md)",
+        "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/on_a_card.md)",
     ),
     Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
     Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),

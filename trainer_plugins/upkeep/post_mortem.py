@@ -207,7 +207,7 @@ MAX_ENTRIES = 100_000  # how many allocations torch keeps; by default without li
 
 
 class _State:
-    """Holds what torch's own snapshot of a CUDA error needs; not yet measured on a GPU."""
+    """Holds what torch's own snapshot of a CUDA error needs."""
 
     draft: Path | None = None  # where the next snapshot goes
     is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft

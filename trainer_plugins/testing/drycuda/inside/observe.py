@@ -86,8 +86,8 @@ def record() -> None:
     """Record where memory is allocated, and write what was seen of a program that ran out of it."""
     if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
         return
-    # Not where memory is freed: torch 2.11 then loses an exception that is under way, such as the
-    # one by which checkpointing that is not reentrant ends early.
+    # Not where memory is freed: torch 2.11 then loses an exception that is under way, and
+    # checkpointing that is not reentrant ends early with one.
     torch.cuda.memory._record_memory_history(
         context="alloc", stacks="python", max_entries=_MOST_EVENTS
     )
