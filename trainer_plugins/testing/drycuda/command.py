@@ -64,7 +64,12 @@ def _family(started: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_without_the_card(each: psutil.Process) -> bool:
+    # Twice: what is mapped may change while it is read, and lines are then passed over.
+    return all(_lacks_the_card(Path(f"/proc/{each.pid}/maps")) for _ in range(2))
+
+
+def _lacks_the_card(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{each.pid}/maps").read_text()
+        maps = path.read_text()
         return "/libtorch_cpu.so" in maps and "/libdrycuda.so" not in maps
     return False

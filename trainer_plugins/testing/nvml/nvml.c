@@ -49,6 +49,7 @@ typedef struct { uint64_t total, free, used; } Memory; /* `used` contains what t
 typedef struct { uint32_t version; uint64_t total, reserved, free, used; } MemoryV2; /* `used` does not */
 typedef struct { uint32_t gpu, memory; } Utilization;
 typedef struct { uint32_t version, sensor; int32_t celsius; } TemperatureV1;
+typedef struct { uint32_t version; unsigned char cluster[16]; Return status; uint32_t clique; uint8_t state; } FabricInfo;
 typedef struct { char legacy_bus[16]; uint32_t domain, bus, device, device_id, subsystem_id; char bus_id[32]; } PciInfo;
 
 /* One row of a process list. Version 1 of the call returns the first 16 bytes, versions 2 and 3 return 24. Drivers from
@@ -584,6 +585,8 @@ DEVICE(nvmlDeviceGetEnforcedPowerLimit, (Device *device, uint32_t *milliwatts), 
 DEVICE(nvmlDeviceGetPowerManagementLimit, (Device *device, uint32_t *milliwatts), *milliwatts = 700000;)
 DEVICE(nvmlDeviceGetPerformanceState, (Device *device, int *state), *state = 0;)
 DEVICE(nvmlDeviceGetPersistenceMode, (Device *device, int *mode), *mode = 1;)
+/* torch asks it of cards of capability 9 for expandable segments: this card is in no fabric. */
+DEVICE(nvmlDeviceGetGpuFabricInfoV, (Device *device, FabricInfo *info), info->state = 0;)
 DEVICE(nvmlDeviceGetComputeMode, (Device *device, int *mode), *mode = 0;)
 DEVICE(nvmlDeviceGetCudaComputeCapability, (Device *device, int *major, int *minor), *major = 9; *minor = 0;)
 
@@ -609,10 +612,9 @@ UNKNOWN(nvmlDeviceGetDriverModel_v2)
 UNKNOWN(nvmlDeviceGetPcieThroughput)
 UNKNOWN(nvmlDeviceGetProcessUtilization)
 UNKNOWN(nvmlDeviceGetTotalEccErrors)
-/* torch wants all four as soon as it is out of memory (c10/cuda/driver_api.h) or looks for peers. */
+/* torch wants these as soon as it is out of memory (c10/cuda/driver_api.h) or looks for peers. */
 UNKNOWN(nvmlDeviceGetNvLinkRemoteDeviceType)
 UNKNOWN(nvmlDeviceGetNvLinkRemotePciInfo_v2)
-UNKNOWN(nvmlDeviceGetGpuFabricInfoV)
 UNKNOWN(nvmlDeviceGetP2PStatus)
 /* nvitop tells by these two how long a process record is: where the first is there and not the second, 32 bytes
  * (nvitop/api/libnvml.py). pynvml 13.615.71 raises TypeError when the second says N/A, so ask it nothing. */
