@@ -26,7 +26,7 @@ _MATMULS = _WITH_DTYPE_OUT.union(*((each.default, each.out, each.dtype) for each
 
 _LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
-_CUDNN_ENGINE_BYTES = 256  # of attention, on an H100 with torch 2.11 and CUDA 13 (docs/on_a_card.md)
+_CUDNN_ENGINE_BYTES = 256  # of attention, with torch 2.11 on an H100 (docs/on_a_card.md)
 
 
 @dataclass(frozen=True, slots=True)
