@@ -90,6 +90,14 @@ def test_both_engines_give_a_config_the_same_bytes(cuda_build, folder: Path) -> 
     assert dry.reserved_peak_bytes == pytest.approx(fake.reserved_peak_bytes, rel=0.01)
 
 
+def test_text_is_generated_before_a_step_learns_from_it(folder: Path) -> None:
+    words = ("--trainer", "grpo", "--per_device_train_batch_size", "8", "--gpu", "80GiB")
+    dry = planned(folder, *words, "--max_completion_length", "20", "--save_strategy", "no")
+    assert dry.planned["trainer"] == "TRL's GRPOTrainer"
+    states = dry.moments["optimizer step"].allocated_bytes
+    assert dry.moments["generation"].allocated_bytes < states, "gradients are gone by then"
+
+
 def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
     launch = {
         "distributed_type": "DEEPSPEED",

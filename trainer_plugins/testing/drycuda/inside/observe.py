@@ -252,7 +252,7 @@ class _Observer:
             stays = outer == "resume" or is_inside
             with self._at(outer if stays else moment):
                 result = method(*args, **kwargs)
-            if outer in ("load", "forward", "backward", "optimizer step"):
+            if outer in ("load", "generation", "forward", "backward", "optimizer step"):
                 self._begin("optimizer step" if moment == "backward" else moment)
             if moment == "backward":
                 self._name("gradients", moment)
