@@ -208,6 +208,27 @@ os._exit(0)  # as the worker does
 
 
 @pytest.mark.slow
+def test_the_gradient_of_an_embedding_takes_what_an_h100_took() -> None:
+    """4096 tokens of 2048 numbers, of which 128,256 can be: docs/on_a_card.md."""
+    func, rules = torch.ops.aten.embedding_dense_backward.default, KernelRules((9, 0), 132)
+    taken = {}
+    for num in (3072, 4096):
+        with FakeTensorMode():
+            args = (torch.empty(num, 2048), torch.empty(num, dtype=torch.long), 128_256, -1, False)
+            taken[num] = rules.transients(func, args)
+    assert taken == {3072: [], 4096: [*[32_768] * 5, 36_040, 36_904_960]}
+
+
+def test_the_norms_of_gradients_take_what_an_h100_took() -> None:
+    """146 gradients of a Llama of 1.2 billion parameters, the largest that of its embeddings."""
+    with FakeTensorMode():
+        few, embeddings = torch.empty(2048, dtype=BF16), torch.empty(128_256, 2048, dtype=BF16)
+        func = torch.ops.aten._foreach_norm.Scalar
+        assert KernelRules((9, 0), 132).transients(func, ([*[few] * 145, embeddings],)) == [
+            2_340_672
+        ]
+
+
 def test_a_product_that_is_summed_in_place_makes_nothing() -> None:
     """TRL's chunked head adds to a gradient in float32; torch's rule of it is wrong up to 2.11."""
     with FakeTensorMode():

@@ -26,6 +26,7 @@ _MATMULS = _WITH_DTYPE_OUT.union(*((each.default, each.out, each.dtype) for each
 
 _LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
+_FOREACH_CHUNK = 65536  # elements: kChunkSize of MultiTensorApply.cuh
 _CUDNN_ENGINE_BYTES = 256  # of attention, with torch 2.11 on an H100 (docs/on_a_card.md)
 
 
@@ -165,6 +166,23 @@ def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     return [4 * query.numel() + 4 * query[..., 0].numel() + _CUDNN_ENGINE_BYTES]
 
 
+def _embedding_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count what sums the rows of many tokens: EmbeddingBackwardKernel.cu, ten rows a part."""
+    gradient, indices, num_weights = args[:3]
+    num, size = indices.numel(), indices.element_size()
+    if num <= 3072 and not args[4]:  # Embedding.cu, embedding_dense_backward_cuda
+        return []
+    parts = min(num, num_weights) + num // 10
+    return [*[size * num] * 5, size * parts, 4 * parts * gradient.shape[-1]]
+
+
+def _norms(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count the sums of each tensor's chunks: ForeachReduceOp.cu, foreach_tensor_norm_cuda."""
+    tensors = args[0]
+    chunks = -(-max(each.numel() for each in tensors) // _FOREACH_CHUNK)
+    return [len(tensors) * chunks * max(4, tensors[0].element_size())]
+
+
 def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """Count what blocks hand to each other where few sums of many rows are divided among them.
 
@@ -225,6 +243,8 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
 _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten._softmax_backward_data.default: _softmax_backward,
+    aten._foreach_norm.Scalar: _norms,
+    aten.embedding_dense_backward.default: _embedding_backward,
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _sum,
     aten._scaled_dot_product_cudnn_attention.default: _cudnn_forward,

@@ -230,7 +230,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._card is not None:  # a kernel allocates its results first
             self._use_workspaces(func, args)
             if sizes := self._card.transients(func, args):
-                self.transient(sizes, name, _card_of(args[0]))
+                self.transient(sizes, name, _card_of(next(iter(tensors_in(args)))))
         return result
 
     def _see_result(self, tensor: torch.Tensor, name: str, args: OperatorArgs) -> None:
