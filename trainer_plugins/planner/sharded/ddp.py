@@ -27,6 +27,8 @@ class Ddp(Ranks):
         counts, stash = patches.enter_context(_ReducerCounts()), _Stash()
         # it reads timers of the card
         patches.set(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
+        # It counts steps, of which torch 2.11 times the first ten by CUDA's own events.
+        patches.set(dist.Reducer, "prepare_for_forward", lambda reducer: None)
         # it reads the sizes that other ranks send; here they are those of this rank
         name = "_verify_param_shape_across_processes"
         patches.set(torch.nn.parallel.distributed, name, lambda *_, **__: None)
