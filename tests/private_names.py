@@ -61,6 +61,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_engine_run_backward": ("torch.autograd.graph",),
     "_ensureCUDADeviceGuardSet": ("torch._C", "torch<2.10"),
     "_flat_param": ("torch.distributed.fsdp",),
+    "_foreach_norm": ("torch.ops.aten",),
     "_foreach_supported_types": ("torch.utils._foreach_utils",),
     "_forward_hooks": ("torch.nn.modules.module",),
     "_forward_pre_hooks": ("torch.nn.modules.module",),
