@@ -202,11 +202,6 @@ def figures(is_small: bool = False) -> Iterator[tuple[str, float]]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def measure() -> dict[str, float]:
-    """Return all figures."""
-    return dict(figures())
-
-
 if __name__ == "__main__":
     for name, value in figures("--small" in sys.argv):
         print(f"{name}: {value:.5g}", flush=True)

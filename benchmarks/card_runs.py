@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from threading import Condition
 from typing import IO, Any
@@ -202,9 +201,6 @@ def foretell(folder: Path, drawn: int) -> None:
 
 
 def _foretold(name: str, request: PlanRequest, scratch: Path, folder: Path) -> dict[str, Any]:
-    from trainer_plugins.testing.drycuda import dry_plan
-    from trainer_plugins.testing.drycuda.dry_request import dry_run_of
-
     file = re.sub(r"\W+", "-", name)[:40].strip("-")
     line: dict[str, Any] = {"name": name, "file": file}
     (folder / f"{file}.request").write_bytes(pickle.dumps(request))
@@ -213,11 +209,7 @@ def _foretold(name: str, request: PlanRequest, scratch: Path, folder: Path) -> d
     except PlanError as error:
         line["refused"] = str(error)
     try:
-        run = dry_run_of(request, scratch / file, 600)
-        run = replace(run, card=replace(run.card, capacity_bytes=4096 << 30))
-        run = replace(run, snapshot=scratch / f"{file}.snapshot")
-        result = dry_plan._seen_of(run, lambda text: None)
-        plan = dry_plan._plan(result, run)
+        plan, _ = judge.dry_plan_of(request, scratch / file, scratch / f"{file}.snapshot")
         line |= {"dry": judge._peaks(plan), "num_parameters": plan.num_parameters}
         line["room_bytes"] = (plan.smallest_card_bytes or 0) - plan.context_bytes
         line["fails_on_less"] = plan.fails_on_less
@@ -451,13 +443,7 @@ def report(folder: Path) -> str:
 
 
 def _moments(seen: Mapping[str, Any]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for moment, peaks in seen["moments"].items():
-        name = {"load": "forward"}.get(moment, moment)
-        if name != "resume":
-            known = found.get(name, [0, 0])
-            found[name] = [max(known[0], peaks[0][0]), max(known[1], peaks[0][1])]
-    return found
+    return judge.shared_moments({name: peaks[0] for name, peaks in seen["moments"].items()})
 
 
 def _first_difference(folder: Path, file: str, show: int = 3) -> Iterator[str]:

@@ -59,7 +59,7 @@ def rows(num: int) -> list[dict[str, torch.Tensor]]:
 
 def bus_bytes_per_second() -> tuple[float, float]:
     """Return how fast 1 GiB of pinned memory comes to the card, and goes back."""
-    host, card = torch.empty(GIB, dtype=torch.uint8, pin_memory=True), torch.empty(0)
+    host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     card = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     rates = []
     for to, source in ((card, host), (host, card)):
@@ -212,11 +212,6 @@ def figures() -> Iterator[tuple[str, float]]:
                 yield from ((f"{named}: {name}", value) for name, value in found.items())
             yield f"{way}: most pinned GiB", pinned()[1] / GIB
             del trainer, clock
-
-
-def measure() -> dict[str, float]:
-    """Return all figures."""
-    return dict(figures())
 
 
 if __name__ == "__main__":

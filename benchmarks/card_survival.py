@@ -181,11 +181,6 @@ def figures() -> Iterator[tuple[str, float]]:
             yield f"cost: us a micro-batch, {num} parameters", cost
 
 
-def measure() -> dict[str, float]:
-    """Return all figures."""
-    return dict(figures())
-
-
 if __name__ == "__main__":
     for name, value in figures():
         print(f"{name}: {value:.5g}", flush=True)

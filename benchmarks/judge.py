@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -255,32 +256,41 @@ def _fake(request: PlanRequest, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _dry(request: PlanRequest, folder: Path) -> dict[str, Any]:
+def dry_plan_of(
+    request: PlanRequest, file: Path, snapshot: Path | None = None
+) -> tuple[MemoryPlan, Any]:
+    """Run a request on a dry card without a limit; return its plan, and all that was seen."""
     from trainer_plugins.testing.drycuda import dry_plan
     from trainer_plugins.testing.drycuda.dry_request import dry_run_of
 
-    run = dry_run_of(request, folder / f"dry-{os.urandom(4).hex()}", 600)
-    run = replace(run, card=replace(run.card, capacity_bytes=4096 << 30))
+    run = dry_run_of(request, file, 600)
+    run = replace(run, card=replace(run.card, capacity_bytes=4096 << 30), snapshot=snapshot)
     result = dry_plan._seen_of(run, lambda text: None)
-    plan = dry_plan._plan(result, run)
+    return dry_plan._plan(result, run), result
+
+
+def _dry(request: PlanRequest, folder: Path) -> dict[str, Any]:
+    plan, result = dry_plan_of(request, folder / f"dry-{os.urandom(4).hex()}")
     live = [[life.num_bytes, result.case.sorter.place(life)] for life in result.at_peak()]
     return {"dry": _peaks(plan), "dry_live": live, "notes": list(plan.not_reliable)}
 
 
 def _peaks(plan: MemoryPlan) -> dict[str, list[int]]:
+    return shared_moments(
+        {name: (each.allocated_bytes, each.reserved_bytes) for name, each in plan.moments.items()}
+    )
+
+
+def shared_moments(peaks: Mapping[str, tuple[int, int]]) -> dict[str, list[int]]:
     """Return the allocated and the reserved peak of each moment that both engines have.
 
     Where the first step begins is another place in each, and a resumed run goes on in one of them.
     """
     found: dict[str, list[int]] = {}
-    for moment, peak in plan.moments.items():
+    for moment, peak in peaks.items():
         name = {"load": "forward"}.get(moment, moment)
         if name != "resume":
-            known = found.get(name, [0, 0])
-            found[name] = [
-                max(known[0], peak.allocated_bytes),
-                max(known[1], peak.reserved_bytes),
-            ]
+            found[name] = [*map(max, found.get(name, [0, 0]), peak)]
     return found
 
 

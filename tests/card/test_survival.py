@@ -40,10 +40,12 @@ def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def fitting(make_trainer, **kwargs: Any) -> tuple[list[torch.Tensor], list[float], int]:
-    """The run with the micro-batch that fits: its weights and losses, and what it reserved."""
+def by_itself(
+    make_trainer, num_rows: int, **kwargs: Any
+) -> tuple[list[torch.Tensor], list[float], int]:
+    """The run with micro-batches that fit: its weights and losses, and what it reserved."""
     torch.cuda.reset_peak_memory_stats()
-    trainer = run(make_trainer, PIECE, **kwargs)
+    trainer = run(make_trainer, num_rows, **kwargs)
     trainer.train()
     found = weights(trainer), losses(trainer), torch.cuda.max_memory_reserved()
     del trainer
@@ -57,7 +59,7 @@ def test_a_divided_run_has_the_weights_of_the_one_that_fits(
     make_trainer, deterministic, dropout: float
 ) -> None:
     """Bit for bit: failed attempts of the forward pass leave random numbers where they were."""
-    fitting_weights, fitting_losses, reserved = fitting(make_trainer, dropout=dropout)
+    fitting_weights, fitting_losses, reserved = by_itself(make_trainer, PIECE, dropout=dropout)
     held = torch.cuda.memory_reserved()
     # Twice the piece does not get through the forward pass: that takes more than half of the whole.
     with card_of(held + int(1.1 * (reserved - held))):
@@ -74,18 +76,6 @@ def test_a_divided_run_has_the_weights_of_the_one_that_fits(
     assert all(map(torch.equal, weights(trainer), fitting_weights))
 
 
-def undivided(make_trainer, **kwargs: Any) -> tuple[list[torch.Tensor], list[float], int]:
-    """The run on a card that is large enough: its weights and losses, and what it reserved."""
-    torch.cuda.reset_peak_memory_stats()
-    whole = run(make_trainer, ROWS, **kwargs)
-    whole.train()
-    found = weights(whole), losses(whole), torch.cuda.max_memory_reserved()
-    del whole
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
-
-
 def assert_equal_but_for_rounding(
     trainer: Any, theirs: list[torch.Tensor], their_losses: list[float]
 ) -> None:
@@ -100,7 +90,7 @@ def assert_equal_but_for_rounding(
 
 def test_an_error_in_the_thread_of_the_backward_pass_is_survived(make_trainer) -> None:
     """The gradient of the logits is what does not fit: the forward pass has them and their logarithms."""
-    whole_weights, whole_losses, reserved = undivided(make_trainer)
+    whole_weights, whole_losses, reserved = by_itself(make_trainer, ROWS)
     held = torch.cuda.memory_reserved()
     with card_of(held + int(0.88 * (reserved - held))):
         trainer = run(make_trainer, ROWS)
@@ -114,8 +104,8 @@ def test_an_error_in_the_thread_of_the_backward_pass_is_survived(make_trainer) -
 
 
 def test_a_planned_run_fails_nowhere_and_has_the_undivided_weights(make_trainer) -> None:
-    whole_weights, whole_losses, _ = undivided(make_trainer)
-    _, _, reserved = fitting(make_trainer)
+    whole_weights, whole_losses, _ = by_itself(make_trainer, ROWS)
+    _, _, reserved = by_itself(make_trainer, PIECE)
     held = torch.cuda.memory_reserved()
     with card_of(held + int(1.3 * (reserved - held)) + 16 * MIB):
         trainer = run(make_trainer, ROWS, SurviveOOM())
