@@ -26,10 +26,27 @@ from tests.survival.failing import (
 from trainer_plugins import survive_oom
 from trainer_plugins.longest import longest_rows
 from trainer_plugins.record.timeline import Remark, read_timeline
+from trainer_plugins.survival.attempt.attempt import card_of
+from trainer_plugins.survival.limit.limit import allowed_bytes
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
 
 LARGE = 256
+
+
+def test_a_limit_of_the_process_is_all_that_it_may_use(simgpu) -> None:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    device = torch.device(kind.type, 0)
+    module = torch.get_device_module(device)
+    reading = card_of(device).read()
+    assert reading is not None
+    assert allowed_bytes(reading, device) == reading.total_bytes
+    module.set_per_process_memory_fraction(0.25, device)
+    try:
+        assert allowed_bytes(reading, device) == reading.total_bytes // 4
+    finally:
+        module.set_per_process_memory_fraction(1.0, device)
 
 
 def rows(num_rows: int = 256) -> list[dict[str, torch.Tensor]]:

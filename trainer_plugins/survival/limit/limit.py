@@ -68,10 +68,10 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
 
 def allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
     """Return how much of a card torch may use here: all, or `set_per_process_memory_fraction`."""
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in older torch
-    if device.type != "cuda" or ask is None:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_per_process_memory_fraction"):  # as of the CPU
         return reading.total_bytes
-    return int(min(1.0, ask(device)) * reading.total_bytes)
+    return int(min(1.0, module.get_per_process_memory_fraction(device)) * reading.total_bytes)
 
 
 def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]) -> int:
