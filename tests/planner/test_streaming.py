@@ -29,7 +29,8 @@ from trainer_plugins.planner.plan import Streamed
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
-from trainer_plugins.report.plan_text import details, line_in_words
+from trainer_plugins.report.plan_text import details
+from trainer_plugins.report.plans_text import line_in_words
 from trainer_plugins.units import MIB
 
 pytest.importorskip("peft")
@@ -135,7 +136,7 @@ def test_a_run_that_does_not_fit_is_told_that_it_would_and_what_that_costs(outco
     found = next(each for each in plan.proposals if "base streamed" in each.changes)
     assert found.flags == "--stream-base 2"
     assert found.price == (
-        "the same training; the base comes over the bus, at least 0.026 s a step at 25 GB/s"
+        "the base comes over the bus, at least 0.026 s a step at 25 GB/s"
         " (PCIe 4.0 x16; 5.0 has twice that)"
     )
 

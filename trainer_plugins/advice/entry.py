@@ -29,7 +29,7 @@ BLANKS = (
     "SIZE", "WORKERS", "SEQUENCES", "LAYER", "LAYERS", "HOW", "MEGABYTES", "CHECKPOINT",
 )  # fmt: skip
 _BLANK = re.compile(rf"(?<![\w$])(?:{'|'.join(BLANKS)})(?!\w)")
-_FLAG = re.compile(r"--(\w+) (\S+)")
+_FLAG = re.compile(r"--(\w+) ('[^']*'|\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,10 +93,12 @@ def as_arguments(flags: str) -> str:
 def flags_in(text: str) -> dict[str, str]:
     """Read the flags of a spelling; there are none if it holds anything else.
 
-    >>> flags_in("--optim adafactor"), flags_in("loss.item()")
-    ({'optim': 'adafactor'}, {})
+    >>> flags_in("--optim adafactor --kwargs '{}'"), flags_in("loss.item()")
+    ({'optim': 'adafactor', 'kwargs': '{}'}, {})
     """
-    return dict(_FLAG.findall(text)) if re.fullmatch(r"(--\w+ \S+ ?)+", text) else {}
+    if _FLAG.sub("", text).strip():
+        return {}
+    return {name: value.strip("'") for name, value in _FLAG.findall(text)}
 
 
 def as_overrides(flags: str, prefix: str) -> str:

@@ -26,6 +26,13 @@ CHECKPOINTING = Advice(
     trainer="--gradient_checkpointing True",
     code="model.gradient_checkpointing_enable()",
 )
+OFFLOADED_ACTIVATIONS = Advice(
+    effect="the inputs of layers wait in pinned main memory for the backward pass",
+    price="each forward pass is computed twice, and these inputs go over the bus and back",
+    when="with transformers 5, where long rows fill the card although checkpointing is on",
+    trainer="--gradient_checkpointing True --gradient_checkpointing_kwargs '{\"offload\": true}'",
+    arguments='gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}',
+)
 NON_REENTRANT = Advice(
     effect="checkpointing works with frozen inputs and with DDP",
     when="where checkpointing is reentrant",

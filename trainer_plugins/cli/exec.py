@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
 from trainer_plugins.printable import printable
 
-_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+_DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 
 class ExecCommand(CommandInFront):
@@ -24,6 +25,24 @@ class ExecCommand(CommandInFront):
 def exec_(
     context: typer.Context,
     vllm: Vllm = False,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Plan first, on cards that compute nothing; change how rows are divided and what"
+            " is kept, so that it fits with the same result; then train under the preset survive.",
+        ),
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="With --fit: the card (default: of this machine).")
+    ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(help="With --fit: how many cards (default: all visible).")
+    ] = None,
+    may: Annotated[
+        list[str] | None,
+        typer.Option(help="With --fit: what may change besides, optim (8-bit states)."),
+    ] = None,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -35,6 +54,10 @@ def exec_(
     leave out expandable segments. Nothing else is set except the hook.
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
+
+    With --fit it is planned first, as `trainer-plugins plan -- COMMAND` does, which is how to ask
+    and stop there. The rows between optimizer steps stay the same. Where nothing fits, it is not
+    run, and the exit code is 3.
 
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
@@ -48,6 +71,12 @@ def exec_(
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
+    chosen: dict[str, str] = {}
+    if fit:
+        given = {**given, "preset": given.get("preset", "survive")}
+        chosen = _chosen(words, gpu, num_gpus, may or ())
+    elif gpu or num_gpus or may:
+        ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
     facts = gather(os.environ, with_vllm=vllm or _asks_for_vllm(words))
     for finding in lock_findings(facts.extension_locks):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
@@ -62,7 +91,7 @@ def exec_(
         assigned = " ".join(f"{name}={value}" for name, value in changed.items())
         line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
         print(printable(line), file=sys.stderr)
-    environ = os.environ | changed | {"TRAINER_PLUGINS_ATTACH": json.dumps(given)}
+    environ = os.environ | changed | chosen | {"TRAINER_PLUGINS_ATTACH": json.dumps(given)}
     path = os.environ.get("PYTHONPATH")
     # An exec under an exec finds the folder there already.
     theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
@@ -73,6 +102,21 @@ def exec_(
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+
+
+def _chosen(
+    words: list[str], gpu: str | None, num_gpus: int | None, may: Sequence[str]
+) -> dict[str, str]:
+    """Return the variables with which the command fits, or end with a line that says why not."""
+    from trainer_plugins.cli.exec_fit import DoesNotFit, variables_to_fit
+    from trainer_plugins.planner.plan import PlanError
+
+    try:
+        return variables_to_fit(words, gpu, num_gpus, may)
+    except PlanError as error:
+        ExecCommand.refuse(f"--fit: {error}; nothing was started")
+    except DoesNotFit as error:
+        ExecCommand.refuse(f"--fit: {error}; nothing was started", _DOES_NOT_FIT)
 
 
 def _has_guards(given: dict[str, object]) -> bool:

@@ -47,6 +47,11 @@ class AnswerOptions:
         default=False,
         panel=MOST_USED,
     )
+    verbose: bool = option(
+        "Print all figures, the largest tensors, assumptions and every change that fits.",
+        default=False,
+        panel=MOST_USED,
+    )
     html: Path | None = option("Write an HTML page of the plan to this file.", panel=MOST_USED)
     search_lengths: str | None = option(
         "With --search: row lengths to try, with commas (default: --seq-length)."
@@ -239,7 +244,8 @@ def _show(
 ) -> None:
     from trainer_plugins.report.html.plan_page import plan_page
     from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan_text import calibration_report, plan_report
+    from trainer_plugins.report.plan_text import brief_report, plan_report
+    from trainer_plugins.report.plans_text import calibration_report
 
     if answer.html is not None:
         answer.html.write_text(plan_page(found), encoding="utf-8")
@@ -247,7 +253,7 @@ def _show(
         more = {} if compared is None else {"calibration": asdict(compared)}
         print(json.dumps({**asdict(found), **more}, indent=2, default=str))
         return
-    show(plan_report(found))
+    show(plan_report(found) if answer.verbose else brief_report(found))
     if compared is not None:
         show(calibration_report(compared))
 
@@ -255,7 +261,7 @@ def _show(
 def _show_compared(a: Path, b: Path, as_json: bool) -> None:
     from trainer_plugins.planner.compare.beside import beside
     from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan_text import beside_report
+    from trainer_plugins.report.plans_text import beside_report
 
     found = beside(a, b)
     if as_json:

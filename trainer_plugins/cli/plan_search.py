@@ -17,12 +17,12 @@ from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.report.page import show
-from trainer_plugins.report.plan_text import (
+from trainer_plugins.report.plan_text import verdict
+from trainer_plugins.report.plans_text import (
     changes_report,
     line_in_words,
     lines_table,
     search_report,
-    verdict,
 )
 
 _EXIT_INTERRUPTED = 130

@@ -231,6 +231,7 @@ class MemoryPlan:
     # what was planned, by name: the model, rows, length, dtype, optimizer, launch, command
     planned: Mapping[str, str] = field(default_factory=dict)
     streamed: Streamed | None = None  # how the frozen base is streamed, if it is
+    most_rows: int = 0  # the largest micro-batch that fits as it is, if asked for; 0 if unknown
     # changes with which the run would fit, if asked for; the least costly first
     proposals: tuple[Proposal, ...] = ()
     tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing

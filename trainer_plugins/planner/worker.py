@@ -88,15 +88,18 @@ def predict(request: PlanRequest) -> MemoryPlan:
 
 
 def _with_proposals(request: PlanRequest, found: object) -> object:
-    """Add to a plan, as JSON has it, with what the run would fit if it does not."""
+    """Add to a plan, as JSON has it, with what the run would fit; or with how many rows it does."""
     plan = MemoryPlan.from_json(json.dumps(found))
-    if plan.fits_card is not False:
+    if plan.fits_card is None:
         return found
     from trainer_plugins.planner.compare.propose import Proposer
 
     seconds = cpu_seconds()  # with the imports, which the first plan needs too
     run, args, foresight = _foreseen(request)
-    proposals, missing = Proposer(run, args, plan, foresight.probe, seconds).look()
+    proposer = Proposer(run, args, plan, foresight.probe, seconds)
+    if plan.fits_card:
+        return asdict(replace(plan, most_rows=proposer.most_rows()))
+    proposals, missing = proposer.look()
     return asdict(replace(plan, proposals=proposals, tried_without_success=missing))
 
 

@@ -1,14 +1,13 @@
-"""Find changes with which a run would fit that does not: few, each predicted and with its price."""
+"""Find what would make a run fit, each change predicted and with its price; or its most rows."""
 
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from math import isqrt
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare import switches
@@ -16,7 +15,10 @@ from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
     Switch,
     batch_flags,
+    can_offload_activations,
+    eval_rows,
     half_length,
+    launched_by,
     of_flags,
     proposal_of,
     rows_in_words,
@@ -24,13 +26,20 @@ from trainer_plugins.planner.compare.switches import (
     with_flags,
 )
 from trainer_plugins.planner.kind import text_of
-from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least
+from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal, at_least
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
+_MUCH_SLOWER = 0.5  # as a fraction of a step's time: where a user may rather change the training
+_LONGEST_REASON = 160  # characters of an error that ended a try
+_DOUBT = 1.15  # what is estimated above this part of the room is not tried
+_DOUBT_AFTER_A_TRY = 1.03  # the same where a part of the changes was tried
+_TOGETHER = 3  # the most changes in one try, besides fewer rows
 _MOST_OF_THE_PLANS_TIME = 1.2  # no probe begins after this part of the plan's CPU time
+_LEAST_SECONDS = 30.0  # or after this time, if that is longer
+_ROWS_TRIED = 4  # at most, to find the most rows at once
 Probe = Callable[[PlanRequest], MemoryPlan]
 
 
@@ -55,9 +64,13 @@ class Proposer:
         self._room = run.card.capacity_bytes - run.card.context_bytes
         self._rows_now = args.per_device_train_batch_size
         self._rows = self._rows_now * args.gradient_accumulation_steps
-        self._until = time.process_time() + seconds * _MOST_OF_THE_PLANS_TIME
+        most_seconds = max(seconds * _MOST_OF_THE_PLANS_TIME, _LEAST_SECONDS)
+        self._until = time.process_time() + most_seconds
         self._found: list[Proposal] = []
         self._failed: dict[str, MemoryPlan] = {}
+        self._refused: dict[frozenset[str], str] = {}  # changes in words, and why
+        self._tried: list[_Try] = []
+        self._kept: list[_Try] = []
 
     @property
     def _is_late(self) -> bool:
@@ -69,8 +82,35 @@ class Proposer:
             self._for_evaluation()
         else:
             self._for_training()
-        missing = tuple(f"{words}: {self._lacks(plan)}" for words, plan in self._failed.items())
-        return tuple(self._found), missing
+        missing = [f"{words}: {self._lacks(plan)}" for words, plan in self._failed.items()]
+        missing += [f"{', '.join(words)}: {why}" for words, why in self._refused.items()]
+        return tuple(self._found), tuple(missing)
+
+    def most_rows(self) -> int:
+        """Return the most rows at once with which a run that fits would fit too; 0 if unknown.
+
+        What is reserved grows evenly with the rows, as far as it is known from two tries.
+        """
+        if not is_safe(self._plan):
+            return self._rows_now
+        usable = self._room - margin_bytes(self._room)
+        fits, too_many = {self._rows_now: self._plan.reserved_peak_bytes}, 1 << 30
+        rows = 2 * self._rows_now
+        for _ in range(_ROWS_TRIED):
+            if self._is_late or max(fits) + 1 >= too_many:
+                break
+            tried = self._try((), rows, rows * self._args.gradient_accumulation_steps)
+            if tried is None:
+                return 0
+            reserved = tried.plan.reserved_peak_bytes
+            if is_safe(tried.plan):
+                fits[rows] = reserved
+            else:
+                too_many = rows
+            each = max(1, (reserved - fits[self._rows_now]) // (rows - self._rows_now))
+            likely = self._rows_now + (usable - fits[self._rows_now]) // each
+            rows = min(max(likely, max(fits) + 1), too_many - 1)
+        return max(fits)
 
     def _lacks(self, plan: MemoryPlan) -> str:
         missing = plan.nvidia_smi_peak_bytes - self._card.capacity_bytes
@@ -98,7 +138,7 @@ class Proposer:
             if not self._found and source.has_metrics:
                 self._accumulated(fewer, now)
             rows //= 2
-            fewer = (_eval_rows(rows),)
+            fewer = (eval_rows(rows),)
 
     def _accumulated(self, fewer: tuple[Switch, ...], now: int) -> None:
         """Find after how many batches at most the outputs have to leave the card."""
@@ -125,38 +165,40 @@ class Proposer:
         return True
 
     def _for_training(self) -> None:
-        base: tuple[Switch, ...] = ()
-        if not self._args.gradient_checkpointing:
-            self._fewer_rows()
-            base = (switches.CHECKPOINTING,)
-        with_base = self._largest(base)
-        if with_base is not None and not is_safe(with_base.plan):
-            self._with_more(base, with_base.plan)
-
-    def _with_more(self, base: tuple[Switch, ...], plan: MemoryPlan) -> None:
-        """Try one more change, then two, each with fewest rows first."""
-        more = _changes(self._run, self._args, plan)
-        alone: dict[str, MemoryPlan] = {}
-        for extra in (*((each,) for each in more), *combinations(more, 2)):
+        """Try fewer rows, then changes and combinations of them, the least costly first."""
+        self._fewer_rows()
+        for changes in _combined(_changes(self._run, self._args, self._plan)):
             if len(self._found) >= _ENOUGH or self._is_late:
                 return
-            # what one change has brought is known then, and not only the most of it
-            leasts = [
-                _least(alone[one.words], (other,))
-                for one, other in permutations(extra, 2)
-                if one.words in alone
-            ]
-            least = max(_least(plan, extra), *leasts, 0)
-            if self._is_covered(extra) or least > self._card.capacity_bytes:
-                continue
-            tried = self._largest((*base, *extra))
-            if tried is not None and len(extra) == 1:
-                alone[extra[0].words] = tried.plan
+            if not self._is_covered(changes) and self._may_fit(changes):
+                self._largest(changes)
 
-    def _is_covered(self, extra: tuple[Switch, ...]) -> bool:
-        """Return whether a part of these changes is enough."""
-        words = {each.words for each in extra}
-        return any(words & {*found.changes} for found in self._found)
+    def _is_covered(self, changes: tuple[Switch, ...]) -> bool:
+        """Return whether less is proposed already, or a part of this cannot be predicted."""
+        words, subjects = {each.words for each in changes}, {each.subject for each in changes}
+        if any(refused <= words for refused in self._refused):
+            return True
+        for kept in self._kept:
+            more = _changes_result(changes) > _changes_result(kept.changes)
+            is_part = {each.subject for each in kept.changes} <= subjects
+            if is_part and (more or kept.rows == self._rows_now):
+                return True
+            if more and _slower(kept.changes) < _MUCH_SLOWER:
+                return True
+            if any(each.slower > _MUCH_SLOWER and each in changes for each in kept.changes):
+                return True
+        return False
+
+    def _may_fit(self, changes: tuple[Switch, ...]) -> bool:
+        """Return whether one row may fit with these changes, by what the nearest try showed."""
+        if _at_step(self._plan, changes) > self._room:
+            return False
+        known, others, doubt = _Try((), self._rows_now, self._plan), changes, _DOUBT
+        for one in self._tried:
+            left = tuple(each for each in changes if each not in one.changes)
+            if len(one.changes) + len(left) == len(changes) and len(left) < len(others):
+                known, others, doubt = one, left, _DOUBT_AFTER_A_TRY
+        return _about(known.plan, others, known.rows) <= doubt * self._room
 
     def _sizes(self) -> list[int]:
         """Return the possible numbers of rows at once, the most first."""
@@ -196,25 +238,41 @@ class Proposer:
                 return tried
         return tried
 
-    def _try(self, changes: tuple[Switch, ...], rows: int) -> _Try | None:
-        words = ", ".join((rows_in_words(rows, self._rows), *(each.words for each in changes)))
+    def _try(
+        self, changes: tuple[Switch, ...], rows: int, all_rows: int | None = None
+    ) -> _Try | None:
+        all_rows = all_rows or self._rows
+        words = ", ".join((rows_in_words(rows, all_rows), *(each.words for each in changes)))
         progress.part(f"looking for what would fit: {words}")
         try:
-            run = with_flags(self._run, **batch_flags(rows, self._rows))
+            run = with_flags(self._run, **batch_flags(rows, all_rows))
             for change in changes:
                 run = change.turn(run)
             plan = self._probe(run)
+        except PlanError as error:
+            if changes:
+                self._refused[frozenset(each.words for each in changes)] = str(error).partition(
+                    ". "
+                )[0][:_LONGEST_REASON]
+            return None
         # an unexpected error of one try must not take the plan
         except Exception:  # noqa: BLE001
             traceback.print_exc()
             return None
         if not is_safe(plan):
             self._failed[words] = plan
-        return _Try(changes, rows, plan)
+        tried = _Try(changes, rows, plan)
+        self._tried.append(tried)
+        return tried
 
     def _keep(self, tried: _Try) -> None:
+        """Propose a try, unless fewer changes allow as many rows."""
+        for kept in self._kept:
+            if kept.rows >= tried.rows and all(each in tried.changes for each in kept.changes):
+                return
         source, plan = source_of(self._run), tried.plan
         half, is_half = half_length(source), switches.HALF_LENGTH in tried.changes
+        self._kept.append(tried)
         time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
         self._found.append(
             proposal_of(
@@ -229,26 +287,50 @@ class Proposer:
         )
 
 
-def _least(plan: MemoryPlan, changes: tuple[Switch, ...]) -> int:
-    """Return the least that a run needs with these changes; 0 if that is unknown."""
-    if not all(each.frees for each in changes):
-        return 0
-    left = dict(plan.breakdown)
+def _combined(changes: Sequence[Switch]) -> list[tuple[Switch, ...]]:
+    """Return changes and combinations: those that keep the training first, then the faster."""
+    found = [
+        some
+        for num in range(1, _TOGETHER + 1)
+        for some in combinations(changes, num)
+        if len({each.subject for each in some}) == num
+    ]
+    return sorted(found, key=lambda some: (_changes_result(some), _slower(some), len(some)))
+
+
+def _changes_result(changes: Sequence[Switch]) -> int:
+    return max((each.changes_result for each in changes), default=0)
+
+
+def _slower(changes: Sequence[Switch]) -> float:
+    return sum(each.slower for each in changes)
+
+
+def _about(plan: MemoryPlan, changes: Sequence[Switch], rows: int) -> int:
+    """Return about what a plan of `rows` rows needs at its peak with one row and these changes."""
+    left: dict[Category, float] = {**plan.breakdown}
+    left["activations"] = left.get("activations", 0) / rows
+    left["logits and loss"] = left.get("logits and loss", 0) / rows
     for change in changes:
         for category, fraction in change.frees.items():
-            left[category] = int(left.get(category, 0) * (1 - fraction))
-    return sum(left.values()) + plan.context_bytes
+            left[category] = left.get(category, 0) * (1 - fraction)
+    return int(sum(left.values()))
 
 
-def _file(words: str, price: str, name: str) -> Switch:
-    path = str(configs.path(name))
-    flags = f"--accelerate-config {path}"
-    return Switch(words, price, flags, lambda run: replace(run, launch_file=path))
-
-
-def _eval_rows(rows: int) -> Switch:
-    words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
+def _at_step(plan: MemoryPlan, changes: Sequence[Switch]) -> int:
+    """Return about what an optimizer step needs; 0 if these changes alter what is trained."""
+    if any("gradients" in each.frees for each in changes) or "optimizer step" not in plan.moments:
+        return 0
+    there = {"weights", "frozen weights", "optimizer states"}
+    if plan.moment == "optimizer step":
+        there.add("activations")  # temporaries of the optimizer
+    freed = sum(
+        fraction * plan.breakdown.get(category, 0)
+        for change in changes
+        for category, fraction in change.frees.items()
+        if category in there
+    )
+    return int(plan.moments["optimizer step"].allocated_bytes - freed)
 
 
 def _accumulation(steps: int) -> Switch:
@@ -257,25 +339,30 @@ def _accumulation(steps: int) -> Switch:
 
 
 def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
-    """Return what can be changed in this run, the least costly first."""
+    """Return what can be changed in this run."""
     source, optimizer = source_of(run), text_of(args.optim)
-    found = []
+    found = [switches.FUSED_LOSS]
+    if not args.gradient_checkpointing:
+        found.append(switches.CHECKPOINTING)
+    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    if can_offload_activations() and "offload" not in kwargs:
+        found.append(switches.OFFLOADED_ACTIVATIONS)
     if optimizer == "adamw_torch" and plan.moment == "optimizer step":
         found.append(switches.FUSED_OPTIMIZER)
-    found.append(switches.FUSED_LOSS)
     if "8bit" not in optimizer:
         found.append(switches.EIGHT_BIT_OPTIMIZER)
     if source.sequence_length > 1:
         found.append(switches.HALF_LENGTH)
-    if _is_alone(run, args):
-        if run.num_gpus > 1:
-            found.append(_file("ZeRO-3", "more traffic between the cards", "zero3"))
-            price = "states in main memory, slower steps"
-            found.append(_file("ZeRO-3 with offload", price, "zero3_offload_all"))
-        elif source.peft is None:
-            price = "states and weights in main memory, slower steps"
-            found.append(_file("offload", price, "one_gpu_7b_offload"))
-    return [*found[:2], *_adapters(run, args), *found[2:]]
+    if _is_alone(run, args) and run.num_gpus > 1:
+        price, share = "more traffic between the cards", 1 - 1 / run.num_gpus
+        found.append(launched_by("FSDP2", price, "fsdp2", 0.15, share))
+        found.append(launched_by("ZeRO-3", price, "zero3", 0.2, share))
+        price = "states and weights in main memory, much slower steps"
+        found.append(launched_by("ZeRO-3 with offload", price, "zero3_offload_all", 1.5, 0.95))
+    elif _is_alone(run, args) and source.peft is None:
+        price = "states and weights in main memory, much slower steps"
+        found.append(launched_by("offload", price, "one_gpu_7b_offload", 1.5, 0.95))
+    return [*found, *_adapters(run, args)]
 
 
 def _is_alone(run: PlanRequest, args: HfArguments) -> bool:

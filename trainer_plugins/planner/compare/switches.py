@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import reduce
+from inspect import signature
 from os import environ
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
+from trainer_plugins.launch import configs
 from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal, at_least
 from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
 
@@ -31,8 +33,13 @@ class Switch:
     price: str  # what it costs; `{time}` stands for the time that copies take
     flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
     turn: Callable[[PlanRequest], PlanRequest]
-    # at most, as a fraction; empty if unknown
+    # about how much of each category it frees, as a fraction: a try tells
     frees: Mapping[Category, float] = field(default_factory=dict)
+    subject: str = ""  # of two switches with one subject, a run takes one
+    # 0: the same training; 1: states rounded; 2: an adapter; 3: on a rounded base; 4: other data
+    changes_result: int = 0
+    # how much longer a step takes, as a fraction: a rough figure, which only puts them in order
+    slower: float = 0.0
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -79,8 +86,8 @@ def proposal_of(
     """
     values = values or {}
     words = [each.words for each in changes]
-    prices = [each.price.format(**values) for each in changes]
-    flags = [each.flags.format(**values) for each in changes]
+    prices = [_filled(each.price, values) for each in changes]
+    flags = [_filled(each.flags, values) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
         prices.insert(0, "the same training in smaller steps")
@@ -97,6 +104,13 @@ def proposal_of(
         margin_bytes=plan.margin_bytes or 0,
         host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
     )
+
+
+def _filled(text: str, values: Mapping[str, object]) -> str:
+    """Fill in `{time}` and `{length}`; other braces are those of JSON."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
 
 
 def of_flags(words: str, price: str, **changed: object) -> Switch:
@@ -170,44 +184,74 @@ def source_of(run: PlanRequest) -> ConfigSource:
     return run.source
 
 
-_OF_A_BATCH: Mapping[Category, float] = {"activations": 1.0, "logits and loss": 1.0}
-_OF_WEIGHTS: Mapping[Category, float] = {
-    **_OF_A_BATCH,
-    "gradients": 1.0,
-    "optimizer states": 1.0,
-}  # what an adapter, which has few weights to train, can free
+_OF_WEIGHTS: Mapping[Category, float] = {"gradients": 0.97, "optimizer states": 0.97}
 
-CHECKPOINTING = _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 1.0})
-FUSED_OPTIMIZER = _of_training(
-    "fused optimizer", advice.FUSED_ADAMW, {"activations": 1.0}, "the same optimizer in one kernel"
+FUSED_LOSS = replace(
+    _of_training("fused loss", advice.LIGER, {"logits and loss": 0.95, "activations": 0.3}),
+    subject="loss",
 )
-EIGHT_BIT_OPTIMIZER = _of_training(
-    "8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.75}
+FUSED_OPTIMIZER = replace(
+    _of_training(
+        "fused optimizer",
+        advice.FUSED_ADAMW,
+        {"activations": 1.0},
+        "the same optimizer in one kernel",
+    ),
+    subject="optimizer",
 )
-FUSED_LOSS = _of_training("fused loss", advice.LIGER, _OF_A_BATCH)
+CHECKPOINTING = replace(
+    _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 0.85}),
+    subject="activations",
+    slower=0.33,
+)
+OFFLOADED_ACTIVATIONS = replace(
+    _of_training("activations offloaded", advice.OFFLOADED_ACTIVATIONS, {"activations": 0.97}),
+    subject="activations",
+    slower=0.45,
+)
+EIGHT_BIT_OPTIMIZER = replace(
+    _of_training("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
+    subject="optimizer",
+    changes_result=1,
+    slower=0.02,
+)
 HALF_LENGTH = Switch(
     "half the length",
     "rows are cut at {length} tokens",
     advice.SHORTER_ROWS.flag(Door.PLAN, length="{length}"),
     half_as_long,
-    _OF_A_BATCH,
+    {"activations": 0.5, "logits and loss": 0.5},
+    subject="length",
+    changes_result=4,
 )
 ADAPTER = Switch(
-    "LoRA", advice.ADAPTER.price, advice.ADAPTER.flag(Door.PLAN), with_adapter, _OF_WEIGHTS
+    "LoRA",
+    advice.ADAPTER.price,
+    advice.ADAPTER.flag(Door.PLAN),
+    with_adapter,
+    _OF_WEIGHTS,
+    subject="adapter",
+    changes_result=2,
 )
+# On an H100 a step took 1.02 to 1.46 times as long (docs/on_a_card.md), where the bus is fastest.
 STREAMED_BASE = Switch(
     "base streamed",
-    "the same training; the base comes over the bus, {time}",
+    "the base comes over the bus, {time}",
     advice.STREAM_BASE.flag(Door.PLAN, layers=RESIDENT_LAYERS),
     with_base_streamed,
-    {"frozen weights": 1.0},
+    {"frozen weights": 0.9},
+    subject="launch",
+    slower=0.6,
 )
 BASE_IN_4_BITS = Switch(
     "base in 4 bits",
     "the base is rounded to 4 bits, needs bitsandbytes",
     advice.FOUR_BITS.flag(Door.PLAN),
     with_base_in_4_bits,
-    {**_OF_WEIGHTS, "weights": 0.75, "frozen weights": 0.75},
+    {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
+    subject="adapter",
+    changes_result=3,
+    slower=0.3,
 )
 QLORA = replace(
     BASE_IN_4_BITS,
@@ -220,8 +264,43 @@ UNPREPARED = Switch(
     "what is not quantised computes in 16 bits, the norms too",
     advice.UNPREPARED.flag(Door.PLAN),
     not_prepared,
-    {**_OF_A_BATCH, "frozen weights": 0.5},
+    {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
+    subject="preparation",
 )
+
+
+def eval_rows(rows: int) -> Switch:
+    """Make the switch to this many rows at once in an evaluation."""
+    words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
+    return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
+
+
+def can_offload_activations() -> bool:
+    """Return whether the installed transformers moves what checkpointing keeps off the card."""
+    from transformers import PreTrainedModel
+
+    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    return enable is not None and "offload" in signature(enable).parameters
+
+
+def launched_by(words: str, price: str, name: str, slower: float, frees: float) -> Switch:
+    """Make the switch to a launch file of ours, which frees this part of all that is sharded."""
+    path = str(configs.path(name))
+    sharded: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
+
+    def turn(run: PlanRequest) -> PlanRequest:
+        return replace(run, launch_file=path)
+
+    return Switch(
+        words,
+        price,
+        f"--accelerate-config {path}",
+        turn,
+        dict.fromkeys(sharded, frees),
+        subject="launch",
+        slower=slower,
+    )
+
 
 _SEVERAL = "+"
 Run = TypeVar("Run")  # PlanRequest, or a run of a command
@@ -256,6 +335,7 @@ _EXPANDABLE = Switch(
 _VARIABLE, _, _SETTING = _EXPANDABLE.flags.partition("=")
 SWITCHES: dict[str, Switch] = {
     "checkpointing": CHECKPOINTING,
+    "offloaded-activations": OFFLOADED_ACTIVATIONS,
     "fused-optimizer": FUSED_OPTIMIZER,
     "8bit-optimizer": EIGHT_BIT_OPTIMIZER,
     "liger": FUSED_LOSS,

@@ -29,6 +29,7 @@ def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
     """Patch DeepSpeed before an engine is made. Returns a list that gets each engine."""
     engines: list[Any] = []
     _state_ends(patches)
+    _init_restores_the_planners_tensor(patches)
     _ranks_agree(patches)
     _gradients_are_finite(patches)
     _streams(patches)
@@ -51,6 +52,13 @@ def _state_ends(patches: Patches) -> None:
         patches.callback(_restore, owner, state)
     patches.callback(parameter_offload.FWD_MODULE_STACK.clear)
     patches.callback(unset_hf_deepspeed_config)
+
+
+def _init_restores_the_planners_tensor(patches: Patches) -> None:
+    """Let `zero.Init` put back the `torch.tensor` of the planner, not the one of its own import."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    patches.set(partition_parameters, "_orig_torch_tensor", torch.tensor)
 
 
 def _is_state(name: str, value: object) -> bool:

@@ -22,6 +22,17 @@ def _attach():  # type: () -> None
         _say(error)
 
 
+def _change_arguments():  # type: () -> None
+    try:
+        from trainer_plugins.plug_in.arguments import change_arguments
+
+        change_arguments()
+    except Exception as error:  # noqa: BLE001 # what was chosen so that it fits must be in force
+        sys.stderr.write("trainer-plugins exec --fit: " + " ".join(str(error).split()) + "\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def _prepare_dry(module, function):  # type: (str, str) -> object
     def prepare():  # type: () -> None
         try:
@@ -86,6 +97,8 @@ if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
         from trainer_plugins_on_import import when_imported
 
         when_imported("transformers.trainer", _attach)
+        if "TRAINER_PLUGINS_ARGUMENTS" in os.environ:
+            when_imported("transformers.training_args", _change_arguments)
     except Exception as error:  # noqa: BLE001
         _say(error)
 if __name__ == "sitecustomize":

@@ -4,10 +4,13 @@ The arguments are changed as the program makes them, so any program can be asked
 takes one run.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
+from typing import NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.compare import switches
@@ -28,13 +31,28 @@ from trainer_plugins.units import size
 
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
-_MORE: tuple[tuple[Switch, ...], ...] = (
+_WAYS: tuple[tuple[Switch, ...], ...] = (
     (),
     (switches.FUSED_LOSS,),
-    (switches.EIGHT_BIT_OPTIMIZER,),
-    (switches.FUSED_LOSS, switches.EIGHT_BIT_OPTIMIZER),
+    (switches.CHECKPOINTING,),
+    (switches.FUSED_LOSS, switches.CHECKPOINTING),
+    (switches.OFFLOADED_ACTIVATIONS,),
+    (switches.FUSED_LOSS, switches.OFFLOADED_ACTIVATIONS),
+    (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
+    (switches.FUSED_LOSS, switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
 )
-"""What is proposed besides checkpointing, the least costly first; each with the most rows."""
+"""What is tried besides fewer rows: the ways that keep the training first, then the faster."""
+
+
+class Fitted(NamedTuple):
+    """Holds arguments with which a command fits."""
+
+    proposal: Proposal
+    planned: Mapping[str, object]
+    """Some of the TrainingArguments with which the command was planned."""
+
+    changed: Mapping[str, object]
+    """The TrainingArguments that are to be others."""
 
 
 class Variations:
@@ -66,18 +84,19 @@ class Variations:
         return bool(self._as_given.arguments["gradient_checkpointing"])
 
     @property
-    def _base(self) -> tuple[Switch, ...]:
-        return () if self._checkpoints else (switches.CHECKPOINTING,)
-
-    @property
     def plan(self) -> MemoryPlan:
         """Return the plan of the command as it is."""
         return self._as_given.plan
 
+    @property
+    def fits(self) -> bool:
+        """Return whether the command fits as it is, with the planner's known error to spare."""
+        return self._is_safe(self.plan)
+
     def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
         """Find the most rows at once that fit, without and with checkpointing."""
         found: list[tuple[SearchLine, MemoryPlan]] = []
-        for changes in ((), self._base)[: 2 - self._checkpoints]:
+        for changes in ((), (switches.CHECKPOINTING,))[: 2 - self._checkpoints]:
             rows, plan = self._most_rows(changes, self._rows)
             line = self._line(rows, plan, bool(changes) or self._checkpoints)
             found.append((line, plan))
@@ -101,33 +120,80 @@ class Variations:
 
     def proposals(self) -> MemoryPlan:
         """Return the plan of the command with what would fit, if it does not fit itself."""
-        plan = self.plan
-        load = plan.moments.get("load")
-        usable = self._run.card.capacity_bytes - self._run.card.context_bytes
-        if plan.fits or load is None or load.allocated_bytes > usable:
-            return plan
-        found: list[Proposal] = []
+        if self.plan.fits or not self._weights_fit():
+            return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
-        with_base = ((*self._base, *more) for more in _MORE[self._checkpoints :])
-        for changes in ((), *with_base):
-            if len(found) == _ENOUGH or time.monotonic() > until:
-                break
-            words = ", ".join(each.words for each in changes) or "fewer rows at once"
-            if not changes and self._now == 1:
+        found = [each.proposal for each in islice(self._fitted(_WAYS, failed, until), _ENOUGH)]
+        return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
+
+    def first_that_fits(self, may_round_states: bool) -> tuple[Fitted | None, list[str]]:
+        """Return the least costly arguments with which the command fits, and what does not.
+
+        The rows between optimizer steps stay the same, and so does the result, except for rounding;
+        `may_round_states` allows an optimizer in 8 bits.
+        """
+        failed: list[str] = []
+        if not self._weights_fit():
+            return None, ["the weights alone do not fit"]
+        ways = [
+            way for way in _WAYS if may_round_states or not any(each.changes_result for each in way)
+        ]
+        return next(self._fitted(ways, failed, float("inf")), None), failed
+
+    def _weights_fit(self) -> bool:
+        load, card = self.plan.moments.get("load"), self._run.card
+        usable = card.capacity_bytes - card.context_bytes
+        return load is not None and load.allocated_bytes <= usable
+
+    def _fitted(
+        self, ways: Sequence[tuple[Switch, ...]], failed: list[str], until: float
+    ) -> Iterator[Fitted]:
+        """Yield arguments that fit, and say of the others what is missing."""
+        if self._only_evaluation_is_short():
+            rows = int(self._as_given.arguments["per_device_eval_batch_size"])
+            halves = (rows >> power for power in range(1, rows.bit_length()))
+            ways = [(switches.eval_rows(each),) for each in halves]
+        tried_ways: list[tuple[Switch, ...]] = [()] if self._now == 1 else []
+        for way in ways:
+            changes = tuple(each for each in way if not self._is_on(each))
+            if changes in tried_ways:
                 continue
+            tried_ways.append(changes)
+            words = ", ".join(each.words for each in changes) or "fewer rows at once"
+            if time.monotonic() > until:
+                return
             try:
                 rows, tried = self._most_rows(changes, self._now)
             except PlanError as error:
                 failed.append(f"{words}: {error}")
                 continue
             if self._is_safe(tried):
-                found.append(self._proposal(changes, rows, tried))
-            else:
-                left = self._left(tried)
-                missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
-                failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
-        return replace(plan, proposals=tuple(found), tried_without_success=tuple(failed))
+                yield self._as_fitted(changes, rows, tried)
+                continue
+            left = self._left(tried)
+            missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
+            failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
+
+    def _is_on(self, change: Switch) -> bool:
+        return change == switches.CHECKPOINTING and self._checkpoints
+
+    def _as_fitted(self, changes: Sequence[Switch], rows: int, tried: MemoryPlan) -> Fitted:
+        run = self._run
+        for change in changes:
+            run = _turn(run, change)
+        batch = batch_flags(rows, self._rows) if rows != self._now else {}
+        return Fitted(
+            self._proposal(changes, rows, tried),
+            {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
+            {**run.changed, **batch},
+        )
+
+    def _only_evaluation_is_short(self) -> bool:
+        usable = self._run.card.capacity_bytes - self._run.card.context_bytes
+        moments = self.plan.moments
+        is_short = [name for name, peak in moments.items() if peak.allocated_bytes > usable]
+        return is_short == ["evaluation"]
 
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
@@ -223,6 +289,7 @@ def _turn(run: DryRun, change: Switch) -> DryRun:
 
 
 def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Yield values as TrainingArguments hold them: numbers, booleans, mappings and words."""
     for name, text in flags.items():
-        as_bool = {"true": True, "false": False}.get(text.lower())
-        yield name, text if as_bool is None else as_bool
+        is_json = text.isdigit() or text.startswith("{") or text in ("True", "False")
+        yield name, json.loads(text.lower() if text.isalpha() else text) if is_json else text

@@ -1,0 +1,98 @@
+"""`trainer-plugins exec --fit`: find arguments with which a command fits, before it runs."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.plug_in.arguments import VARIABLE
+from trainer_plugins.printable import printable
+from trainer_plugins.units import size
+
+if TYPE_CHECKING:
+    from trainer_plugins.planner.cards import Card
+
+MAY = ("optim",)  # what a user may allow to be changed besides how the same result is computed
+
+
+class DoesNotFit(Exception):  # noqa: N818 - what it says
+    """Says what was tried, where nothing fits that keeps the result."""
+
+
+def variables_to_fit(
+    command: Sequence[str], gpu: str | None, num_gpus: int | None, may: Sequence[str]
+) -> dict[str, str]:
+    """Plan a command on dry cards; return the variables with which it fits, none if it does.
+
+    Args:
+        command: what will be run, launcher included.
+        gpu: the card, by name or size; None takes the fullest of this machine.
+        num_gpus: how many of them; None takes all that are visible.
+        may: what may be changed, of `MAY`.
+
+    Raises:
+        PlanError: there is no plan of this command.
+        DoesNotFit: nothing that was tried fits.
+    """
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.testing.drycuda.dry_plan import DryRun
+    from trainer_plugins.testing.drycuda.dry_search import Variations
+
+    if unknown := {*may} - {*MAY}:
+        raise PlanError(f"--may is {' or '.join(MAY)}, got {', '.join(sorted(unknown))}")
+    tell = partial(print, file=sys.stderr, flush=True)
+    card, number = _card(gpu), num_gpus or _num_visible()
+    with by_any_signal():
+        variations = Variations(
+            DryRun(command=command, card=card, num_cards=number, foretells=True), tell
+        )
+        plan = variations.plan
+        left = card.capacity_bytes - (plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes)
+        if variations.fits:
+            tell(f"trainer-plugins exec --fit: it fits as it is, {size(left)} to spare")
+            return {}
+        found, failed = variations.first_that_fits(may_round_states="optim" in may)
+    if found is None:
+        raise DoesNotFit(f"nothing fits that keeps the result: {'; '.join(failed)}")
+    proposal = found.proposal
+    words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
+    tell(printable(f"trainer-plugins exec --fit: {words}. Price: {proposal.price}"))
+    tell(printable(f"trainer-plugins exec --fit: {proposal.flags}"))
+    return {VARIABLE: json.dumps({"planned": found.planned, "changed": found.changed})}
+
+
+def _card(gpu: str | None) -> "Card":
+    """Return the card that is named, or the one of this machine with the least memory free."""
+    from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
+    from trainer_plugins.devices.nvml_cards import installed_cards
+    from trainer_plugins.planner.cards import Card, card_of, with_measured_context
+    from trainer_plugins.planner.plan import PlanError
+
+    if gpu is not None:
+        return with_measured_context(card_of(gpu))
+    try:
+        found = [
+            Card(each.name, NvmlDevice(each.uuid).memory()[1], each.capability or (9, 0))
+            for each in installed_cards()
+        ]
+    except NvmlError as error:
+        raise PlanError(f"name the card with --gpu: {error}") from error
+    if not found:
+        raise PlanError("name the card with --gpu: this machine has none")
+    return with_measured_context(min(found, key=lambda card: card.capacity_bytes))
+
+
+def _num_visible() -> int:
+    from trainer_plugins.devices.nvml import NvmlError
+    from trainer_plugins.devices.nvml_cards import installed_cards
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return len(visible.split(","))
+    try:
+        return max(1, len(installed_cards()))
+    except NvmlError:
+        return 1

@@ -1,0 +1,31 @@
+"""Gives a training the arguments that `trainer-plugins exec --fit` has chosen."""
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+VARIABLE = "TRAINER_PLUGINS_ARGUMENTS"  # holds what was planned, and what is to be another value
+
+
+def change_arguments() -> None:
+    """Let TrainingArguments be made with the chosen values, if they are those of the plan."""
+    from transformers.training_args import TrainingArguments
+
+    asked = json.loads(os.environ[VARIABLE])
+    made = TrainingArguments.__post_init__
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        if all(getattr(self, name, None) == value for name, value in asked["planned"].items()):
+            for name, value in asked["changed"].items():
+                setattr(self, name, value)
+        else:
+            sys.stderr.write(
+                "trainer-plugins exec --fit: these TrainingArguments are not those that were"
+                " planned, and stay as they are\n"
+            )
+        made(self)
+
+    TrainingArguments.__post_init__ = post_init

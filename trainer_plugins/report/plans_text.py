@@ -1,0 +1,184 @@
+"""Renders several plans for the terminal: side by side, next to a run, what a search found."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer_plugins.planner.calibrate import Calibration
+from trainer_plugins.planner.compare.beside import Beside, Pair
+from trainer_plugins.planner.compare.lines import (
+    AS_GIVEN,
+    STREAMED,
+    WITH_CHECKPOINTING,
+    SearchLine,
+    SearchResult,
+)
+from trainer_plugins.planner.compare.switches import Saved
+from trainer_plugins.planner.plan import MemoryPlan, at_least
+from trainer_plugins.report.page import plain_table, size_or_blank
+from trainer_plugins.report.plan_text import SHOWN_BYTES
+from trainer_plugins.units import GIB, size
+
+
+def beside_report(found: Beside) -> RenderableType:
+    """Render the differences in what was planned, then the peaks by moment and by category."""
+    lines: list[RenderableType] = [Text(f"A: {found.a}"), Text(f"B: {found.b}")]
+    lines += [Text(f"{name}: {a or 'none'} | {b or 'none'}") for name, a, b in found.changes]
+    lines.append(_pairs("moment", found.moments))
+    if found.categories:
+        lines.append(_pairs("allocated at the peak", found.categories))
+    return Group(*lines)
+
+
+def _pairs(heading: str, pairs: tuple[Pair, ...]) -> Table:
+    table = plain_table(heading, "A", "B", "B - A")
+    for pair in pairs:
+        if max(pair.a_bytes or 0, pair.b_bytes or 0) >= SHOWN_BYTES:
+            sizes = (size_or_blank(pair.a_bytes), size_or_blank(pair.b_bytes))
+            table.add_row(pair.name, *sizes, _difference(pair))
+    return table
+
+
+def _difference(pair: Pair) -> str:
+    if pair.a_bytes is None or pair.b_bytes is None:
+        return ""
+    change = pair.b_bytes - pair.a_bytes
+    share = f" ({change / pair.a_bytes:+.1%})" if pair.a_bytes else ""
+    return f"{'+' if change >= 0 else '-'}{size(abs(change))}{share}"
+
+
+def calibration_report(calibration: Calibration) -> RenderableType:
+    """Render each counter of each moment, worst first, then the memory outside the allocator."""
+    table = plain_table("moment", "", "predicted", "measured", "difference", left=("",))
+    for each in calibration.differences:
+        numbers = (size(each.predicted_bytes), size(each.measured_bytes), f"{each.fraction:+.2%}")
+        table.add_row(each.moment, each.counter, *numbers)
+    lines = [
+        f"{size(calibration.context_bytes)} of the card was outside the allocator: the context,"
+        " NCCL, other processes",
+        *calibration.remarks,
+    ]
+    if calibration.kept_in is not None:
+        lines.append(
+            "Later plans for this card use that size for the context. To undo this, delete"
+            f" {calibration.kept_in}"
+        )
+    return Group(table, *map(Text, lines))
+
+
+_HEADINGS = (
+    "strategy",
+    "check-\npointing",
+    "length",
+    "micro-\nbatch",
+    "accumu-\nlation",
+    "reserved\nGiB",
+    "to spare\nGiB",
+    "host RAM\nGiB",
+    "layers\nrun",
+)
+
+
+def search_report(result: SearchResult) -> RenderableType:
+    """Render the table of a search, the flags of its best line, and what was not predicted."""
+    rows = f"{result.effective_batch} rows between optimizer steps"
+    cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
+    card = f"{result.gpu} ({size(result.capacity_bytes)})"
+    parts: list[RenderableType] = [
+        Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold"),
+        lines_table(result.lines, result.best, [name for name, _ in result.refused]),
+    ]
+    if result.best is not None:
+        parts += map(Text, _to_copy(result.best))
+    elif result.lines:
+        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
+    else:
+        parts.append(Text("No way to run could be predicted", style="bold"))
+    parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
+    parts += [Text(f"not tried: {way}: {reason}") for way, reason in result.not_tried]
+    return Group(*parts)
+
+
+def lines_table(
+    lines: Sequence[SearchLine], best: SearchLine | None, refused: Sequence[str] = ()
+) -> Table:
+    """Render the lines of a search, the best one bold; and the ways that are not predicted."""
+    has_lengths = len({line.sequence_length for line in lines}) > 1
+    table = plain_table(*(each for each in _HEADINGS if has_lengths or each != "length"))
+    table.columns[0].no_wrap = True
+    for line in lines:
+        table.add_row(*_cells(line, has_lengths), style="bold" if line == best else None)
+    for name in refused:
+        strategy, _, checkpointing = name.partition(WITH_CHECKPOINTING)
+        length = [""] if has_lengths else []
+        table.add_row(strategy, "on" if checkpointing else "off", *length, "not predicted")
+    return table
+
+
+def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
+    length = [str(line.sequence_length)] if has_lengths else []
+    return [
+        line.strategy,
+        "on" if line.gradient_checkpointing else "off",
+        *length,
+        str(line.micro_batch) if line.fits else "none fits",
+        str(line.accumulation_steps) if line.fits else "",
+        f"{line.reserved_peak_bytes / GIB:.2f}",
+        f"{line.margin_bytes / GIB:.2f}",
+        f"{line.host_ram_bytes_per_node / GIB:.2f}",
+        "all" if line.in_full else "a few",
+    ]
+
+
+def line_in_words(line: SearchLine) -> str:
+    """Say in one line what was found for one way to run."""
+    checkpointing = WITH_CHECKPOINTING if line.gradient_checkpointing else ""
+    begin = f"{line.strategy}{checkpointing}, {line.sequence_length} tokens"
+    if not line.fits:
+        return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"
+    steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
+    bus = f"; {at_least(line.copy_seconds_per_step)}" if line.copy_seconds_per_step else ""
+    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare{bus}"
+
+
+def _to_copy(best: SearchLine) -> list[str]:
+    """Return the best line's settings, and why it is the best: by memory, not speed."""
+    lines = [
+        "Best: the most tokens in a forward pass of one card, preferably without offload; among"
+        " equals, without checkpointing, then the simplest strategy, then the longest rows. Speed"
+        " is not predicted",
+        f"  flags   {best.flags}",
+        f"  Hydra   {best.hydra_overrides}",
+        f"  length  {best.sequence_length} tokens in each row",
+    ]
+    if not best.is_safe:
+        lines.append("  It may fail: the margin is below the planner's known error")
+    if best.strategy == STREAMED:
+        lines.append(f"  stream  the callback StreamBase; {at_least(best.copy_seconds_per_step)}")
+    elif best.strategy != AS_GIVEN:
+        launch = f"trainer-plugins configs copy {best.strategy}"
+        lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")
+    return lines
+
+
+def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
+    """Render what each switch would save."""
+    numbers = ("allocated saved", "reserved saved", "nvidia-smi then", "fits then")
+    table = plain_table("switch", *numbers, "with", left=("with",))
+    for each in saved:
+        if each.reason is not None:
+            table.add_row(each.change, "", "", "", "", each.reason)
+            continue
+        table.add_row(
+            each.change,
+            size_or_blank(each.allocated_saved_bytes),
+            size_or_blank(each.reserved_saved_bytes),
+            size_or_blank(each.nvidia_smi_peak_bytes),
+            {True: "yes", False: "no", None: ""}[each.fits],
+            each.how,
+        )
+    allocated, reserved = size(plan.allocated_peak_bytes), size(plan.reserved_peak_bytes)
+    heading = f"The run as it is: allocated {allocated}, reserved {reserved}. Each switch alone:"
+    return Group(Text(heading, style="bold"), table)
