@@ -29,6 +29,7 @@ from trainer_plugins.planner.request import (
 
 _NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CONFIG = "config.json"
+_HEAD = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _ITS_MODEL = "its model is planned as it is"
 _OF_A_TRAINER = {
@@ -83,6 +84,8 @@ class ConfigInputs:
     resident_layers: int | None = None  # of a streamed base, on the card; None: all of it
     streams_embeddings: bool = False
     trainer: str | None = None  # one of TRL's Trainers, as in "grpo"; None is transformers' own
+    attention: str | None = None  # as in `attn_implementation`; None: as the config says
+    head: str | None = None  # of the class that is trained, as in "TokenClassification"
     from_hub: bool = False  # whether the config of a model that is given by name is fetched
 
 
@@ -137,7 +140,7 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
-    config = _config(given, details.from_hub)
+    config = _changed(_config(given, details.from_hub), details)
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -285,6 +288,20 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
     if isinstance(given, (str, os.PathLike)):
         return read_config(given, from_hub)
     raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
+
+
+def _changed(config: dict[str, object], details: ConfigInputs) -> dict[str, object]:
+    """Return a config with the attention and the head of the run."""
+    if details.attention is not None:
+        config = {**config, "_attn_implementation": details.attention}
+    if details.head is None:
+        return config
+    named = config.get("architectures")
+    base = str(named[0]) if isinstance(named, list) and named else ""
+    kind = _HEAD.sub("", base)
+    if not kind:
+        raise PlanError("--head: the config names no class (architectures) that could have it")
+    return {**config, "architectures": [f"{kind}For{details.head.removeprefix('For')}"]}
 
 
 def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
