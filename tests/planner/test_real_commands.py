@@ -226,6 +226,29 @@ def test_a_trainer_that_a_script_makes_is_found(there: Path) -> None:
     assert source.trainer == "dpo"
 
 
+@pytest.mark.slow
+@pytest.mark.all(unless=lambda project: project == "trl")
+@pytest.mark.parametrize(
+    ("project", "part", "model"),
+    [
+        ("trl", "--lora_r 32", "Qwen/Qwen2-0.5B"),
+        ("axolotl", "lora-1b", "NousResearch/Llama-3.2-1B"),
+        ("llama-factory", "otfq", "Qwen/Qwen3-4B-Instruct-2507"),
+    ],
+)
+def test_it_is_planned(there: Path, project: str, part: str, model: str) -> None:
+    (there / model).mkdir(parents=True)
+    config = json.loads((CONFIGS / "llama-3.2-1b.json").read_text())
+    (there / model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    words = ["--gpu", "80GiB", "--engine", "fake", "--json", "--", *found(project, part)]
+    done = CliRunner().invoke(app, ["plan", *words])
+    assert done.exit_code == 0, done.output
+    plan = MemoryPlan.from_json(done.stdout)
+    assert plan.planned["adapter"].startswith("LORA, r=")
+    assert ("quantised" in plan.planned) is (part == "otfq")
+    assert ("evaluation" in plan.moments) is (part != "otfq")
+
+
 @pytest.mark.parametrize("file", ["examples/llama-3/lora-1b.yml", "their.json"])
 def test_a_file_is_a_plan_and_flags_change_it(there: Path, asked, file: str) -> None:
     model = str(CONFIGS / "llama-3.2-1b.json")

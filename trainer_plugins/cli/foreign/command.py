@@ -190,6 +190,8 @@ def _launch(
     if number is not None:
         each_node = "nnodes" in launched or "num_nodes" in launched
         reading.options["num_gpus"] = _number(number) * (nodes if each_node else 1)
+    elif file is None and {"deepspeed", "fsdp"} & {*reading.flags}:
+        reading.said.append("one card is planned: the command does not say how many (--num-gpus)")
     for name, value in launched.items():
         if name in _OF_A_LAUNCHER or name in ("u", "i") or not is_true(value):
             continue

@@ -119,7 +119,8 @@ def _axolotl_fsdp(reading: Reading) -> None:
         return
     config = {name.removeprefix("fsdp_"): value for name, value in (config or {}).items()}
     version = version or config.get("version") or 1
-    reading.flags["fsdp"] = asked or ["full_shard", "auto_wrap"]
+    words = asked if isinstance(asked, list) else ["full_shard", "auto_wrap"]
+    reading.flags["fsdp"] = " ".join(words)
     reading.flags["fsdp_config"] = {**config, "version": int(version)}
 
 

@@ -32,6 +32,7 @@ _OF_ATTENTION = {
     "disabled": "eager",
     "flash_attention": "flash_attention_2",
     "use_flash_attn": "flash_attention_2",
+    "use_flash_attention_2": "flash_attention_2",
     "flex_attention": "flex_attention",
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
@@ -61,6 +62,7 @@ class Reading:
     said: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    spelt: dict[str, str] = field(default_factory=dict)  # names as they were given
 
     def __post_init__(self) -> None:
         given = {name.replace("-", "_"): value for name, value in self.values.items()}
@@ -70,6 +72,7 @@ class Reading:
             if meant in self.values and meant != name:
                 continue  # the name that is used here wins
             self.values[meant] = value
+            self.spelt[meant] = name
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a value and forget it; nothing is its default."""
@@ -82,7 +85,7 @@ class Reading:
 
     def refuse(self, name: str, why: str) -> None:
         """Refuse a name that asks for what is not planned."""
-        raise NotPredicted(f"--{name}: {why}")
+        raise NotPredicted(f"--{self.spelt.get(name, name)}: {why}")
 
     def words(self) -> list[str]:
         """Return options and flags as words of a command."""

@@ -74,7 +74,7 @@ def _make(
         raise NotPredicted(f"{refused} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     length, said = _length(loop, source, args)
     rows, rewards = args.per_device_train_batch_size, {}
-    if getattr(args, "packing", False):
+    if getattr(args, "packing", False) and args.max_length:  # TRL refuses packing without it
         length, rows = args.max_length // TEXTS_OF_A_PACKED_ROW, rows * TEXTS_OF_A_PACKED_ROW
         said = [
             f"rows are packed: each has {args.max_length:,} tokens (--max_length), of "
