@@ -81,7 +81,7 @@ def test_it_is_understood_or_refused_by_name(there: Path, each: dict[str, str]) 
     words = words_of(each["command"])
     if "refused" in each:
         with pytest.raises(PlanError, match=each["refused"]):
-            read_command(words)
+            read(words)
         return
     reading = read_command(words)
     assert reading is not None
@@ -167,9 +167,12 @@ def test_a_flag_of_others_means_one_of_ours(flags: str, means: str) -> None:
 
 
 def test_use_peft_has_the_defaults_of_trl_and_of_peft() -> None:
-    source = requested(["--trainer", "sft", "--use_peft", "--lora_alpha", "8", "--use_dora"]).source
+    flags = "--trainer sft --use_peft --lora_alpha 8 --use_dora --load_in_4bit --dtype bfloat16"
+    source = requested(flags.split()).source
     assert isinstance(source, ConfigSource)
-    assert source.peft == {"peft_type": "LORA", "r": 16, "use_dora": True}
+    assert source.peft == {"peft_type": "LORA", "r": 16, "lora_dropout": 0.05, "use_dora": True}
+    assert source.quantisation is not None
+    assert source.quantisation["bnb_4bit_compute_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -227,11 +230,9 @@ def test_a_trainer_that_a_script_makes_is_found(there: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.all(unless=lambda project: project == "trl")
 @pytest.mark.parametrize(
     ("project", "part", "model"),
     [
-        ("trl", "--lora_r 32", "Qwen/Qwen2-0.5B"),
         ("axolotl", "lora-1b", "NousResearch/Llama-3.2-1B"),
         ("llama-factory", "otfq", "Qwen/Qwen3-4B-Instruct-2507"),
     ],

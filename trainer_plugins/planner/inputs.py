@@ -15,7 +15,7 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of, with_measured_context
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
@@ -141,6 +141,9 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
     config = _changed(_config(given, details.from_hub), details)
+    peft, quantisation = _fields(details.peft_config), _quantisation(details, config)
+    if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
+        raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it makes whole")
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -149,8 +152,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
             target_length=details.target_length,
             dtype=details.dtype,
-            peft=_fields(details.peft_config),
-            quantisation=_quantisation(details, config.get("quantization_config")),
+            peft=peft,
+            quantisation=quantisation,
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
             has_metrics=details.has_metrics,
@@ -183,9 +186,9 @@ def _check_flags(flags: Sequence[str]) -> None:
             raise PlanError(f"{flag} must be at least 1, got {text}")
 
 
-def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:
+def _quantisation(details: ConfigInputs, config: Mapping[str, object]) -> dict[str, object] | None:
     """Check how the base is to be quantised, as far as that needs no torch."""
-    fields = _fields(details.quantization_config)
+    fields, of_config = _fields(details.quantization_config), config.get("quantization_config")
     if fields is None:
         if details.prepare_kbit is not None and not of_config:
             raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")

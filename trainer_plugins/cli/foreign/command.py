@@ -148,7 +148,7 @@ def _script(program: str) -> Script:
     path = Path(program)
     if path.stem in OTHER_TRAINERS:
         raise NotPredicted(f"{path.name}: its Trainer or its pictures, from a config alone")
-    if path.stem.endswith("_no_trainer"):
+    if path.stem.endswith("no_trainer"):
         raise NotPredicted(f"{path.name}: it trains in a loop of its own, without a Trainer")
     if path.is_file() and (made := _TRAINER.search(path.read_text(errors="replace"))):
         known = SCRIPTS.get(path.stem, Script())

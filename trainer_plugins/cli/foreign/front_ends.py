@@ -105,7 +105,7 @@ def _plugins(reading: Reading) -> None:
     for plugin in reading.take("plugins", []):
         if plugin.endswith("LigerPlugin"):
             reading.flags["use_liger_kernel"] = True
-            reading.said.append("Liger's usual kernels are planned, whichever are switched on")
+            reading.said.append("Liger's usual kernels are planned, not those of its switches")
         else:
             reading.refuse("plugins", f"{plugin.rpartition('.')[2]}: its memory is not known here")
     for name in [name for name in reading.values if name.startswith("liger_")]:
@@ -220,8 +220,4 @@ def of_flags(values: Mapping[str, Any], script: Script) -> Reading:
         reading.values.setdefault("dtype", storage or "float32")
     elif trainer is not None:
         reading.values.setdefault("use_peft", False)
-        reading.values.setdefault("lora_dropout", 0.05)
-        reading.values.setdefault("bnb_4bit_compute_dtype", reading.values.get("dtype"))
-    if trainer is not None:
-        reading.values.setdefault("bnb_4bit_quant_type", "nf4")
     return finish(reading)

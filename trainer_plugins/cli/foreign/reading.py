@@ -112,6 +112,7 @@ def finish(reading: Reading, *, keeps_unknown: bool = False) -> Reading:
     reading.trainer = trainer = reading.take("trainer", reading.trainer)
     if trainer is not None:
         reading.options["trainer"] = trainer
+        _defaults_of_trl(reading)
     _quantisation(reading)
     _adapter(reading)
     _attention(reading)
@@ -142,6 +143,17 @@ def _refuse_not_planned(reading: Reading) -> None:
     for name in [name for name in reading.values if name in NOT_PLANNED]:
         if is_true(value := reading.values.pop(name)) and str(value) != "1":  # of one card
             reading.refuse(name, NOT_PLANNED[name])
+
+
+def _defaults_of_trl(reading: Reading) -> None:
+    """Add what TRL's programs take for granted, which are known by their `--use_peft`."""
+    values = reading.values
+    if "use_peft" in values:
+        values.setdefault("bnb_4bit_quant_type", "nf4")
+        dtype = values.get("dtype", reading.options.get("dtype"))
+        values.setdefault("bnb_4bit_compute_dtype", None if dtype == "auto" else dtype)
+        if is_true(values["use_peft"]):
+            values.setdefault("lora_dropout", 0.05)
 
 
 def _quantisation(reading: Reading) -> None:

@@ -191,7 +191,7 @@ class WorstBatch(NamedTuple):
 
 
 def longest_batch(trainer: Any, num_rows: int | None = None) -> WorstBatch:
-    """Return the worst batch of a training that a sampler can draw, or of so many of its rows."""
+    """Return the worst batch of a training that a sampler can draw, or one of `num_rows`."""
     dataset, args = trainer.train_dataset, trainer.args
     if rollout.generates(trainer):  # completions end where they end
         rows = rollout.rows_of_a_batch(args)
