@@ -167,10 +167,10 @@ def test_a_flag_of_others_means_one_of_ours(flags: str, means: str) -> None:
 
 
 def test_use_peft_has_the_defaults_of_trl_and_of_peft() -> None:
-    flags = "--trainer sft --use_peft --lora_alpha 8 --use_dora --load_in_4bit --dtype bfloat16"
+    flags = "--trainer sft --use_peft --lora_alpha 8 --use_rslora --load_in_4bit --dtype bfloat16"
     source = requested(flags.split()).source
     assert isinstance(source, ConfigSource)
-    assert source.peft == {"peft_type": "LORA", "r": 16, "lora_dropout": 0.05, "use_dora": True}
+    assert source.peft == {"peft_type": "LORA", "r": 16, "lora_dropout": 0.05}
     assert source.quantisation is not None
     assert source.quantisation["bnb_4bit_compute_dtype"] == "bfloat16"
 
