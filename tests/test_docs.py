@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import typer.main
 from transformers import TrainingArguments
-from trl import DPOConfig, GRPOConfig
+from trl import DPOConfig, GRPOConfig, SFTConfig
 
 import trainer_plugins
 from trainer_plugins.cli import app
+from trainer_plugins.cli.foreign.reading import OPTIONS
+from trainer_plugins.cli.foreign.spellings import SAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -76,8 +78,9 @@ def flags_of_commands() -> dict[str, set[str]]:
 
 def test_every_command_and_flag_of_the_pages_exists() -> None:
     known = flags_of_commands()
-    kinds = (TrainingArguments, DPOConfig, GRPOConfig)
+    kinds = (TrainingArguments, SFTConfig, DPOConfig, GRPOConfig)
     training = {field.name for kind in kinds for field in fields(kind)} | {"gradient_checkpointing"}
+    training |= {"use_peft", *SAME, *OPTIONS}  # as other programs spell them
     known["plan"] |= {f"--{name}" for name in training}
     known["plan"] |= {f"--{name.replace('_', '-')}" for name in training}
     known["check"] |= known["plan"]

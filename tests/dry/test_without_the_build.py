@@ -34,7 +34,10 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
             "--model, --host-memory: a command",
         ),
         (("--gpu", "24GiB", "--explain-change", "magic"), "no switch is called 'magic'"),
-        (("--gpu", "24GiB", "--engine", "fake"), "--engine fake is for --model"),
+        (
+            ("--gpu", "24GiB", "--engine", "fake"),
+            "--engine fake reads a command's flags, and these name no model",
+        ),
         (
             ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
             "must be a file in a folder that exists",

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from tests.planner.test_closed_loop_trl import HAS_HEAD
+from tests.planner.test_closed_loop_trl import HAS_HEAD, tokenizer
 from tests.planner.test_plans import Plans, request, tiny
 from trainer_plugins.cli import app
-from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner import MemoryPlan, plan_run
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.inputs import arguments_to_send
 from trainer_plugins.planner.request import TRL_TRAINERS, PlanRequest
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of it
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 FOUR = ("--num_generations", "4", "--max_completion_length", "40", "--beta", "0.04")
 MORE_TOKENS = 1024
+EVALUATED = ("--do_eval", "True", "--per_device_eval_batch_size", "6", "--bf16", "False")
 VLLM = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.25")
 
 
@@ -56,7 +59,9 @@ REQUESTS = {
     "no room": looped("grpo", "--max_completion_length", "64", rows=8),
     "groups": looped("grpo", "--num_generations", "3"),
     "no such flag": looped("grpo", "--max_prompt_lenght", "3", rows=8),
-    "evaluates": looped("sft", "--do_eval", "True"),
+    "evaluates": looped("grpo", *FOUR, "--do_eval", "True"),
+    "packed": looped("sft", "--packing", "True", "--max_length", "64", *EVALUATED),
+    "whole": looped("sft", "--max_length", "64", *EVALUATED),
     "cut": looped("sft", "--max_length", "32"),
     "cut, though nobody said so": uncut("cpo"),
 }
@@ -133,7 +138,7 @@ def test_vllm_takes_its_part_of_the_card(outcomes):
         ("no room", "nothing is left for the prompt"),
         ("groups", "must be divisible by num_generations"),
         ("no such flag", "neither plan nor GRPOConfig has an option --max_prompt_lenght"),
-        ("evaluates", "an evaluation with --trainer sft"),
+        ("evaluates", "an evaluation with --trainer grpo"),
     ],
 )
 def test_what_cannot_be_is_one_line(outcomes, name, line):
@@ -146,6 +151,24 @@ def test_rows_are_cut_where_the_run_cuts_them(outcomes):
     assert any("rows are cut at 32 tokens" in line for line in plan.assumptions)
     plan = plan_of(outcomes, "cut, though nobody said so")
     assert any("rows are cut at 512 tokens" in line for line in plan.assumptions)
+
+
+@pytest.mark.parametrize(("name", "packing"), [("packed", True), ("whole", False)])
+def test_rows_and_evaluations_are_those_of_a_trainer(outcomes, tmp_path, name, packing):
+    """Two texts fill a packed row: a mask tells them apart, as in any run that packs."""
+    num_tokens = 32 if packing else 64
+    rows = Dataset.from_list([{"input_ids": [3] * num_tokens}] * 128)
+    shape = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 6, "do_eval": True}
+    trl = pytest.importorskip("trl")
+    args = trl.SFTConfig(str(tmp_path), bf16=False, packing=packing, max_length=64, **shape)
+    model = LlamaForCausalLM(LlamaConfig(**tiny()))
+    made = trl.SFTTrainer(model, args, None, rows, rows, processing_class=tokenizer())
+    expected = plan_run(made, gpu="8GiB", has_padding=True)
+    found = plan_of(outcomes, name).moments
+    assert {each: found[each].allocated_bytes for each in expected.moments} == {
+        each: peak.allocated_bytes for each, peak in expected.moments.items()
+    }
+    assert any("rows are packed" in line for line in plan_of(outcomes, name).assumptions) is packing
 
 
 def test_on_cuda_log_probabilities_have_one_gradient_for_all_rows(outcomes):

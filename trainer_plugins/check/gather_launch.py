@@ -64,6 +64,8 @@ def gather_launch(
         * run.number("per_device_eval_batch_size", 8),
     )
     seen = _model(read_config(model, details.from_hub), run)
+    if details.attention is not None:
+        seen = replace(seen, attention=details.attention)
     facts = replace(facts, run=run, model=seen, data=data)
     return _with_plan(facts, model, details, inputs, timeout_seconds)
 

@@ -13,6 +13,7 @@ from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import ExecCommand, exec_
 from trainer_plugins.cli.explain import explain
+from trainer_plugins.cli.foreign.flags import CommandOfARun
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
 from trainer_plugins.cli.top import top
@@ -59,6 +60,8 @@ app.command(rich_help_panel=_AFTER)(explain)
 app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
 for each in (*app.registered_commands, *configs.registered_commands):
     each.cls = each.cls if each.name == "exec" else Command
+for each in app.registered_commands[:2]:  # check and plan
+    each.cls = CommandOfARun
 
 
 def _print_version(wanted: bool) -> None:

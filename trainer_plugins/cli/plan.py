@@ -18,6 +18,7 @@ from trainer_plugins.cli.plan_dry import (
     command_in,
     takes_dry_cards,
     variations_of,
+    words_of_flags,
 )
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
@@ -102,6 +103,9 @@ def plan(
         if command and (run.model.model is None or shutil.which(command[0])):
             if answer.calibrate is not None:
                 raise PlanError("--calibrate is for --model: a command after -- gets a plan")
+            if (words := words_of_flags(command, run, dry)) is not None:
+                _plan_again(context, [*_own_words(context), *words])
+                return
             with by_any_signal():
                 variations = variations_of(
                     command, run, dry, foretells=bool(answer.search or answer.explain_change)
@@ -172,9 +176,21 @@ def _answer_on_dry_cards(
     return found.fits
 
 
+def _plan_again(context: typer.Context, words: list[str]) -> None:
+    """Run `plan` with the options that the flags of a command mean."""
+    with context.command.make_context(context.info_name, words, parent=context.parent) as again:
+        context.command.invoke(again)
+
+
 def command_of(context: typer.Context) -> str:
     """Return the command line that makes this plan again: all that differs from the defaults."""
-    words = ["trainer-plugins", context.info_name or ""]
+    dashes = ["--"] if command_in(context.args) else []
+    words = ["trainer-plugins", context.info_name or "", *_own_words(context)]
+    return shlex.join([*words, *dashes, *context.args])
+
+
+def _own_words(context: typer.Context) -> list[str]:
+    words: list[str] = []
     for parameter in context.command.params:
         value = context.params[parameter.name or ""]
         if value in (None, (), []) or value == parameter.get_default(context):
@@ -185,8 +201,7 @@ def command_of(context: typer.Context) -> str:
             continue
         for each in value if isinstance(value, (list, tuple)) else [value]:
             words += [flag, str(each)]
-    dashes = ["--"] if command_in(context.args) else []
-    return shlex.join([*words, *dashes, *context.args])
+    return words
 
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:

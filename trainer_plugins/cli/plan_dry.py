@@ -47,6 +47,35 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
     return () if not words or words[0].startswith("-") else words
 
 
+def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> list[str] | None:
+    """Return what a command's flags mean for `plan`; None where the command itself is to run.
+
+    Without dry cards, and with `--engine fake`, they are read as far as they are known.
+    """
+    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+
+    if dry.engine != "fake":
+        try:
+            if dry.engine == "dry" or dry.dry_env or site_with_cuda():
+                return None
+        except DryCudaUnavailable:
+            pass
+    from trainer_plugins.cli.foreign.command import read_command
+    from trainer_plugins.cli.foreign.reading import tell
+
+    if given := [*_said_twice(run)]:
+        raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
+    reading = read_command(command)
+    if reading is None:
+        return None
+    how = "" if dry.engine == "fake" else "; --dry-env runs it"
+    tell(reading, f"read from the command's flags, it is not run{how}")
+    if run.machine.num_gpus is not None:
+        reading.options.pop("num_gpus", None)
+    return reading.words()
+
+
 def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) -> bool:
     """Return whether dry cards answer a request: where they can, unless told.
 
@@ -103,7 +132,7 @@ def variations_of(
     if machine.gpu is None:
         raise PlanError("name the card on which the command will run: --gpu")
     if options.engine == "fake":
-        raise PlanError("--engine fake is for --model: a command after -- runs on dry cards")
+        raise PlanError("--engine fake reads a command's flags, and these name no model")
     if given := [*_said_twice(run)]:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
     card = card_of(machine.gpu)

@@ -11,6 +11,7 @@ from trainer_plugins.planner.inputs import ConfigInputs, RunInputs
 from trainer_plugins.planner.plan import PlanError
 
 _LARGEST_LORA_RANK = 1 << 20
+_LONGEST_NAME = 200
 
 
 def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, RunInputs]:
@@ -27,6 +28,8 @@ def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, 
         seq_length=data.seq_length,
         target_length=data.target_length,
         dtype=model.dtype,
+        attention=model.attn_implementation,
+        head=model.head,
         peft_config=_adapter(adapter),
         accelerate_config=machine.accelerate_config,
         num_evaluation_batches=data.eval_batches,
@@ -73,9 +76,10 @@ def _adapter(options: AdapterOptions) -> dict[str, object] | None:
     return {"peft_type": "LORA", "r": rank, "target_modules": modules}
 
 
-def _read_adapter(file: Path) -> dict[str, object]:
+def _read_adapter(given: str) -> dict[str, object]:
+    file = given if len(given) < _LONGEST_NAME else f"{given[:_LONGEST_NAME]}..."
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
     except OSError as error:
         raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

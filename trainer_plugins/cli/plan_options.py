@@ -18,9 +18,20 @@ class ModelOptions:
     model: str | None = option(
         "A config.json, its folder, or org/name in the local hub cache.", panel=MOST_USED
     )
+    config: str | None = option(
+        "A file of axolotl, LLaMA-Factory or TRL, instead of --model.",
+        metavar="FILE",
+        panel=MOST_USED,
+    )
     from_hub: bool = option("Download the config.json of --model org/name.", default=False)
     dtype: str | None = option(
         "Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."
+    )
+    attn_implementation: str | None = option(
+        "Attention: eager, sdpa or flash_attention_2 (default: as the config says)."
+    )
+    head: str | None = option(
+        "What is trained on top, as in TokenClassification (default: as the config says)."
     )
     trainer: str | None = option(
         "Trainer of TRL: sft, dpo, kto, reward, grpo, rloo, gmpo, orpo, cpo or tpo; it takes all"
@@ -70,7 +81,9 @@ class AdapterOptions:
     lora_target: str = option(
         "Modules that get an adapter: all-linear, or names with commas.", default="all-linear"
     )
-    peft_config: Path | None = option("An adapter_config.json of PEFT, instead of --lora-r.")
+    peft_config: str | None = option(
+        "An adapter_config.json of PEFT, or its JSON, instead of --lora-r."
+    )
     prepare_kbit: bool | None = option(
         "Prepare a quantised base for k-bit training (default: yes)."
     )

@@ -15,7 +15,7 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of, with_measured_context
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
@@ -29,6 +29,7 @@ from trainer_plugins.planner.request import (
 
 _NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CONFIG = "config.json"
+_HEAD = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
 _ITS_MODEL = "its model is planned as it is"
 _OF_A_TRAINER = {
@@ -83,6 +84,8 @@ class ConfigInputs:
     resident_layers: int | None = None  # of a streamed base, on the card; None: all of it
     streams_embeddings: bool = False
     trainer: str | None = None  # one of TRL's Trainers, as in "grpo"; None is transformers' own
+    attention: str | None = None  # as in `attn_implementation`; None: as the config says
+    head: str | None = None  # of the class that is trained, as in "TokenClassification"
     from_hub: bool = False  # whether the config of a model that is given by name is fetched
 
 
@@ -137,7 +140,10 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         _check_flags(arguments)
     if details.streams_embeddings and details.resident_layers is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
-    config = _config(given, details.from_hub)
+    config = _changed(_config(given, details.from_hub), details)
+    peft, quantisation = _fields(details.peft_config), _quantisation(details, config)
+    if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
+        raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it makes whole")
     return PlanRequest(
         card=card_of(run.gpu) if run.gpu is not None else None,
         source=ConfigSource(
@@ -146,8 +152,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
             target_length=details.target_length,
             dtype=details.dtype,
-            peft=_fields(details.peft_config),
-            quantisation=_quantisation(details, config.get("quantization_config")),
+            peft=peft,
+            quantisation=quantisation,
             prepares_kbit=details.prepare_kbit is not False,
             num_evaluation_batches=details.num_evaluation_batches,
             has_metrics=details.has_metrics,
@@ -180,9 +186,9 @@ def _check_flags(flags: Sequence[str]) -> None:
             raise PlanError(f"{flag} must be at least 1, got {text}")
 
 
-def _quantisation(details: ConfigInputs, of_config: object) -> dict[str, object] | None:
+def _quantisation(details: ConfigInputs, config: Mapping[str, object]) -> dict[str, object] | None:
     """Check how the base is to be quantised, as far as that needs no torch."""
-    fields = _fields(details.quantization_config)
+    fields, of_config = _fields(details.quantization_config), config.get("quantization_config")
     if fields is None:
         if details.prepare_kbit is not None and not of_config:
             raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")
@@ -285,6 +291,20 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
     if isinstance(given, (str, os.PathLike)):
         return read_config(given, from_hub)
     raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
+
+
+def _changed(config: dict[str, object], details: ConfigInputs) -> dict[str, object]:
+    """Return a config with the attention and the head of the run."""
+    if details.attention is not None:
+        config = {**config, "_attn_implementation": details.attention}
+    if details.head is None:
+        return config
+    named = config.get("architectures")
+    base = str(named[0]) if isinstance(named, list) and named else ""
+    kind = _HEAD.sub("", base)
+    if not kind:
+        raise PlanError("--head: the config names no class (architectures) that could have it")
+    return {**config, "architectures": [f"{kind}For{details.head.removeprefix('For')}"]}
 
 
 def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:

@@ -16,38 +16,83 @@ import yaml
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, part
 
-# What people and other programs call the same: axolotl has micro_batch_size and sequence_len, TRL
-# max_length (and had max_seq_length), LLaMA-Factory cutoff_len.
+# What people call the same, and programs use for something else too: the batch of all cards.
 CALLED_ELSEWHERE = {
-    "batch-size": "--per-device-train-batch-size",
-    "train-batch-size": "--per-device-train-batch-size",
-    "micro-batch-size": "--per-device-train-batch-size",
-    "epochs": "--num-train-epochs",
-    "lr": "--learning-rate",
-    "max-length": "--seq-length",
-    "max-seq-length": "--seq-length",
-    "seq-len": "--seq-length",
-    "sequence-len": "--seq-length",
-    "cutoff-len": "--seq-length",
+    "batch_size": "per-device-train-batch-size",
+    "train_batch_size": "per-device-train-batch-size",
 }
 _FILES = ("training_args.py", "training_args_seq2seq.py")
+_OF_TRL = (
+    "trainer/base_config.py",
+    "trainer/{0}_config.py",
+    "trainer/grpo_config.py",
+    "experimental/{0}/{0}_config.py",
+)
+_SURE = 0.85  # of 1: `gradient_checkpoint` is near enough, `lora_r` is not `local_rank`
 
 
 @functools.cache
-def argument_names() -> frozenset[str]:
-    """Return the names that the installed TrainingArguments take; none if it is not found."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
-        return frozenset()
-    texts = (Path(found.origin).with_name(file).read_text(encoding="utf-8") for file in _FILES)
+def argument_names(trainer: str | None = None) -> frozenset[str]:
+    """Return the names that the installed TrainingArguments take; none if it is not found.
+
+    With one of TRL's Trainers, as in "sft", also those of its own config.
+    """
+    names = _fields_in("transformers", _FILES)
+    if trainer is None:
+        return names
+    grouped = trainer == "gmpo"  # its config is one of GRPO's
+    files = [each.format(trainer) for each in _OF_TRL if grouped or "grpo" not in each]
+    return names | _fields_in("trl", files)
+
+
+@functools.cache
+def optimizer_names() -> frozenset[str]:
+    """Return what `optim` of the installed TrainingArguments takes; none if it is not found."""
+    return frozenset(
+        line.value.value
+        for each in _classes_in("transformers", _FILES[:1])
+        if each.name == "OptimizerNames"
+        for line in each.body
+        if isinstance(line, ast.Assign)
+        and isinstance(line.value, ast.Constant)
+        and isinstance(line.value.value, str)
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the name that was meant: one that means the same, or of which this is a slip.
+
+    >>> nearest("bf61", ["bf16", "fp16"]), nearest("lora_r", ["local_rank"])
+    ('bf16', '')
+    """
+    spelt = name.replace("-", "_")
+    if spelt in CALLED_ELSEWHERE:
+        return CALLED_ELSEWHERE[spelt]
+    by_spelling = {each.replace("-", "_"): each for each in reversed([*known])}
+    swapped = [each for each in by_spelling if sorted(each) == sorted(spelt)]
+    near = swapped or get_close_matches(spelt, by_spelling, n=1, cutoff=_SURE)
+    return by_spelling[near[0]] if near else ""
+
+
+def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
     return frozenset(
         line.target.id
-        for text in texts
-        for each in ast.parse(text).body
-        if isinstance(each, ast.ClassDef)
+        for each in _classes_in(package, files)
         for line in each.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     )
+
+
+def _classes_in(package: str, files: Iterable[str]) -> Iterator[ast.ClassDef]:
+    """Yield the classes in files of an installed package, which is not imported."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        return
+    for file in files:
+        path = Path(found.origin).parent / file
+        if path.is_file():
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            yield from (each for each in body if isinstance(each, ast.ClassDef))
 
 
 def unknown_argument(names: Iterable[str]) -> str:
@@ -55,9 +100,8 @@ def unknown_argument(names: Iterable[str]) -> str:
     known = argument_names()
     for name in names if known else ():
         if name not in known:
-            meant = CALLED_ELSEWHERE.get(name.replace("_", "-"))
-            near = [meant] if meant else [f"--{n}" for n in get_close_matches(name, known, n=1)]
-            hint = f": is it {near[0]}?" if near else ""
+            near = nearest(name, known)
+            hint = f": is it --{near}?" if near else ""
             return f"neither plan nor TrainingArguments knows --{name}{hint}"
     return ""
 

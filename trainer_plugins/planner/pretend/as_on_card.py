@@ -197,7 +197,7 @@ def _masks(patches: Patches, tracker: Tracker, world: World) -> None:
         return not tracker.has_padding
 
     def find_packed(original: Callable[..., object], positions: torch.Tensor) -> object:
-        tracker.checks_hold = not world.packed_sequences
+        tracker.checks_hold = not (world.packed_sequences or tracker.has_packed_rows)
         try:
             return original(positions)
         finally:

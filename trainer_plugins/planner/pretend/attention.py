@@ -48,7 +48,7 @@ def cuda_attention(
         has_groups=has_groups,
         asks_cudnn=prefers_cudnn
         and key.shape[2] > 1
-        and (dropout_p * 16).is_integer()
+        and float(dropout_p * 16).is_integer()  # TRL sets it to the integer 0
         and not (attn_mask is not None and attn_mask.requires_grad),
     )
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))

@@ -4,12 +4,11 @@ import contextlib
 import io
 import pickle
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.launch.lint.training import CALLED_ELSEWHERE
+from trainer_plugins.launch.lint.training import argument_names, nearest
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line
@@ -109,10 +108,12 @@ def _parsed(source: ConfigSource) -> HfArguments:
         raise PlanError(why) from exit_
     if unknown:
         flag = unknown[0].split("=")[0]
-        meant = CALLED_ELSEWHERE.get(flag.lstrip("-").replace("_", "-"))
-        near = [meant] if meant else get_close_matches(flag, parser._option_string_actions, n=1)
+        near = nearest(
+            flag.lstrip("-"), [each.lstrip("-") for each in parser._option_string_actions]
+        )
+        is_of_trl = source.trainer is None and flag.lstrip("-") in argument_names("sft")
         knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
-        hint = f": is it {near[0]}?" if near else ""
+        hint = f": is it --{near}?" if near else ": it belongs to --trainer sft" * is_of_trl
         raise PlanError(f"neither plan nor {knower} has an option {unknown[0]}{hint}")
     made: HfArguments = args
     return made

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.pretend import triton
-from trainer_plugins.planner.rehearse import rollout
+from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
 from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
 from trainer_plugins.planner.rehearse.gather import longest_batch
@@ -18,16 +18,18 @@ from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
-from trainer_plugins.planner.rehearse.ship import all_numbers, copied
 from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
+# A mask tells texts of a row apart, and a kernel has a block for each; with one there is no mask.
+TEXTS_OF_A_PACKED_ROW = 2
+
 
 def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
-    """Make a Trainer of TRL's from a config. It trains, and saves; it does not evaluate."""
+    """Make a Trainer of TRL's from a config. It trains, evaluates and saves."""
     check_rows(build.args)
     loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
-    if build.kind.evaluates:
+    if build.kind.evaluates and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     if own_args.device.type == "cuda" and build.has_stand_ins:
         triton.trl_kernels_do_nothing()
@@ -39,20 +41,25 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     )
     if build.has_padding is None:
         said.append(PADDED)
+    sizes = [build.args.per_device_train_batch_size]
+    if build.kind.evaluates:
+        sizes.append(build.args.per_device_eval_batch_size)
+    with _disable_current_modes():
+        batches = [longest_batch(trainer, rows).batch for rows in sizes]
     asked = NOTHING
     if loop.halves_rows:  # a mask picks what gets a loss: it is known
-        with _disable_current_modes():
-            batch, asked = all_numbers(longest_batch(trainer).batch), Asked(are_kept=True)
-    else:
-        batch = longest_batch(trainer).batch
+        batches, asked = [ship.all_numbers(batch) for batch in batches], Asked(are_kept=True)
+    elif build.has_stand_ins:
+        batches = [ship.loads(ship.dumps(batch)) for batch in batches]
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: copied(batch),
-        make_evaluation_batch=None,
-        num_evaluation_batches=0,
+        make_batch=lambda: ship.copied(batches[0]),
+        make_evaluation_batch=(lambda: ship.copied(batches[1])) if build.kind.evaluates else None,
+        num_evaluation_batches=source.num_evaluation_batches,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
         asked=asked,
+        has_packed_rows=getattr(own_args, "packing", False),
     )
 
 
@@ -62,12 +69,17 @@ def _make(
     """Make the Trainer of a loop, and say what was assumed; `model_of` also builds a reference."""
     from datasets import Dataset
 
-    refused = ("packing", "padding_free") if loop.name == "SFT" else ("precompute_ref_log_probs",)
-    for name in refused:
-        if getattr(args, name, False):
-            raise NotPredicted(f"{name} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    refused = "padding_free" if loop.name == "SFT" else "precompute_ref_log_probs"
+    if getattr(args, refused, False):
+        raise NotPredicted(f"{refused} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     length, said = _length(loop, source, args)
     rows, rewards = args.per_device_train_batch_size, {}
+    if getattr(args, "packing", False) and args.max_length:  # TRL refuses packing without it
+        length, rows = args.max_length // TEXTS_OF_A_PACKED_ROW, rows * TEXTS_OF_A_PACKED_ROW
+        said = [
+            f"rows are packed: each has {args.max_length:,} tokens (--max_length), of "
+            f"{TEXTS_OF_A_PACKED_ROW} texts"
+        ]
     if rollout.generates(loop.trainer):
         length -= args.max_completion_length
         rows = -(-rollout.rows_of_a_batch(args) // args.num_generations)
@@ -81,7 +93,7 @@ def _make(
         said.append(f"prompts have {length:,} tokens: the row without its completion")
     elif loop.halves_rows:
         said.append("half of each row is the prompt, which gets no loss")
-    data = Dataset.from_list([loop.row(length, index) for index in range(max(2, rows))])
+    data = Dataset.from_list([loop.row(length, index) for index in range(max(4, rows))])
     adapter = adapter_of(source.peft) if source.peft is not None else None
     try:
         with Patches() as patches:

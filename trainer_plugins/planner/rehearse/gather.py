@@ -190,13 +190,14 @@ class WorstBatch(NamedTuple):
     unread: str  # what is not known because not all rows were read; empty if they were
 
 
-def longest_batch(trainer: Any) -> WorstBatch:
-    """Return the worst batch of a training that a sampler can draw."""
+def longest_batch(trainer: Any, num_rows: int | None = None) -> WorstBatch:
+    """Return the worst batch of a training that a sampler can draw, or one of `num_rows`."""
     dataset, args = trainer.train_dataset, trainer.args
     if rollout.generates(trainer):  # completions end where they end
         rows = rollout.rows_of_a_batch(args)
         return _longest_prompts(dataset, rows, trainer.num_generations, "train_dataset")
-    return _longest_batch(trainer, dataset, args.per_device_train_batch_size, "train_dataset")
+    num_rows = num_rows or args.per_device_train_batch_size
+    return _longest_batch(trainer, dataset, num_rows, "train_dataset")
 
 
 def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBatch:

@@ -279,6 +279,8 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
         given = "float32"
         assumptions.append("weights are loaded in float32, as TRL does; see --dtype")
+    if given == "auto":
+        given = str(getattr(config, "dtype", None) or "float32")
     if given is None:
         # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
         # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)

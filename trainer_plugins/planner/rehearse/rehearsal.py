@@ -62,6 +62,7 @@ class Rehearsed:
     has_padding: bool
     assumptions: list[str]
     asked: Asked = NOTHING  # what the model asks of the numbers in its batches
+    has_packed_rows: bool = False  # of several texts each, whose positions begin again
 
 
 def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) -> None:

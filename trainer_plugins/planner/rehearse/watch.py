@@ -145,6 +145,7 @@ def _built(request: PlanRequest, build: Build, tracker: Tracker) -> Rehearsed:
     rehearsed = told_in_one_line(lambda: _rehearsal_of(request.source, build))
     trainer, kind = rehearsed.trainer, build.kind
     tracker.has_padding = rehearsed.has_padding
+    tracker.has_packed_rows = rehearsed.has_packed_rows
     trainer.args.max_steps = request.num_steps
     refusals.refuse_trainer(trainer, kind)
     if isinstance(request.source, TrainerSource):

@@ -5,10 +5,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from types import UnionType
 from typing import Any, NamedTuple, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from trainer_plugins.launch.lint.training import nearest
 from trainer_plugins.planner.plan import PlanError
 
 _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -91,8 +91,8 @@ def check_kinds(kind: Any, fields: Mapping[str, object]) -> None:
         if name in defaults and type(value) is type(defaults[name]):
             continue  # hints are not always right, as in `x: int = None`
         if name not in hints:
-            near = get_close_matches(name, hints, n=1)
-            raise PlanError(f"{kind.__name__} has no {name}{f': is it {near[0]}?' if near else ''}")
+            near = nearest(name, hints)
+            raise PlanError(f"{kind.__name__} has no {name}{f': is it {near}?' if near else ''}")
         expected = _expected(value, hints[name])
         if expected is not None:
             raise PlanError(f"{name} is {_json(value)}: {expected} is expected")

@@ -41,6 +41,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.has_padding = device, has_padding
+        self.has_packed_rows = False  # of several texts each, whose positions begin again
         self.module = ""  # the module that is running, by its name in the model
         self.stream = 0  # from whose pool memory is taken
         self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors

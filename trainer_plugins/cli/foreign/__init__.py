@@ -1,0 +1,1 @@
+"""Reads the flags, files and commands of other programs as options of `plan`."""
