@@ -155,7 +155,8 @@ def test_the_help_of_plan_begins_with_what_most_need() -> None:
         "--num-gpus",
         "--accelerate-config",
         "--search",
-        "--html",
+        "--verbose",
+            "--html",
         "--json",
     ]
 
