@@ -35,7 +35,7 @@ NUM_ROWS, LENGTH = 64, 512
 
 
 def explained(*arguments: object) -> str:
-    done = CliRunner().invoke(app, ["explain", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["explain", "--verbose", *map(str, arguments)])
     assert done.exit_code == 0, done.output
     return done.output
 

@@ -453,7 +453,7 @@ def command(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
 def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("\x1b]0;mine\x07" + PIECES + "\n", encoding="utf-16")
-    code, out, _ = command(log)
+    code, out, _ = command(log, "--verbose")
 
     assert code == 0
     assert out.startswith("Why  there was enough memory, but in pieces  [likely: fragmentation]\n")
@@ -461,6 +461,21 @@ def test_the_command_says_why_and_what_to_do(tmp_path: Path) -> None:
     assert "Do this first: up to 5.00 GiB in pieces become usable" in out
     assert "(by arithmetic)" in out
     assert "\x1b" not in out
+
+
+def test_first_come_five_lines(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(PIECES + "\n")
+    why, first, numbers, do, effect = command(log)[1].splitlines()
+    assert why == "Why  there was enough memory, but in pieces  [likely: fragmentation]"
+    assert first.startswith("     ")
+    assert numbers.startswith("     asked for ")
+    assert do == "Do   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert effect.startswith("       up to 5.00 GiB in pieces become usable")
+    more = int(effect.partition("(more: --verbose, ")[2].split()[0])
+    everything = command(log, "--verbose")[1].splitlines()
+    assert more >= 2
+    assert len(everything) > 5 + more / 2
 
 
 @pytest.mark.parametrize("named", [["-"], []], ids=["named", "piped"])

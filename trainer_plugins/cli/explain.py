@@ -13,6 +13,8 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.printable import printable
 
 _NO_OOM = 1
+_SHOWN_EVIDENCE = 2  # lines, without --verbose: the first, and the one with these words
+_NUMBERS = "asked for "
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
 
@@ -30,6 +32,10 @@ def explain(
         Path | None,
         typer.Option(help="Write an HTML page of the snapshot to this file."),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print all evidence, causes, remedies and what is unknown."),
+    ] = False,
     predicts: Annotated[
         bool,
         typer.Option(
@@ -58,7 +64,7 @@ def explain(
     if is_json:
         print(json.dumps(asdict(answer), indent=2))
     else:
-        _print(answer, is_snapshot)
+        _print(answer, is_snapshot, verbose)
     is_oom = answer.causes and answer.causes[0].code != "not-an-oom"
     if not is_oom and not is_snapshot:
         raise typer.Exit(_NO_OOM)
@@ -116,7 +122,7 @@ def _grown(paths: list[str]) -> Explanation:
     return compare_snapshots(Path(paths[0]), Path(paths[1]))
 
 
-def _print(answer: Explanation, is_snapshot: bool) -> None:
+def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
@@ -129,6 +135,9 @@ def _print(answer: Explanation, is_snapshot: bool) -> None:
             heading = facts.pop(0)
         lines = (Text(printable(line), "dim") for line in (*facts, *answer.unknown))
         show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
+        return
+    if not verbose:
+        _print_briefly(answer)
         return
     first, *others = answer.causes
     summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
@@ -151,4 +160,30 @@ def _print(answer: Explanation, is_snapshot: bool) -> None:
         parts.append(Indented(Text(printable(effect)), 7))
     for line in answer.unknown:
         parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
+    show(Group(*parts))
+
+
+def _print_briefly(answer: Explanation) -> None:
+    """Print the cause, what shows it best, and what to do first; and how much more is known."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from trainer_plugins.report.page import Indented, show
+
+    first = answer.causes[0]
+    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
+    parts = [Indented(summary, 5, Text("Why"))]
+    known = sorted((*first.evidence[1:], *answer.facts), key=lambda line: _NUMBERS not in line)
+    evidence = (*first.evidence[:1], *known)
+    parts += [Indented(Text(printable(line)), 5) for line in evidence[:_SHOWN_EVIDENCE]]
+    left = len(answer.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
+    left += len(answer.remedies[1:]) + len(answer.unknown) + bool(first.doubt)
+    more = f" (more: --verbose, {left} line{'s' if left > 1 else ''})" if left else ""
+    if not answer.remedies:
+        parts.append(Indented(Text(f"no remedy is known here{more}", "dim"), 5))
+    else:
+        remedy = answer.remedies[0]
+        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, Text("Do", "bold")))
+        price = f"; it costs: {remedy.price}" if remedy.price else ""
+        parts.append(Indented(Text(f"{printable(remedy.effect)}{price}{more}"), 7))
     show(Group(*parts))
