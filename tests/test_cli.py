@@ -156,7 +156,7 @@ def test_the_help_of_plan_begins_with_what_most_need() -> None:
         "--accelerate-config",
         "--search",
         "--verbose",
-            "--html",
+        "--html",
         "--json",
     ]
 

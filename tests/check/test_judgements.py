@@ -296,6 +296,23 @@ def test_fsdp2_checkpointing_of_accelerate_before_1_15_is_known(tmp_path: Path) 
         assert [each.code for each in found if each.severity > Severity.INFO] == expected
 
 
+@pytest.mark.parametrize(("version", "frozen", "expected"), [
+    ("1.12.0", {"bfloat16": GIB}, ["known-version"]),
+    ("1.12.0", {"float32": GIB}, []),
+    ("1.13.0", {"bfloat16": GIB}, []),
+])  # fmt: skip
+def test_a_frozen_base_that_fsdp2_made_float32_is_known(version, frozen, expected) -> None:
+    facts = replace(
+        HEALTHY,
+        environment=environment(versions={"accelerate": version}),
+        model=replace(ADAPTERS, frozen_bytes=frozen),
+        run=replace(run(bf16=True), strategy=FSDP2),
+    )
+    found = [each for each in judge(facts).findings if each.code == "known-version"]
+    assert [each.code for each in found] == expected
+    assert all("accelerate#3844" in each.evidence for each in found)
+
+
 def test_a_check_that_fails_is_a_note_and_costs_no_other() -> None:
     broken = replace(HEALTHY, run=run(auto_find_batch_size=True), main=main(shared=None))
     found = judge(broken).findings

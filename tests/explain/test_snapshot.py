@@ -367,7 +367,9 @@ def test_what_grew_between_two_snapshots_is_named_with_its_line(tmp_path):
 
 
 def command(*paths: Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["explain", "--verbose", *map(str, paths)], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["explain", "--verbose", *map(str, paths)], env={"COLUMNS": "200"}
+    )
     return done.exit_code, done.output
 
 

@@ -123,11 +123,19 @@ def _has_fsdp_checkpointing(facts: Facts) -> bool:
     return _is_fsdp2(facts) and _in_fsdp_config(facts, "fsdp_activation_checkpointing") is True
 
 
+def _has_frozen_halves_under_fsdp2(facts: Facts) -> bool:
+    is_mixed = facts.flag("bf16") or facts.flag("fp16")
+    frozen = {} if facts.model is None else facts.model.frozen_bytes
+    return is_mixed and _is_fsdp2(facts) and any(frozen.get(each) for each in _HALVES)
+
+
 def _is_reentrant(facts: Facts) -> bool:
     names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
     return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
 
+
+_HALVES = ("bfloat16", "float16")
 
 # Add a row for a problem that was read in the code or reported, with its source.
 _KNOWN = (
@@ -141,6 +149,16 @@ _KNOWN = (
         issue="accelerate#4172: 29 of 40.8 GB at 131,072 tokens",
         remedy="pip install -U 'accelerate>=1.15', or"
         f" {advice.CHECKPOINTING.flag(Door.TRAINER)} instead of fsdp_activation_checkpointing",
+    ),
+    # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model: read in 1.12.0 and 1.13.0
+    _KnownVersions(
+        package="accelerate",
+        fixed=(1, 13),
+        applies=_has_frozen_halves_under_fsdp2,
+        what="FSDP2 makes all weights float32, the frozen ones too: twice the memory of a base in"
+        " 16 bits",
+        issue="accelerate#3844",
+        remedy="pip install -U 'accelerate>=1.13'",
     ),
     _KnownVersions(
         package="torch",
