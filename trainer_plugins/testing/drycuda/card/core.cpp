@@ -346,6 +346,14 @@ void count(const char* name, uint64_t amount) {
   counters[name] += amount;
 }
 
+std::string* recorded = nullptr;
+
+void note(const char* what, void* handle, uint64_t number) {
+  std::lock_guard<std::mutex> guard(counters_lock);
+  if (recorded == nullptr) return;
+  *recorded += std::string(what) + " " + std::to_string(stream(handle)->id) + " " + std::to_string(number) + "\n";
+}
+
 int unwritten(const char* library, const char* name) {
   std::lock_guard<std::mutex> guard(counters_lock);
   counters[std::string("unwritten ") + library + " " + name]++;
@@ -409,6 +417,16 @@ EXPORT const char* drycuda_counters() {
   text.clear();
   text += std::to_string(dry::most_pinned_bytes) + " bytes pinned at most\n";
   for (const auto& [name, number] : dry::counters) text += std::to_string(number) + " " + name + "\n";
+  return text.c_str();
+}
+
+// Records calls from now on; returns those since the last time, a line for each: "NAME STREAM NUMBER".
+EXPORT const char* drycuda_record() {
+  static std::string& text = *new std::string;
+  std::lock_guard<std::mutex> guard(dry::counters_lock);
+  if (dry::recorded == nullptr) dry::recorded = new std::string;
+  text.swap(*dry::recorded);
+  dry::recorded->clear();
   return text.c_str();
 }
 

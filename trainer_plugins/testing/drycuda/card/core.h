@@ -61,6 +61,8 @@ bool is_pinned(const void* address);
 
 // Counters. `name` must live as long as the process.
 void count(const char* name, uint64_t amount = 1);
+// Notes a call of a stream while calls are recorded: its name, the stream, and a number of bytes or of an event.
+void note(const char* what, void* stream, uint64_t number);
 // Counts a function that has no code of its own, and returns 0.
 int unwritten(const char* library, const char* name);
 
@@ -73,6 +75,7 @@ struct Stream {
 struct Event {
   uint64_t capture;
   int64_t nanoseconds;
+  uint64_t number;  // of the call that recorded it last
 };
 Stream* stream(void* handle);  // the default streams too
 Stream* new_stream(unsigned flags, int priority);

@@ -265,8 +265,10 @@ EXPORT Result cudaMemcpy(void* to, const void* from, size_t num_bytes, int) {
   dry::count("cudaMemcpy");
   return copied(to, from, num_bytes);
 }
-EXPORT Result cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, int, Handle) {
+EXPORT Result cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, int, Handle stream) {
   dry::count("cudaMemcpyAsync");
+  const bool is_upload = dry::device_of(to) >= 0 && dry::device_of(from) < 0;
+  dry::note(!is_upload ? "copy" : dry::is_pinned(from) ? "upload" : "unpinned", stream, num_bytes);
   return copied(to, from, num_bytes);
 }
 EXPORT Result cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t num_bytes, Handle) {
@@ -337,7 +339,7 @@ EXPORT Result cudaIpcGetEventHandle(cuda::IpcHandle* handle, Handle) {
   return cuda::kSuccess;
 }
 EXPORT Result cudaIpcOpenEventHandle(Handle* event, cuda::IpcHandle) {
-  *event = new dry::Event{0, dry::now_nanoseconds()};
+  *event = new dry::Event{0, dry::now_nanoseconds(), 0};
   return cuda::kSuccess;
 }
 
@@ -370,6 +372,7 @@ EXPORT Result cudaStreamQuery(Handle) { return cuda::kSuccess; }
 EXPORT Result cudaStreamSynchronize(Handle) { return only_counted("cudaStreamSynchronize"); }
 EXPORT Result cudaStreamWaitEvent(Handle handle, Handle event, unsigned) {
   dry::wait(dry::stream(handle), static_cast<dry::Event*>(event));
+  dry::note("wait", handle, static_cast<dry::Event*>(event)->number);
   return only_counted("cudaStreamWaitEvent");
 }
 EXPORT Result cudaStreamAddCallback(Handle handle, void (*call)(Handle, Result, void*), void* data, unsigned) {
@@ -382,7 +385,7 @@ EXPORT Result cudaLaunchHostFunc(Handle, void (*call)(void*), void* data) {
 }
 
 EXPORT Result cudaEventCreateWithFlags(Handle* made, unsigned) {
-  *made = new dry::Event{0, 0};
+  *made = new dry::Event{0, 0, 0};
   return cuda::kSuccess;
 }
 EXPORT Result cudaEventCreate(Handle* made) { return cudaEventCreateWithFlags(made, 0); }
@@ -391,7 +394,10 @@ EXPORT Result cudaEventDestroy(Handle event) {
   return cuda::kSuccess;
 }
 EXPORT Result cudaEventRecordWithFlags(Handle event, Handle stream, unsigned) {
-  *static_cast<dry::Event*>(event) = {dry::stream(stream)->capture, dry::now_nanoseconds()};
+  static std::atomic<uint64_t> next_number{1};
+  const uint64_t number = next_number++;
+  *static_cast<dry::Event*>(event) = {dry::stream(stream)->capture, dry::now_nanoseconds(), number};
+  dry::note("event", stream, number);
   return only_counted("cudaEventRecord");
 }
 EXPORT Result cudaEventRecord(Handle event, Handle stream) { return cudaEventRecordWithFlags(event, stream, 0); }
@@ -475,10 +481,14 @@ EXPORT Result cudaGraphGetNodes(Handle, Handle*, size_t* count) {
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-EXPORT Result cudaLaunchKernel(const void*, cuda::Dim3, cuda::Dim3, void**, size_t, Handle) { return only_counted("kernels"); }
+static Result launched(Handle stream) {
+  dry::note("kernel", stream, 0);
+  return only_counted("kernels");
+}
+EXPORT Result cudaLaunchKernel(const void*, cuda::Dim3, cuda::Dim3, void**, size_t, Handle stream) { return launched(stream); }
 EXPORT Result cudaLaunchKernelExC(const void*, const void*, void**) { return only_counted("kernels"); }
-EXPORT Result cudaLaunchCooperativeKernel(const void*, cuda::Dim3, cuda::Dim3, void**, size_t, Handle) { return only_counted("kernels"); }
-EXPORT Result __cudaLaunchKernel(Handle, cuda::Dim3, cuda::Dim3, void**, size_t, Handle) { return only_counted("kernels"); }
+EXPORT Result cudaLaunchCooperativeKernel(const void*, cuda::Dim3, cuda::Dim3, void**, size_t, Handle stream) { return launched(stream); }
+EXPORT Result __cudaLaunchKernel(Handle, cuda::Dim3, cuda::Dim3, void**, size_t, Handle stream) { return launched(stream); }
 EXPORT Result __cudaGetKernel(Handle* kernel, const void* function) {
   *kernel = const_cast<void*>(function);
   return cuda::kSuccess;
