@@ -6,17 +6,20 @@ the code which was measured: layer norms, which it dates with 0.2.1 and 0.6.0, w
 releases, with code that came with 0.3.0 and 0.6.1. Liger's RMS norm was measured with code of no
 release, and is left out. A row is only compared with that release: install it with
 `pip install --no-deps --target FOLDER liger-kernel==0.4.2`, and add the folder to PYTHONPATH.
-Triton is not needed.
+Triton is not needed. On a card, the dry one too, the calls run there instead of being planned:
+
+    python -m trainer_plugins.testing.drycuda --gpu a100-80gb -m benchmarks.liger
 """
 
 import csv
+import gc
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,6 +85,19 @@ def planned_mib(row: Row) -> float:
         trace = tracker.trace()
         del kept
     return _peak_since(before, trace) / MIB
+
+
+def measured_mib(row: Row) -> float:
+    """Run a call as its benchmark does, on this process's card; return the peak as planned_mib."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # each row is another process of its authors
+    with torch.device("cuda"):
+        call, kept = _CALLS[row.kernel](row.settings, row.provider == "liger")
+        for _ in range(_TIMES):
+            torch.cuda.reset_peak_memory_stats()
+            call()
+        del kept
+    return torch.cuda.max_memory_allocated() / MIB
 
 
 def _peak_since(begin: int, trace: Trace) -> int:
@@ -238,8 +254,11 @@ _CALLS: dict[str, Callable[[dict[str, Any], bool], Call]] = {
 def lines(of_version: str) -> Iterator[str]:
     """Yield a line of the table for each kernel: its rows, and the errors in per cent."""
     found: dict[tuple[str, str, str], list[float]] = {}
+    on_card = torch.cuda.is_available()
     for row in rows(of_version):
-        error = 100 * (planned_mib(row) / row.peak_mib - 1)
+        if on_card and card_of(row.gpu).capability != torch.cuda.get_device_capability():
+            continue
+        error = 100 * ((measured_mib if on_card else planned_mib)(row) / row.peak_mib - 1)
         found.setdefault((row.kernel, row.provider, row.gpu), []).append(error)
     for (kernel, provider, gpu), errors in found.items():
         worst = max(errors, key=abs)
@@ -248,16 +267,18 @@ def lines(of_version: str) -> Iterator[str]:
 
 
 def begin() -> None:
-    """Let Liger's layers be imported without Triton, and without its patches of models.
+    """Let Liger's layers be imported without its patches of models, and Triton without a card.
 
     Those of older versions are for older transformers.
     """
-    triton.kernels_do_nothing()
-    import liger_kernel
-
-    package = ModuleType("liger_kernel.transformers")
-    package.__path__ = [str(Path(folder) / "transformers") for folder in liger_kernel.__path__]
-    sys.modules[package.__name__] = package
+    if not torch.cuda.is_available():
+        triton.kernels_do_nothing()
+    # An older one has no __init__.py, so Python would prefer another that is installed.
+    folder = Path(str(distribution("liger-kernel").locate_file("liger_kernel")))
+    for name, place in (("", folder), (".transformers", folder / "transformers")):
+        package = ModuleType(f"liger_kernel{name}")
+        package.__path__ = [str(place)]
+        sys.modules[package.__name__] = package
 
 
 def main() -> None:

@@ -3,11 +3,12 @@
 The rows are those of `tests/planner/published.toml`.
 
 Each row is replayed with the versions of transformers and peft that it was measured with, on this
-environment's torch. They and the other estimators are installed beside this environment, into a
-cache. Prints what `benchmarks/results` keeps row by row and docs/plan_measured.md sums up; all rows
-take a quarter of an hour, those whose names contain a word less:
+environment's torch; and it is run on the dry card, with that torch too. They and the other
+estimators are installed beside this environment, into a cache. Prints what `benchmarks/results`
+keeps row by row and docs/plan_measured.md sums up; all rows take an hour, those whose names contain
+a word less, and a third of it without the dry card:
 
-    python -m benchmarks.prediction [WORD] ...
+    python -m benchmarks.prediction [--no-dry] [WORD] ...
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.prediction_peers import PEERS
-from benchmarks.published import Row, published
+from benchmarks.published import CARDS, Row, published
 from trainer_plugins.compiled import cache_folder
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,9 @@ rows saw the same batches."""
 
 RELEASED = {"0.19.2.dev0": "0.20.0", "0.20.1.dev0": "0.21.0"}
 """The first release after a development version that nobody can install."""
+
+BITSANDBYTES = "0.50.2"
+"""The version that fitcheck used, as its `data/measurements/manifest.json` says."""
 
 BESIDE = {"4.57.6": ("--no-deps", "datasets==4.2.0")}
 """What an old transformers imports and cannot in a new environment."""
@@ -135,47 +139,69 @@ def asked_for(row: Row) -> list[str]:
     return [f"{row.key}@{LONGEST_BATCH}", f"{row.key}@{row.settings['mean_seq_length']}"]
 
 
-def replays(rows: Sequence[Row]) -> Predicted:
-    """Replay these rows, one process for each version; a row that ends its process is left out."""
+def folders_of(row: Row, on_card: bool) -> list[str]:
+    """Install what a row was measured with, as far as its replay needs it; it runs once.
+
+    Raises:
+        NotInstalledError: pip refuses it.
+    """
+    transformers, peft = row.versions["transformers"], row.versions["peft"]
+    steps = [
+        [f"transformers=={transformers}"],
+        ["--no-deps", f"peft=={RELEASED.get(peft, peft)}"],
+    ]
+    if transformers in BESIDE:
+        steps += [["httpx"], list(BESIDE[transformers])]
+    folders = [installed(*steps)]
+    if on_card:
+        torch = row.versions["torch"].partition("+")[0]
+        folders.insert(0, installed(["--no-deps", f"torch=={torch}"]))
+        if row.source.startswith("fitcheck"):
+            folders.append(installed(["--no-deps", f"bitsandbytes=={BITSANDBYTES}"]))
+    return folders
+
+
+def replays(rows: Sequence[Row], on_card: bool = False) -> Predicted:
+    """Replay these rows, one process for each version; a row that ends its process is left out.
+
+    Args:
+        rows: what is replayed.
+        on_card: run them on the dry card instead of on fake tensors.
+    """
     found = Predicted()
-    for versions in dict.fromkeys(
-        (row.versions["transformers"], row.versions["peft"]) for row in rows
-    ):
-        same = [
-            row for row in rows if (row.versions["transformers"], row.versions["peft"]) == versions
-        ]
+    for source in dict.fromkeys(row.source for row in rows):
+        same = [row for row in rows if row.source == source]
         left = [asked for row in same for asked in asked_for(row)]
-        steps = [
-            [f"transformers=={versions[0]}"],
-            ["--no-deps", f"peft=={RELEASED.get(versions[1], versions[1])}"],
-        ]
-        if versions[0] in BESIDE:
-            steps += [["httpx"], list(BESIDE[versions[0]])]
+        words = ["benchmarks.prediction_replay"]
+        if on_card:
+            dry = "trainer_plugins.testing.drycuda"
+            words = [dry, "--gpu", CARDS[same[0].gpu], "-m", "benchmarks.prediction_dry"]
         try:
-            folder = installed(*steps)
+            folders = folders_of(same[0], on_card)
         except NotInstalledError as reason:
             found.refused.update(dict.fromkeys([row.key for row in same], str(reason)))
             continue
         while left:
-            print(f"replaying {len(left)} with transformers {versions[0]} ...", file=sys.stderr)
-            done = run("benchmarks.prediction_replay", left, [folder])
-            answers = [
-                json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
-            ]
-            for answer in answers:
-                note(found, answer)
-            left = left[len(answers) :]
+            print(f"{words[-1]}: {len(left)} of {source} ...", file=sys.stderr)
+            done = run(words[0], [*words[1:], *left], folders)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            for line in lines:
+                note(found, json.loads(line))
+            left = left[len(lines) :]
             if left:
                 key = left[0].partition("@")[0]
                 found.refused[key] = why(done)
-                found.sizes.pop(key, None)
                 left = [asked for asked in left if asked.partition("@")[0] != key]
+    found.sizes = {key: each for key, each in found.sizes.items() if key not in found.refused}
     return found
 
 
 def note(found: Predicted, answer: Mapping[str, int | str]) -> None:
-    """Keep the counters that one replay was for."""
+    """Keep the counters that one replay was for, or why there are none."""
     key, _, length = str(answer["key"]).partition("@")
+    if "failed" in answer:
+        found.refused[key] = str(answer["failed"])
+        return
     kept = set(COUNTERS)
     if length:
         kept = {"allocated", "reserved"} if int(length) == LONGEST_BATCH else {"step_end"}
@@ -250,28 +276,22 @@ def no_evidence(row: Row, counter: str) -> str:
     return "fitted" if row.key == FITTED_ROW else ""
 
 
-def print_rows(rows: Sequence[Row], found: Predicted) -> None:
-    """Print one table a source: measured, predicted, error in percent."""
+def print_rows(rows: Sequence[Row], ways: Mapping[str, Predicted]) -> None:
+    """Print one table a source: measured, and what each way says, with its error in percent."""
     for source in dict.fromkeys(row.source for row in rows):
-        of = [row for row in rows if row.source == source and row.key in found.sizes]
+        of = [
+            row
+            for row in rows
+            if row.source == source and any(row.key in way.sizes for way in ways.values())
+        ]
         if not of:
             continue
         counters = [counter for counter in COUNTERS if counter in of[0].measured]
         versions = ", ".join(f"{name} {version}" for name, version in of[0].versions.items())
         print(f"\n### {source}\n\n{of[0].gpu}, measured with {versions}. GiB; errors in percent.")
-        head = [
-            "run",
-            *(word for name in counters for word in (COUNTERS[name], "predicted", "error")),
-        ]
-        lines = []
-        for row in of:
-            line = [row.name]
-            for counter in counters:
-                measured, predicted = row.measured[counter], found.sizes[row.key][counter]
-                told = f"{error(predicted, measured):+.3f} {no_evidence(row, counter)}".strip()
-                line += [gib(measured), gib(predicted), told]
-            lines.append(line)
-        columns(head, lines)
+        of_ways = [word for name in ways for word in (name, "error")]
+        head = ["run", *(word for name in counters for word in (COUNTERS[name], *of_ways))]
+        columns(head, [line_of(row, counters, ways) for row in of])
     print(
         "\n### All of them\n\nErrors in percent. Figures that decided something in the prediction"
         " have lines of their own."
@@ -279,27 +299,45 @@ def print_rows(rows: Sequence[Row], found: Predicted) -> None:
     lines = []
     for source in [*dict.fromkeys(row.source for row in rows), ""]:
         for counter, name in COUNTERS.items():
-            errors: dict[str, list[float]] = {"": [], "fitted": []}
-            for row in rows:
-                if (
-                    (source or row.source) == row.source
-                    and row.key in found.sizes
+            for decided in ("", "fitted"):
+                of = [
+                    row
+                    for row in rows
+                    if (source or row.source) == row.source
                     and counter in row.measured
-                ):
-                    size = found.sizes[row.key][counter]
-                    errors[no_evidence(row, counter)].append(error(size, row.measured[counter]))
-            for decided, sizes in errors.items():
-                if sizes and (source or not decided):
-                    lines.append(
-                        [
-                            source or "all",
-                            f"{name}, {decided}" if decided else name,
-                            *summary(sizes),
-                        ]
-                    )
-    columns(["source", "counter", "rows", "mean", "median", "worst"], lines)
-    for key, reason in found.refused.items():
-        print(f"\nNot predicted, {key}: {reason}")
+                    and no_evidence(row, counter) == decided
+                ]
+                found = [summary(errors_of(of, counter, way)) for way in ways.values()]
+                if any(each[0] != "0" for each in found) and (source or not decided):
+                    told = f"{name}, {decided}" if decided else name
+                    lines.append([source or "all", told, *(word for one in found for word in one)])
+    of_ways = [word for name in ways for word in (f"{name}: rows", "mean", "median", "worst")]
+    columns(["source", "counter", *of_ways], lines)
+    for name, way in ways.items():
+        for key, reason in way.refused.items():
+            print(f"\nNot by {name}, {key}: {reason}")
+
+
+def line_of(row: Row, counters: Sequence[str], ways: Mapping[str, Predicted]) -> list[str]:
+    """Return a row of the table of its source."""
+    line = [row.name]
+    for counter in counters:
+        measured = row.measured[counter]
+        line.append(gib(measured))
+        for way in ways.values():
+            size = way.sizes.get(row.key, {}).get(counter)
+            told = "" if size is None else f"{error(size, measured):+.3f}"
+            line += [gib(size), f"{told} {no_evidence(row, counter)}".strip()]
+    return line
+
+
+def errors_of(rows: Iterable[Row], counter: str, way: Predicted) -> list[float]:
+    """Return the errors of one way for a counter, of the rows that it can say."""
+    return [
+        error(way.sizes[row.key][counter], row.measured[counter])
+        for row in rows
+        if row.key in way.sizes
+    ]
 
 
 def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]) -> None:
@@ -348,13 +386,16 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
 
 def main(words: Sequence[str]) -> None:
     """Print everything."""
-    rows = [row for row in published() if not words or any(word in row.key for word in words)]
+    asked = [word for word in words if word != "--no-dry"]
+    rows = [row for row in published() if not asked or any(word in row.key for word in asked)]
     replayed = [row for row in rows if not why_not(row)]
-    found = replays(replayed)
-    print_rows(replayed, found)
+    ways = {"plan": replays(replayed)}
+    if "--no-dry" not in words:
+        ways["dry"] = replays(replayed, on_card=True)
+    print_rows(replayed, ways)
     complete = [row for row in rows if row.complete]
     if complete:
-        print_peers(complete, found, peers(complete))
+        print_peers(complete, ways["plan"], peers(complete))
     print("\n### Published and not replayed\n")
     for source in dict.fromkeys(row.source for row in rows):
         left = [row for row in rows if row.source == source and why_not(row)]

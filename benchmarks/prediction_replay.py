@@ -11,22 +11,20 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.published import Row, published
+from benchmarks.published import CARDS, Row, published
+from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
-from trainer_plugins.planner.pretend.as_on_card import ANY_CARD, World, in_world
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
 from trainer_plugins.planner.tracing.trace import Tracker
-
-CAPABILITIES = {"NVIDIA RTX A6000": (8, 6), "Tesla T4": (7, 5), "NVIDIA L40S": (8, 9)}
 
 ROW_SECONDS = 120
 """A row that computes for longer ends the process."""
@@ -59,8 +57,9 @@ def memory_efficient_attention() -> Iterator[None]:
 
 
 def model_of(row: Row) -> Any:
-    """Load the model as the row does, with its adapter."""
+    """Make the model as the row does, with its adapter."""
     import transformers
+    from transformers import modeling_utils
 
     settings = row.settings
     config = transformers.AutoConfig.for_model(**row.architecture)
@@ -71,7 +70,17 @@ def model_of(row: Row) -> Any:
     if settings.get("quantization") == "nf4":
         model = with_base_in_nf4(model, getattr(torch, settings["dtype"]))
     else:
+        if row.loop.get("device_map"):
+            names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+            device = torch.device("cuda", 0)
+            modeling_utils.caching_allocator_warmup(model, dict.fromkeys(names, device), None)
         model = model.to("cuda")
+    return adapted(model, row)
+
+
+def adapted(model: Any, row: Row) -> Any:
+    """Return the row's model with its adapter and checkpointing."""
+    settings = row.settings
     if "peft_config" in settings:
         model = with_adapter(
             model, settings["peft_config"], settings.get("autocast_adapter_dtype", True)
@@ -104,10 +113,12 @@ def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype:
     return peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
 
 
-def train(row: Row, tracker: Tracker, seq_length: int) -> None:
+def train(
+    row: Row, tracker: Tracker, seq_length: int, load: Callable[[Row], Any] = model_of
+) -> None:
     """Run two steps of the row's own loop; the second is the first with optimizer states."""
     settings, loop = row.settings, row.loop
-    model = model_of(row)
+    model = load(row)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-5)
     shape = (settings["batch"], seq_length)
@@ -124,6 +135,7 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
         )
         if settings.get("padded"):
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, -1] = 0  # a mask of ones alone is left out
         with autocast if "autocast" in settings else contextlib.nullcontext():
             output = model(**batch, use_cache=loop.get("use_cache", False))
         output.loss.backward()
@@ -141,8 +153,9 @@ def train(row: Row, tracker: Tracker, seq_length: int) -> None:
 
 def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
     """Return what the card would see."""
-    card = replace(ANY_CARD, capability=CAPABILITIES[gpu])
-    world = World(device="cuda", card=card, has_padding=row.settings.get("padded", False))
+    world = World(
+        device="cuda", card=card_of(CARDS[gpu]), has_padding=row.settings.get("padded", False)
+    )
     with in_world(world) as tracker:
         with (
             memory_efficient_attention()

@@ -15,6 +15,8 @@ else:  # pytest brings it
 FOLDER = Path(__file__).parents[1] / "tests" / "planner"
 UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 COUNTERS = ("allocated", "reserved", "step_end", "sampled", "nvidia_smi", "host")
+CARDS = {"NVIDIA RTX A6000": "rtxa6000", "Tesla T4": "t4", "NVIDIA L40S": "l40s"}
+"""The cards of the sources that are replayed, as the planner names them."""
 SAID = ("name", "where", "unit", "measured", "missing", "note")
 OF_A_SOURCE = {
     *SAID,

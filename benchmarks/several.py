@@ -4,16 +4,19 @@ Each run is repeated in a process of its own: torchtitan's by `several_torchtita
 DeepSpeed#3734 by `several_deepspeed`. The planner's world, ranks, kernels and allocator take part;
 its Trainer does not, because these figures are of other loops. That of trl#6846, which is TRL's
 Trainer, is planned as it is (`several_trl`). Prints the table of
-`benchmarks/results/several_gpus.txt`; all runs take some minutes of CPU time:
+`benchmarks/results/several_gpus.txt`, with what rank 0 alone takes on the dry card where it runs;
+all runs take some minutes of CPU time:
 
     python -m benchmarks.several [WORD] ...
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.prediction import columns
 from benchmarks.published import Row, published
@@ -58,7 +61,7 @@ def answer(key: str, way: str) -> dict[str, int]:
     if row.source in OF_TRL:
         from benchmarks import several_trl
 
-        plan = several_trl.plan_of(row)
+        plan = several_trl.plan_of(row, on_card=False)
         return {"allocated": plan.allocated_peak_bytes, "reserved": plan.reserved_peak_bytes}
     if row.source in OF_DEEPSPEED:
         from benchmarks import several_deepspeed
@@ -79,11 +82,55 @@ def answer(key: str, way: str) -> dict[str, int]:
     return {"allocated": peak, "reserved": found.reserved_peak_bytes, "step_end": step_end}
 
 
-def asked(row: Row, way: str) -> dict[str, int] | str:
+def dry_answer(key: str, way: str) -> dict[str, int]:
+    """Return what rank 0 of a run takes on the dry card, alone; its process is there.
+
+    Raises:
+        ValueError: this run has no dry run.
+    """
+    row = next(row for row in published() if row.key == key)
+    if row.source in OF_TRL:
+        from benchmarks import several_trl
+
+        plan = several_trl.plan_of(row, on_card=True)
+        return {"allocated": plan.allocated_peak_bytes, "reserved": plan.reserved_peak_bytes}
+    if row.source in OF_DEEPSPEED:
+        raise ValueError("its fp16 copy takes 26 GB of main memory")
+    import torch
+
+    from benchmarks import several_torchtitan
+    from benchmarks.prediction_dry import Counters
+
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl")
+    counters: Any = Counters()
+    several_torchtitan.train(row, counters, is_early=way == EARLY)
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated": stats["active_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+        "step_end": counters.step_end,
+    }
+
+
+def asked(row: Row, way: str, on_card: bool) -> dict[str, int] | str:
     """Repeat a run in a process of its own. Returns its counters, or why there are none."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.several", "--answer", row.key, way]
+    python = [sys.executable, "-W", "ignore"]
+    command = [*python, "-m", "benchmarks.several", "--answer", row.key, way]
+    environment = dict(os.environ)
+    if on_card:
+        command[-3] = "--dry"
+    if on_card and row.source in OF_TORCHTITAN:
+        cards = ["--gpu", "95GiB", "--num-gpus", "8", "--alone", "--"]
+        command = [*python, "-m", "trainer_plugins.testing.drycuda", *cards, *command]
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": row.settings["num_gpus"]}
+        environment |= {name: str(number) for name, number in ranks.items()}
+        environment |= {"LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        if row.source == OF_TORCHTITAN[1]:
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    home = Path(__file__).parents[1]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+        command, check=False, capture_output=True, text=True, cwd=home, env=environment
     )
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -96,16 +143,21 @@ def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         for way in ways(row):
             print(f"repeating {row.key} {way} ...", file=sys.stderr)
-            found, name = asked(row, way), f"{row.name}, {way}" if way else row.name
-            if isinstance(found, str):
-                yield (row.source, name, "", "", found, "")
-                continue
-            for counter in COUNTERS:
-                if counter in compared(row):
-                    measured, planned = compared(row)[counter], found[counter]
-                    sizes = (f"{measured / 2**30:.3f}", f"{planned / 2**30:.3f}")
-                    error = f"{100 * (planned / measured - 1):+.2f}"
-                    yield (row.source, name, counter, *sizes, error)
+            name = f"{row.name}, {way}" if way else row.name
+            found = [asked(row, way, on_card) for on_card in (False, True)]
+            for each in found:
+                if isinstance(each, str):
+                    print(f"{row.key}: {each}", file=sys.stderr)
+            for counter, measured in compared(row).items():
+                sizes = [f"{measured / 2**30:.3f}"]
+                for each in found:
+                    if isinstance(each, str):
+                        sizes += ["", ""]
+                        continue
+                    error = f"{100 * (each[counter] / measured - 1):+.2f}"
+                    sizes += [f"{each[counter] / 2**30:.3f}", error]
+                if counter in COUNTERS:
+                    yield (row.source, name, counter, *sizes)
 
 
 def main(words: Sequence[str]) -> None:
@@ -113,10 +165,14 @@ def main(words: Sequence[str]) -> None:
     if words[:1] == ["--answer"]:
         print(json.dumps(answer(words[1], words[2])))
         return
+    if words[:1] == ["--dry"]:
+        print(json.dumps(dry_answer(words[1], words[2])))
+        return
     rows = [row for row in published() if can_be_repeated(row)]
     asked_for = [row for row in rows if not words or any(word in row.key for word in words)]
     print("In GiB; errors in percent.")
-    columns(("source", "run", "counter", "published", "plan", "error"), lines(asked_for))
+    head = ("source", "run", "counter", "published", "plan", "error", "dry", "error")
+    columns(head, lines(asked_for))
 
 
 if __name__ == "__main__":

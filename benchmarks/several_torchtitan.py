@@ -163,10 +163,16 @@ def trace_of(row: Row, is_early: bool) -> Trace:
     with (
         in_world(World(device="cuda")) as tracker,
         (Fsdp1 if _is_first(row) else Ranks)(request).around(tracker),
-        _reduced_from_its_stream() if is_early else contextlib.nullcontext(),
     ):
-        _train(row, tracker)
+        train(row, tracker, is_early)
         return tracker.trace()
+
+
+def train(row: Row, tracker: Tracker, is_early: bool) -> None:
+    """Run the row's loop; see `trace_of`. No torch of 2024 asked cuDNN for attention first."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _reduced_from_its_stream() if is_early else contextlib.nullcontext():
+        _train(row, tracker)
 
 
 def _train(row: Row, tracker: Tracker) -> None:

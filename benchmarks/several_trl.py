@@ -6,6 +6,7 @@ examples/sft_qwen3_8b_1m_context of huggingface/trl has the settings. The planne
 import tempfile
 from pathlib import Path
 
+from benchmarks.judge import dry_plan_of
 from benchmarks.published import Row
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan
@@ -31,8 +32,11 @@ ROPE = {
 }
 
 
-def plan_of(row: Row) -> MemoryPlan:
-    """Plan a row; its name says whether what checkpointing keeps is in main memory."""
+def plan_of(row: Row, on_card: bool) -> MemoryPlan:
+    """Plan a row, on fake tensors or on the dry card.
+
+    Its name says whether what checkpointing keeps is in main memory.
+    """
     length = row.settings["seq_length"]
     flags = {
         "output_dir": "runs",
@@ -55,8 +59,7 @@ def plan_of(row: Row) -> MemoryPlan:
         file = Path(folder) / "context_parallel_8gpu.yaml"
         file.write_text(LAUNCH)
         card = card_of("h100-80gb")
-        return predict(
-            PlanRequest(
-                source=source, card=card, num_gpus=0, launch_file=str(file), has_padding=False
-            )
+        request = PlanRequest(
+            source=source, card=card, num_gpus=0, launch_file=str(file), has_padding=False
         )
+        return dry_plan_of(request, Path(folder) / "request")[0] if on_card else predict(request)

@@ -164,6 +164,35 @@ def test_cudnn_is_asked_first_where_it_is_new(torch_version, capability, asks):
     assert prefers_cudnn(torch_version, capability) is asks
 
 
+def test_a_program_that_turns_cudnn_off_takes_flash():
+    """As those that repeat runs of 2024 do: no torch of then asked cuDNN first."""
+    names: list[str] = []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with FakeTensorMode():
+            query = torch.empty(2, 8, 64, 64, dtype=BF16)
+            with Asks():
+                cuda_attention(query, query, query, capability=(9, 0), prefers_cudnn=True)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert "aten::_scaled_dot_product_flash_attention" in names
+
+
+def test_outer_products_take_a_workspace_of_cublas_but_with_torch_2_13():
+    rules = KernelRules((8, 9), 142)
+    columns, row = torch.empty(4, 64, 1, device="meta"), torch.empty(4, 1, 9, device="meta")
+    is_one = torch.__version__.startswith("2.13.")
+    for args, without in (((columns, row), is_one), ((row, row.mT), False)):
+        taken = [*rules.workspaces(torch.ops.aten.bmm.default, args)]
+        assert taken == ([] if without else [("cuBLAS", (4096 * 2 + 16 * 8) << 10)])
+
+
 def test_fp16_needs_three_numbers_more_than_bf16(outcomes):
     """torch/amp/grad_scaler.py: the scale, the steps that it has held, and the loss once more, multiplied by it."""
     bf16, fp16 = outcomes["bf16"], outcomes["fp16"]

@@ -47,6 +47,7 @@ def cuda_attention(
         has_mask=attn_mask is not None,
         has_groups=has_groups,
         asks_cudnn=prefers_cudnn
+        and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         and key.shape[2] > 1
         and float(dropout_p * 16).is_integer()  # TRL sets it to the integer 0
         and not (attn_mask is not None and attn_mask.requires_grad),

@@ -24,7 +24,11 @@ _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 _WITH_DTYPE_OUT = frozenset(each.dtype_out for each in _PRODUCTS)
 _MATMULS = _WITH_DTYPE_OUT.union(*((each.default, each.out, each.dtype) for each in _PRODUCTS))
 
-_LT_HAS_ITS_OWN = [*map(int, torch.__version__.split(".")[:2])] < [2, 12]
+_TORCH = [*map(int, torch.__version__.split(".")[:2])]
+_LT_HAS_ITS_OWN = _TORCH < [2, 12]
+# Of 2.10 to 2.14 on the dry card, 2.13 alone takes no workspace for a batch of outer products.
+# Rotary embeddings begin with one.
+_MULTIPLIES_OUTER = _TORCH == [2, 13]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
 _FOREACH_CHUNK = 65536  # elements: kChunkSize of MultiTensorApply.cuh
 _CUDNN_ENGINE_BYTES = 256  # of attention, with torch 2.11 on an H100 (docs/on_a_card.md)
@@ -45,7 +49,8 @@ class KernelRules:
 
     def workspaces(self, func: Operator, args: OperatorArgs) -> Iterator[tuple[str, int]]:
         """Yield the libraries of an operation, and the bytes each keeps for a thread."""
-        if func in _MATMULS:
+        is_outer = func is aten.bmm.default and args[0].shape[-1] == 1
+        if func in _MATMULS and not (is_outer and _MULTIPLIES_OUTER):
             yield "cuBLAS", self.cublas_workspace_bytes
         # aten/src/ATen/native/cuda/Blas.cpp: a product and a bias; since 2.12 both use one
         if _LT_HAS_ITS_OWN and func is aten.addmm.default and args[0].dim() == 1:

@@ -75,6 +75,7 @@ def holes_for(
     dtype = _dtype_of(options) or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
         model = cls(config)
+        model.tie_weights()  # transformers 5.0 makes both of what is tied
     once: dict[int, tuple[str, torch.Tensor]] = {}  # a checkpoint has what is tied once
     for key, tensor in model.state_dict(keep_vars=True).items():
         once.setdefault(id(tensor), (key, tensor))

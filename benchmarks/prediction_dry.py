@@ -1,0 +1,153 @@
+"""Runs published rows on the dry card, and prints a JSON line for each.
+
+    python -m trainer_plugins.testing.drycuda --gpu t4 -m benchmarks.prediction_dry KEY ...
+
+The loops are those of `prediction_replay`. The rest is what their authors ran: transformers loads
+the model (from weights that are not there), bitsandbytes quantises it, torch's allocator counts.
+Each row has a process of its own, as theirs had. A quantised one is run three times: transformers
+5.0 loads it by four threads, and who is first decides where blocks lie. Its figures are those of
+the run with the median of reserved bytes. A row that fails has a line that says why.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.prediction_replay import AFTERWARDS, adapted, train
+from benchmarks.published import Row, published
+
+QUANTISED_RUNS = 3
+LOADERS = 4
+"""The threads that transformers 5.0 loads by where there are four processors, as on Kaggle."""
+
+
+class Counters:
+    """Stands where a plan's tracker does, and reads what is allocated when the loop has ended."""
+
+    step_end = 0
+    _moment = "load"
+
+    @property
+    def moment(self) -> str:
+        """Return what the loop is at."""
+        return self._moment
+
+    @moment.setter
+    def moment(self, moment: str) -> None:
+        self._moment = moment
+        if moment == AFTERWARDS:
+            self.step_end = torch.cuda.memory_allocated()
+
+
+@contextmanager
+def memory_efficient_attention() -> Iterator[None]:
+    """Restrict SDPA as fitcheck's scripts/measure.py does: the kernel needs a key for each head."""
+    attention = functional.scaled_dot_product_attention
+
+    def with_all_heads(query: Any, key: Any, value: Any, *args: Any, **given: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            given.pop("enable_gqa", None)
+        return attention(query, key, value, *args, **given)
+
+    with (
+        patch.object(functional, "scaled_dot_product_attention", with_all_heads),
+        sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    ):
+        yield
+
+
+def loaded(row: Row) -> Any:
+    """Load the model as the row's author does."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    settings = row.settings
+    dtype = getattr(torch, settings["dtype"])
+    attention = "eager" if settings["attention"] == "eager" else "sdpa"
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    is_quantised = "quantization" in settings
+    if is_quantised:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    loads_there = is_quantised or row.loop.get("device_map")
+    if loads_there:
+        options["device_map"] = {"": 0}
+    config = transformers.AutoConfig.for_model(**row.architecture)
+    kind = getattr(transformers, row.architecture["architectures"][0])
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        loading = sys.modules.get("transformers.core_model_loading")
+        with patch.object(loading, "GLOBAL_WORKERS", LOADERS) if loading else nullcontext():
+            model = kind.from_pretrained(folder, **options)
+    if not loads_there:
+        model = model.cuda()
+    if is_quantised:
+        import peft
+
+        model = peft.prepare_model_for_kbit_training(model)
+    return adapted(model, row)
+
+
+def answer(row: Row, seq_length: int) -> dict[str, int]:
+    """Run a row; return its counters in bytes."""
+    counters: Any = Counters()
+    is_efficient = row.settings["attention"] == "efficient"
+    with memory_efficient_attention() if is_efficient else nullcontext():
+        train(row, counters, seq_length, loaded)
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "step_end": counters.step_end,
+    }
+
+
+def runs_of(row: Row, seq_length: int) -> Iterator[dict[str, Any]]:
+    """Yield the counters of each run of a row, or why it has failed."""
+    for _ in range(QUANTISED_RUNS if "quantization" in row.settings else 1):
+        read, write = os.pipe()
+        child = os.fork()  # before bitsandbytes is imported, which touches the card
+        if not child:
+            try:
+                found: dict[str, Any] = answer(row, seq_length)
+            except BaseException as error:  # noqa: BLE001 - it is the line of this row
+                found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            os.write(write, json.dumps(found).encode())
+            os._exit(0)
+        os.close(write)
+        with open(read) as file:
+            said = file.read()
+        status = os.waitpid(child, 0)[1]
+        yield json.loads(said) if said else {"failed": f"ended with status {status}"}
+
+
+def main(keys: list[str]) -> None:
+    """Run the rows of these keys; one may end in `@LENGTH` for a sequence length of its own."""
+    rows = {row.key: row for row in published()}
+    if not any("quantization" in rows[asked.partition("@")[0]].settings for asked in keys):
+        import peft  # noqa: F401
+        import transformers.models.llama.modeling_llama  # noqa: F401 - once for all rows
+    for asked in keys:
+        key, _, length = asked.partition("@")
+        row = rows[key]
+        runs = list(runs_of(row, int(length or row.settings["seq_length"])))
+        runs.sort(key=lambda run: run.get("reserved", 0))
+        found = {"key": asked, **runs[len(runs) // 2]}
+        if len(runs) > 1:
+            found["all_reserved"] = [run.get("reserved", 0) for run in runs]
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
