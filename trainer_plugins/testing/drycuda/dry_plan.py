@@ -37,7 +37,7 @@ from trainer_plugins.testing.drycuda.command import ended
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 from trainer_plugins.testing.drycuda.smallest import smallest_room
-from trainer_plugins.units import GIB
+from trainer_plugins.units import GIB, size
 
 _UNLIMITED_BYTES = 4096 * GIB
 _LAST_LINES = 12
@@ -183,7 +183,7 @@ def _seen_of(run: DryRun, tell: Callable[[str], None]) -> _Result:
         if run.snapshot is not None:
             shutil.copyfile(snapshot, run.snapshot)
         case = case_of(snapshot)
-        return _Result(seen, case, _smallest(dry.folder, case, run.card))
+        return _Result(seen, case, _smallest(dry.folder, seen, case, run.card))
 
 
 def _reserved_peak(seen: Mapping[str, Any]) -> int:
@@ -215,22 +215,27 @@ def _failed_request(result: _Result) -> dict[str, Any]:
     }
 
 
-def _smallest(folder: Path, case: SnapshotCase, card: Card) -> Mapping[str, Any]:
+def _smallest(
+    folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
+) -> Mapping[str, Any]:
     """Return the smallest card on which all processes complete, and what fails on less."""
     rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
     needed: tuple[int, str | None] = (0, None)
-    for path in folder.glob("snapshot-*.pickle"):
+    for process in seen:
+        path = folder / f"snapshot-{process['rank']}.pickle"
         snapshot = case.snapshot if path.name == case.snapshot.name else read(path)
         for each in snapshot.cards:
-            least = smallest_room(each, rules, card.capacity_bytes - card.context_bytes)
+            outside_bytes = process["outside_bytes"][each.index]
+            least = smallest_room(each, rules, card.capacity_bytes - outside_bytes)
             if least is None:
                 return {}
             place = None
             if least.fails_at is not None:
                 place = meaning_of(snapshot.stacks[each.stacks[least.fails_at]]).place
-            needed = max(needed, (least.room_bytes, place), key=lambda pair: pair[0])
-    room_bytes, place = needed
-    return {"smallest_card_bytes": room_bytes + card.context_bytes, "fails_on_less": place}
+            found = (least.room_bytes + outside_bytes, place)
+            needed = max(needed, found, key=lambda pair: pair[0])
+    card_bytes, place = needed
+    return {"smallest_card_bytes": card_bytes, "fails_on_less": place}
 
 
 def _plan(result: _Result, run: DryRun) -> MemoryPlan:
@@ -250,15 +255,20 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
     tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
+    outside = max(fullest["outside_bytes"])
+    others = (
+        f"other processes hold {size(outside - card.context_bytes)} of the card: a launcher that"
+        " has touched it has a context there"
+    )
     return MemoryPlan(
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
-        nvidia_smi_peak_bytes=reserved + card.context_bytes,
+        nvidia_smi_peak_bytes=reserved + outside,
         host_ram_bytes_per_node=pinned,
         host_pinned_bytes_per_node=pinned,
         host_process_bytes_per_node=times * sum(each["host_bytes"] for each in result.seen),
         capacity_bytes=card.capacity_bytes,
-        fits=reserved + card.context_bytes <= card.capacity_bytes,
+        fits=reserved + outside <= card.capacity_bytes,
         moment=at,
         breakdown=_breakdown(result, moments[at].allocated_bytes),
         top_tensors=(),
@@ -271,10 +281,11 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
             *[alone] * (run.alone and world_size > 1),
             *fullest["notes"],
             about_context(card),
+            *[others] * (outside > card.context_bytes),
         ),
         gpu=card.name,
         num_gpus=max(run.num_cards, world_size),
-        context_bytes=card.context_bytes,
+        context_bytes=outside,
         num_parameters=fullest["num_parameters"],
         num_trainable_parameters=fullest["num_trainable_parameters"],
         versions=fullest["versions"],

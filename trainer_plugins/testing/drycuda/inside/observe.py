@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
 from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
@@ -63,6 +64,10 @@ class Seen:
     unknown_shapes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     host_bytes: int = 0
+    outside_bytes: list[int] = field(default_factory=list)
+    """What is in use of each card that this process uses, besides its allocator's: the contexts, of
+    a launcher that has touched the card too."""
+
     model: str = ""
     trainer: str = ""
     timeline: list[tuple[str, int, int]] = field(default_factory=list)
@@ -304,6 +309,7 @@ def _write(
     seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
     seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
     seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seen.outside_bytes = [_outside(index) for index in range(torch.cuda.device_count())]
     for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
         if name in sys.modules:
             seen.versions[name] = sys.modules[name].__version__
@@ -338,6 +344,16 @@ def _peaks() -> list[tuple[int, int]]:
         (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
         for index in range(torch.cuda.device_count())
     ]
+
+
+def _outside(index: int) -> int:
+    """Return what is in use of a card besides the allocator's; 0 if this process has none of it."""
+    if torch.cuda.max_memory_reserved(index) == 0:
+        return 0
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    files = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]).glob("card-*")
+    (card,) = (each for each in map(SimCard, files) if each.uuid == uuid)
+    return card.used_bytes - torch.cuda.memory_reserved(index)
 
 
 def _plain(args: Any) -> dict[str, object]:
