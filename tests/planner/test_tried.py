@@ -44,6 +44,6 @@ def test_the_known_error_is_that_of_the_versions_it_was_measured_with():
     assert "41 published runs of QLoRA" in quantised
     assert "transformers" not in quantised
     assert known_error({"transformers": "4.46.0"}) == (
-        f"{own}. Those used transformers 4.57, 5.0, 5.13, 5.15 and 5.17, this plan uses 4.46.0: when plan and "
+        f"{own}. Those used transformers 4.57, 5.0, 5.13 and 5.15, this plan uses 4.46.0: when plan and "
         "run used versions a year apart, they differed by 4 to 20 %, all of it because of the version"
     )

@@ -13,7 +13,7 @@ TRIED: Mapping[str, tuple[str, ...]] = {
 }  # the minor versions that pass the tests; docs/plan.md names them, CI installs them
 
 # transformers of replayed published figures (docs/plan_measured.md)
-MEASURED = ("4.57", "5.0", "5.13", "5.15", "5.17")
+MEASURED = ("4.57", "5.0", "5.13", "5.15")
 
 KNOWN_ERROR_OF_RESERVED = 0.044  # the largest difference from a published figure, as a fraction
 
@@ -59,7 +59,7 @@ def known_error(versions: Mapping[str, str], is_quantised: bool = False) -> str:
     """Say how far plans were from published figures, and whether those had other versions.
 
     >>> known_error({"transformers": "5.23.0"}).partition("GPU. ")[2]  # doctest: +ELLIPSIS
-    'Those used transformers 4.57, 5.0, 5.13, 5.15 and 5.17, this plan uses 5.23.0: ...'
+    'Those used transformers 4.57, 5.0, 5.13 and 5.15, this plan uses 5.23.0: ...'
     """
     own, known = versions.get("transformers", ""), _IF_QUANTISED if is_quantised else _KNOWN_ERROR
     if _minor(own) in MEASURED:
