@@ -11,6 +11,7 @@ the run with the median of reserved bytes. A row that fails has a line that says
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.prediction_replay import AFTERWARDS, adapted, train
+from benchmarks.prediction_replay import AFTERWARDS, ROW_SECONDS, adapted, train
 from benchmarks.published import Row, published
 
 QUANTISED_RUNS = 3
@@ -119,6 +120,7 @@ def runs_of(row: Row, seq_length: int) -> Iterator[dict[str, Any]]:
         read, write = os.pipe()
         child = os.fork()  # before bitsandbytes is imported, which touches the card
         if not child:
+            signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
             try:
                 found: dict[str, Any] = answer(row, seq_length)
             except BaseException as error:  # noqa: BLE001 - it is the line of this row
@@ -129,7 +131,10 @@ def runs_of(row: Row, seq_length: int) -> Iterator[dict[str, Any]]:
         with open(read) as file:
             said = file.read()
         status = os.waitpid(child, 0)[1]
-        yield json.loads(said) if said else {"failed": f"ended with status {status}"}
+        ended = "it computes for more than two minutes"
+        if status != signal.SIGVTALRM:
+            ended = f"its process ended with status {status}"
+        yield json.loads(said) if said else {"failed": ended}
 
 
 def main(keys: list[str]) -> None:

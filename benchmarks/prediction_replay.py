@@ -2,9 +2,10 @@
 
 Usage: `python -m benchmarks.prediction_replay KEY ...`.
 
-The planner's world, kernels and allocator; not its Trainer, because these rows were measured in
-loops of their own. A loop differs from the Trainer's in what it keeps alive, which is what `loop`
-of a row says. Nothing is printed for a row that ends the process: who started it sees which one.
+The planner's world, kernels and allocator, by the rules of the torch that was measured; not its
+Trainer, because these rows were measured in loops of their own. A loop differs from the Trainer's
+in what it keeps alive, which is what `loop` of a row says. Nothing is printed for a row that ends
+the process: who started it sees which one.
 """
 
 import contextlib
@@ -13,15 +14,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 
 from benchmarks.published import CARDS, Row, published
+from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
 from trainer_plugins.planner.pretend.as_on_card import World, in_world
+from trainer_plugins.planner.tracing import kernels
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
 from trainer_plugins.planner.tracing.trace import Tracker
@@ -151,6 +155,18 @@ def train(
     tracker.moment = AFTERWARDS
 
 
+@contextlib.contextmanager
+def torch_of(row: Row) -> Iterator[AllocatorRules]:
+    """Let kernels take what those of the row's torch take; yield the rules of its allocator."""
+    version = row.versions["torch"]
+    number = [int(part) for part in version.split(".")[:2]]
+    with (
+        patch.object(kernels, "_LT_HAS_ITS_OWN", number < [2, 12]),
+        patch.object(kernels, "_MULTIPLIES_OUTER", number == [2, 13]),
+    ):
+        yield AllocatorRules(first_of_a_size=first_of_a_size(version))
+
+
 def trace_of(row: Row, gpu: str, seq_length: int) -> Trace:
     """Return what the card would see."""
     world = World(
@@ -174,8 +190,9 @@ def main(keys: list[str]) -> None:
         key, _, length = asked.partition("@")
         row = rows[key]
         signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS)
-        trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
-        found = replay(trace)
+        with torch_of(row) as rules:
+            trace = trace_of(row, row.gpu, int(length or row.settings["seq_length"]))
+        found = replay(trace, None, rules)
         during = [
             event for event in trace.events if event.moment != AFTERWARDS and event.number >= 0
         ]

@@ -26,6 +26,7 @@ OF_A_SOURCE = {
     "torch",
     "transformers",
     "peft",
+    "ran",
     "loop",
     "common",
     "rows",
@@ -57,7 +58,7 @@ class Row:
 
     gpu: str
     versions: Mapping[str, str]
-    """The versions of torch, transformers and peft, as far as they are known."""
+    """The versions of torch, transformers and peft that it ran with, as far as they are known."""
 
     loop: Mapping[str, Any]
     """What the training loop keeps alive; empty if unknown."""
@@ -133,6 +134,7 @@ def rows_of(source: Mapping[str, Any]) -> list[Row]:
         if not missing and "config" not in fields:
             raise ValueError(f"a row of {of} is complete, and has no `config`: {written}")
         versions = {key: source[key] for key in ("torch", "transformers", "peft") if key in source}
+        versions |= source.get("ran", {})
         loop = source.get("loop", {})
         gpu = str(fields.get("gpu", source.get("gpu", "")))
         rows.append(

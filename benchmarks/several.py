@@ -25,6 +25,7 @@ OF_TORCHTITAN = ("torchtitan#165", "torchtitan 2024-12")
 OF_DEEPSPEED = ("DeepSpeed#3734",)
 OF_TRL = ("trl#6846",)
 EARLY = "the reduced buffer as in an early FSDP2"
+FLASH = "flash instead of cuDNN, which torch asks first since 2.11"
 COUNTERS = ("allocated", "reserved", "step_end")
 
 
@@ -37,7 +38,9 @@ def can_be_repeated(row: Row) -> bool:
 
 
 def ways(row: Row) -> tuple[str, ...]:
-    """Return the ways to repeat a run: with the installed packages, and as FSDP2 once was."""
+    """Return the ways to repeat a run: with the installed packages, and as it may have been."""
+    if row.source in OF_TRL:
+        return ("", FLASH)
     is_second = row.settings["strategy"] == "FSDP2"
     return ("", EARLY) if row.source == OF_TORCHTITAN[0] and is_second else ("",)
 
@@ -51,12 +54,15 @@ def compared(row: Row) -> Mapping[str, int]:
 
 def answer(key: str, way: str) -> dict[str, int]:
     """Repeat one run, and return its counters in bytes."""
-    from trainer_plugins.allocator.model import AllocatorRules
+    import torch
+
+    from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
     from trainer_plugins.planner.pretend import fake_cuda
     from trainer_plugins.planner.tracing.events import ALLOC, FREE
     from trainer_plugins.planner.tracing.replay import replay
 
     fake_cuda.install()
+    torch.backends.cuda.enable_cudnn_sdp(way != FLASH)
     row = next(row for row in published() if row.key == key)
     if row.source in OF_TRL:
         from benchmarks import several_trl
@@ -72,7 +78,11 @@ def answer(key: str, way: str) -> dict[str, int]:
 
         trace = several_torchtitan.trace_of(row, is_early=way == EARLY)
     # run_train.sh sets expandable_segments at the commit of 2024-12, and not at that of 2024-03
-    found = replay(trace, None, AllocatorRules(expandable_segments=row.source == OF_TORCHTITAN[1]))
+    rules = AllocatorRules(
+        expandable_segments=row.source == OF_TORCHTITAN[1],
+        first_of_a_size=first_of_a_size(torch.__version__),
+    )
+    found = replay(trace, None, rules)
     active = step_end = peak = 0
     for event in trace.events:
         if event.kind in (ALLOC, FREE):  # what was left is active until it is free
@@ -90,6 +100,8 @@ def dry_answer(key: str, way: str) -> dict[str, int]:
     """
     row = next(row for row in published() if row.key == key)
     if row.source in OF_TRL:
+        if way:
+            raise ValueError("the process of its Trainer asks cuDNN")
         from benchmarks import several_trl
 
         plan = several_trl.plan_of(row, on_card=True)

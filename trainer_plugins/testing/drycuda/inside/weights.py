@@ -59,13 +59,11 @@ def make_those_that_are_missing() -> None:
     modeling_utils._get_resolved_checkpoint_files = resolved
 
 
-def holes_for(
-    cls: Any, name: str, options: dict[str, Any]
-) -> tuple[list[str], dict[str, dict[str, str]]]:
+def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Write a checkpoint of holes for a model class and the place of its config.
 
     Returns:
-        The files, and which file has which tensor.
+        The files, and which file has which tensor, as the index of a checkpoint says it.
     """
     from transformers import AutoConfig
 
@@ -92,7 +90,7 @@ def holes_for(
         files.append(str(folder / f"{stem}-{number}.safetensors"))
         write_holes(Path(files[-1]), part, {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
-    return files, {"weight_map": homes}
+    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # which 4.57 reads
 
 
 def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
