@@ -85,7 +85,7 @@ if name == "bart":
 elif name == "whisper":
     row = {"input_features": torch.zeros(80, 3000), "labels": ids[:400]}
 elif name == "qwen-vl":  # two pictures of 448 x 448: pieces of 14 x 14, four a token
-    ids[8:520] = config.image_token_id
+    ids[8:264] = ids[272:528] = config.image_token_id
     kinds = (ids == config.image_token_id).int()
     row |= {"pixel_values": torch.zeros(2048, 1176), "mm_token_type_ids": kinds}
     row["image_grid_thw"] = torch.tensor([[1, 32, 32]] * 2)
