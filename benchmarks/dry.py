@@ -88,7 +88,8 @@ CONTEXT = """
 distributed_type: FSDP
 num_processes: 2
 mixed_precision: bf16
-fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP,
+ fsdp_state_dict_type: FULL_STATE_DICT}
 parallelism_config: {parallelism_config_cp_size: 2}
 """
 FACTORY = """
@@ -152,7 +153,7 @@ ROWS = {
     "ZeRO-3, 0 of 8": f"{_ON_8} 1b {_ZERO3}",
     "ZeRO-3 all offloaded, 0 of 8": f"{_ON_8} 1b {_OFFLOADED} --num_processes 8",
     "tensor parallel, 2": "--num-gpus 2 -- torchrun --nproc_per_node 2 train.py 1b"
-    f""" '{{"tensor_parallel": true}}' {_OUT} 2""",
+    f""" '{{"tensor_parallel": true}}' {_OUT} 2 --save_only_model True""",
     "context parallel, 2": f"{_ON_2} 1b --accelerate_config context.yaml {_WHOLE}"
     " --attn_implementation sdpa --pad_to_multiple_of 4",
     "dpo 1.2B": f"-- trl dpo --dataset_name dpo {_OUT} 2 --model_name_or_path 1b",
