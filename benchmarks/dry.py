@@ -158,7 +158,7 @@ ROWS = {
     " --attn_implementation sdpa --pad_to_multiple_of 4",
     "dpo 1.2B": f"-- trl dpo --dataset_name dpo {_OUT} 2 --model_name_or_path 1b",
     "grpo 1.2B, no vLLM": f"-- trl grpo --dataset_name grpo {_OUT} 8 --model_name_or_path 1b"
-    " --reward_funcs think_format_reward --num_generations 8 --max_completion_length 256",
+    " --reward_funcs think_format_reward --num_generations 8 --max_completion_length 64",
     "8B LoRA": f"{_8B} {_LORA}",
     "8B QLoRA, paged 8-bit": f"{_8B} {_QLORA} --optim paged_adamw_8bit",
     "8B QLoRA FSDP2, 0 of 8": f"{_ON_8} 8b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",

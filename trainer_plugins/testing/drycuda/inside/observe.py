@@ -364,6 +364,10 @@ def _write(
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     snapshot = torch.cuda.memory._snapshot()
     events = max(snapshot["device_traces"], key=len)
+    if len(events) >= _MOST_EVENTS:
+        seen.notes.append(
+            f"the last {_MOST_EVENTS:,} events of the allocator are known: no smallest card is named"
+        )
     seen.timeline = timeline_of(events, began)
     seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
     _clean(snapshot)
