@@ -33,8 +33,8 @@ def smallest_room(card: Card, rules: AllocatorRules, room_bytes: int) -> Smalles
         rules: the settings of the allocator.
         room_bytes: what the allocator could have of the card of the recording.
 
-    Returns None if the model does not repeat the recorded peak, as with the pools of CUDA graphs, or
-    if the first events are lost.
+    Returns None if the model does not repeat the recorded peak, as with the pools of CUDA graphs,
+    or if the first events are lost.
     """
     run = [*_steps(card, room_bytes)]
     if not _is_whole(run):

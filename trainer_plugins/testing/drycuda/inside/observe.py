@@ -366,7 +366,7 @@ def _write(
     events = max(snapshot["device_traces"], key=len)
     if len(events) >= _MOST_EVENTS:
         seen.notes.append(
-            f"the last {_MOST_EVENTS:,} events of the allocator are known: no smallest card is named"
+            f"of the allocator's events the last {_MOST_EVENTS:,} are known: no smallest card"
         )
     seen.timeline = timeline_of(events, began)
     seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
