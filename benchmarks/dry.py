@@ -122,7 +122,7 @@ _GENERATES = "--predict_with_generate --eval_strategy epoch --per_device_eval_ba
 _EXPERTS = "--dtype bfloat16 --optim adafactor"
 _UNLEARN = (
     "-- python {OPEN_UNLEARNING}/src/train.py --config-name=unlearn.yaml task_name=dry"
-    " experiment=unlearn/tofu/default trainer=NPO paths.root_dir=. eval=null"
+    " experiment=unlearn/tofu/default trainer=NPO paths.root_dir=."
     " model.model_args.pretrained_model_name_or_path=1b trainer.args.eval_strategy=no"
     " model.model_args.attn_implementation=sdpa trainer.args.eval_on_start=false"
     " model.tokenizer_args.pretrained_model_name_or_path=1b"
@@ -164,7 +164,7 @@ ROWS = {
     "8B QLoRA FSDP2, 0 of 8": f"{_ON_8} 8b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
     "8B QLoRA ZeRO-3, 0 of 8": f"{_ON_8} 8b {_QLORA} {_ZERO3}",
     "70B QLoRA FSDP2, 0 of 8": f"{_ON_8} 70b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
-    "70B LoRA, device_map of 4": f"--num-gpus 4 -- {_SFT} 70b {_LORA} {_OVER_CARDS}",
+    "70B LoRA, device_map of 4": f"--num-gpus 4 -- {_SFT} 70b {_LORA} {_OVER_CARDS} --num_processes 1",
     "Mixtral, 4 layers": f"-- {_SFT} mixtral {_EXPERTS}",
     "Qwen3-MoE, 8 layers": f"-- {_SFT} qwen3-moe {_EXPERTS}",
     "LLaMA-Factory 8B LoRA": "-- python {LLAMA_FACTORY}/src/train.py factory.yaml",

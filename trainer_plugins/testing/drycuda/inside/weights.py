@@ -91,7 +91,8 @@ def holes_for(
         files.append(str(folder / f"{stem}-{number}.safetensors"))
         write_holes(Path(files[-1]), part, {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
-    return files, {"weight_map": homes}
+    # transformers 4.57 wants the keys too
+    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}
 
 
 def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
