@@ -61,11 +61,11 @@ def make_those_that_are_missing() -> None:
 
 def holes_for(
     cls: Any, name: str, options: dict[str, Any]
-) -> tuple[list[str], dict[str, dict[str, str]]]:
+) -> tuple[list[str], dict[str, Any]]:
     """Write a checkpoint of holes for a model class and the place of its config.
 
     Returns:
-        The files, and which file has which tensor.
+        The files, and which file has which tensor, as an index of shards says it.
     """
     from transformers import AutoConfig
 
