@@ -59,9 +59,7 @@ def make_those_that_are_missing() -> None:
     modeling_utils._get_resolved_checkpoint_files = resolved
 
 
-def holes_for(
-    cls: Any, name: str, options: dict[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
+def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Write a checkpoint of holes for a model class and the place of its config.
 
     Returns:
