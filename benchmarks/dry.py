@@ -16,12 +16,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
-from typing import Any
 
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
@@ -32,39 +29,29 @@ ROOT = Path(__file__).parent.parent
 CARD = "80GiB"
 TIMEOUT_SECONDS = 1500
 
-_LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
-_QWEN_TEXT = {
-    "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151936,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-}  # fmt: skip
-MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
-    "1b": ("llama", "LlamaForCausalLM", {
-        **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True,
-    }),
-    "8b": ("llama", "LlamaForCausalLM", {
-        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    }),
-    "70b": ("llama", "LlamaForCausalLM", {
-        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    }),
-    "mixtral": ("mixtral", "MixtralForCausalLM", {"num_hidden_layers": 4}),
-    "qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 8, "head_dim": 128}),
-    "bart": ("bart", "BartForConditionalGeneration", {}),
-    "whisper": ("whisper", "WhisperForConditionalGeneration", {
-        "d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_ffn_dim": 3072,
-        "decoder_ffn_dim": 3072, "encoder_attention_heads": 12, "decoder_attention_heads": 12,
-    }),
-    "qwen-vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {
-        "text_config": _QWEN_TEXT, "tie_word_embeddings": True,
-        "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
-    }),
-}  # fmt: skip
-"""The kind of a config, its class, and the sizes of the models of these names that are published.
-What is not here is the default of transformers: Mixtral 8x7B, Qwen3 30B-A3B, BART large."""
+_LLAMA = "num_key_value_heads=8 vocab_size=128256 max_position_embeddings=131072"
+MODELS = {
+    "1b": f"LlamaForCausalLM {_LLAMA} hidden_size=2048 intermediate_size=8192 num_hidden_layers=16"
+    " num_attention_heads=32 head_dim=64 tie_word_embeddings=true",
+    "8b": f"LlamaForCausalLM {_LLAMA} hidden_size=4096 intermediate_size=14336"
+    " num_hidden_layers=32 num_attention_heads=32",
+    "70b": f"LlamaForCausalLM {_LLAMA} hidden_size=8192 intermediate_size=28672"
+    " num_hidden_layers=80 num_attention_heads=64",
+    "mixtral": "MixtralForCausalLM num_hidden_layers=4",
+    "qwen3-moe": "Qwen3MoeForCausalLM num_hidden_layers=8 head_dim=128",
+    "bart": "BartForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration d_model=768 encoder_layers=12 decoder_layers=12"
+    " encoder_ffn_dim=3072 decoder_ffn_dim=3072 encoder_attention_heads=12"
+    " decoder_attention_heads=12",
+    "qwen-vl": "Qwen2_5_VLForConditionalGeneration"
+    ' vision_config={"hidden_size":1280,"out_hidden_size":2048}'
+    ' text_config={"hidden_size":2048,"intermediate_size":11008,"num_hidden_layers":36,'
+    '"vocab_size":151936,"num_attention_heads":16,"num_key_value_heads":2,'
+    '"tie_word_embeddings":true,"rope_parameters":{"rope_type":"default","rope_theta":1e6,'
+    '"mrope_section":[16,24,24]}} tie_word_embeddings=true',
+}
+"""The class and the sizes of published models of these names; what is not here is the
+default of transformers: Mixtral 8x7B, Qwen3 30B-A3B, BART large."""
 
 TRAIN = """
 import json, sys, torch, transformers
@@ -85,7 +72,7 @@ if name == "bart":
 elif name == "whisper":
     row = {"input_features": torch.zeros(80, 3000), "labels": ids[:400]}
 elif name == "qwen-vl":  # two pictures of 448 x 448: pieces of 14 x 14, four a token
-    ids[8:520] = config.image_token_id
+    ids[8:264] = ids[272:528] = config.image_token_id
     kinds = (ids == config.image_token_id).int()
     row |= {"pixel_values": torch.zeros(2048, 1176), "mm_token_type_ids": kinds}
     row["image_grid_thw"] = torch.tensor([[1, 32, 32]] * 2)
@@ -101,7 +88,8 @@ CONTEXT = """
 distributed_type: FSDP
 num_processes: 2
 mixed_precision: bf16
-fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP,
+ fsdp_state_dict_type: FULL_STATE_DICT}
 parallelism_config: {parallelism_config_cp_size: 2}
 """
 FACTORY = """
@@ -117,121 +105,94 @@ AXOLOTL = """
 """
 CHAT = "{% for each in messages %}{{ each.content }} {% endfor %}"
 
-_ROWS = "--output_dir out --bf16 True --report_to none --per_device_train_batch_size"
-_SFT = f"trl sft --dataset_name sft --max_length 2048 {_ROWS} 2 --model_name_or_path"
+_OUT = "--output_dir out --bf16 True --report_to none --per_device_train_batch_size"
+_OWN, _BF16 = "-- python train.py", """'{"dtype": "bfloat16"}'"""
+_REENTRANT = """--gradient_checkpointing_kwargs '{"use_reentrant": true}'"""
+_OVER_CARDS = """--num_processes 1 --model_init_kwargs '{"device_map": "auto"}'"""
+_SFT = f"trl sft --dataset_name sft --max_length 2048 {_OUT} 2 --model_name_or_path"
+_1B, _8B = f"-- {_SFT} 1b", f"-- {_SFT} 8b"
 _LORA = "--use_peft --lora_target_modules all-linear --dtype bfloat16"
 _QLORA = f"{_LORA} --load_in_4bit"
-_SPLIT = "--bnb_4bit_quant_storage bfloat16"
-_EIGHT = "--num-gpus 8 --alone"
-_OWN = "python train.py"
+_WHOLE = "--gradient_checkpointing False"
+_ON_2, _ON_8 = f"--num-gpus 2 -- {_SFT}", f"--num-gpus 8 --alone -- {_SFT}"
+_FSDP1, _FSDP2 = "--accelerate_config fsdp1", "--accelerate_config fsdp2"
+_ZERO2, _ZERO3 = "--accelerate_config zero2", "--accelerate_config zero3"
+_OFFLOADED = f"--accelerate_config {ROOT}/configs/accelerate/zero3_offload_all.yaml"
 _GENERATES = "--predict_with_generate --eval_strategy epoch --per_device_eval_batch_size 8"
-_SMALL = "--optim adafactor"
-_FILES = ROOT / "configs/accelerate"
-_VARIABLE = re.compile(r"\{([A-Z_]+)\}")
-_KIND = "--gradient_checkpointing_kwargs"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A command of a user; `{NAME}` in it is a variable that must be set."""
-
-    name: str
-    command: str
-    words: str = ""
-    """Of `plan`, before the command."""
-
-
-ROWS = (
-    Row("Trainer 1.2B, full", f"{_OWN} 1b {{}} {_ROWS} 2"),
-    Row("Seq2Seq BART, generates", f"{_OWN} bart {{}} {_ROWS} 8 {_GENERATES}"),
-    Row("Whisper small, generates", f"{_OWN} whisper {{}} {_ROWS} 8 {_GENERATES}"),
-    Row("Qwen2.5-VL 3B, pictures", f'{_OWN} qwen-vl \'{{"dtype": "bfloat16"}}\' {_ROWS} 2'),
-    Row("sft 1.2B, full", f"{_SFT} 1b"),
-    Row("sft, no checkpointing", f"{_SFT} 1b --gradient_checkpointing False"),
-    Row("sft, reentrant", f"{_SFT} 1b {_KIND} '{{\"use_reentrant\": true}}'"),
-    Row("sft, packed", f"{_SFT} 1b --packing"),
-    Row("sft, Liger", f"{_SFT} 1b --use_liger_kernel"),
-    Row("sft, activations offloaded", f"{_SFT} 1b --activation_offloading"),
-    Row("sft, LoRA", f"{_SFT} 1b {_LORA}"),
-    Row("sft, DoRA", f"{_SFT} 1b {_LORA} --use_dora"),
-    Row("sft, torch_compile", f"{_SFT} 1b --torch_compile --gradient_checkpointing False"),
-    Row("DDP, 2", f"{_SFT} 1b --num_processes 2 --multi_gpu", "--num-gpus 2"),
-    Row("FSDP1, 0 of 8", f"{_SFT} 1b --accelerate_config fsdp1", _EIGHT),
-    Row("FSDP1, 2", f"{_SFT} 1b --accelerate_config fsdp1 --num_processes 2", "--num-gpus 2"),
-    Row("FSDP2, 0 of 8", f"{_SFT} 1b --accelerate_config fsdp2", _EIGHT),
-    Row("FSDP2, 2", f"{_SFT} 1b --accelerate_config fsdp2 --num_processes 2", "--num-gpus 2"),
-    Row("ZeRO-2, 0 of 8", f"{_SFT} 1b --accelerate_config zero2", _EIGHT),
-    Row("ZeRO-3, 0 of 8", f"{_SFT} 1b --accelerate_config zero3", _EIGHT),
-    Row(
-        "ZeRO-3 all offloaded, 0 of 8",
-        f"{_SFT} 1b --accelerate_config {_FILES}/zero3_offload_all.yaml --num_processes 8",
-        _EIGHT,
-    ),
-    Row(
-        "tensor parallel, 2",
-        f"torchrun --nproc_per_node 2 train.py 1b '{{\"tensor_parallel\": true}}' {_ROWS} 2",
-        "--num-gpus 2",
-    ),
-    Row(
-        "context parallel, 2",
-        f"{_SFT} 1b --accelerate_config context.yaml --attn_implementation sdpa"
-        " --pad_to_multiple_of 4 --gradient_checkpointing False",
-        "--num-gpus 2",
-    ),
-    Row("dpo 1.2B", f"trl dpo --dataset_name dpo {_ROWS} 2 --model_name_or_path 1b"),
-    Row(
-        "grpo 1.2B, no vLLM",
-        f"trl grpo --dataset_name grpo --reward_funcs think_format_reward {_ROWS} 8"
-        " --num_generations 8 --max_completion_length 256 --model_name_or_path 1b",
-    ),
-    Row("8B LoRA", f"{_SFT} 8b {_LORA}"),
-    Row("8B QLoRA, paged 8-bit", f"{_SFT} 8b {_QLORA} --optim paged_adamw_8bit"),
-    Row("8B QLoRA FSDP2, 0 of 8", f"{_SFT} 8b {_QLORA} {_SPLIT} --accelerate_config fsdp2", _EIGHT),
-    Row("8B QLoRA ZeRO-3, 0 of 8", f"{_SFT} 8b {_QLORA} --accelerate_config zero3", _EIGHT),
-    Row(
-        "70B QLoRA FSDP2, 0 of 8", f"{_SFT} 70b {_QLORA} {_SPLIT} --accelerate_config fsdp2", _EIGHT
-    ),
-    Row(
-        "70B LoRA, device_map of 4",
-        f'{_SFT} 70b {_LORA} --model_init_kwargs \'{{"device_map": "auto"}}\'',
-        "--num-gpus 4",
-    ),
-    Row("Mixtral, 4 layers", f"{_SFT} mixtral --dtype bfloat16 {_SMALL}"),
-    Row("Qwen3-MoE, 8 layers", f"{_SFT} qwen3-moe --dtype bfloat16 {_SMALL}"),
-    Row("LLaMA-Factory 8B LoRA", "python {LLAMA_FACTORY}/src/train.py factory.yaml"),
-    Row(
-        "run_clm.py 1.2B",
-        "python {RUN_CLM} --model_name_or_path 1b --torch_dtype bfloat16 --train_file rows.txt"
-        f" --validation_file rows.txt --do_train --block_size 2048 {_ROWS} 2",
-    ),
-    Row(
-        "open-unlearning 1.2B",
-        "python {OPEN_UNLEARNING}/src/train.py --config-name=unlearn.yaml task_name=dry"
-        " experiment=unlearn/tofu/default trainer=NPO paths.root_dir=. eval=null"
-        " model.model_args.pretrained_model_name_or_path=1b trainer.args.eval_strategy=no"
-        " model.model_args.attn_implementation=sdpa trainer.args.eval_on_start=false"
-        " model.tokenizer_args.pretrained_model_name_or_path=1b"
-        " data.forget.TOFU_QA_forget.args.hf_args={path:qa,split:train,name:null}"
-        " data.retain.TOFU_QA_retain.args.hf_args={path:qa,split:train,name:null}",
-    ),
-    Row("axolotl 8B LoRA", "axolotl train axolotl.yaml"),
+_EXPERTS = "--dtype bfloat16 --optim adafactor"
+_UNLEARN = (
+    "-- python {OPEN_UNLEARNING}/src/train.py --config-name=unlearn.yaml task_name=dry"
+    " experiment=unlearn/tofu/default trainer=NPO paths.root_dir=."
+    " model.model_args.pretrained_model_name_or_path=1b trainer.args.eval_strategy=no"
+    " model.model_args.attn_implementation=sdpa trainer.args.eval_on_start=false"
+    " model.tokenizer_args.pretrained_model_name_or_path=1b"
+    " data.forget.TOFU_QA_forget.args.hf_args={path:qa,split:train,name:null}"
+    " data.retain.TOFU_QA_retain.args.hf_args={path:qa,split:train,name:null}"
 )
+_VARIABLE = re.compile(r"\{([A-Z_]+)\}")
+ROWS = {
+    "Trainer 1.2B, full": f"{_OWN} 1b {{}} {_OUT} 2",
+    "Seq2Seq BART, generates": f"{_OWN} bart {{}} {_OUT} 8 {_GENERATES}",
+    "Whisper small, generates": f"{_OWN} whisper {{}} {_OUT} 8 {_GENERATES}",
+    "Qwen2.5-VL 3B, pictures": f"{_OWN} qwen-vl {_BF16} {_OUT} 2",
+    "sft 1.2B, full": _1B,
+    "sft, no checkpointing": f"{_1B} {_WHOLE}",
+    "sft, reentrant": f"{_1B} {_REENTRANT}",
+    "sft, packed": f"{_1B} --packing",
+    "sft, Liger": f"{_1B} --use_liger_kernel",
+    "sft, activations offloaded": f"{_1B} --activation_offloading",
+    "sft, LoRA": f"{_1B} {_LORA}",
+    "sft, DoRA": f"{_1B} {_LORA} --use_dora",
+    "sft, torch_compile": f"{_1B} --torch_compile {_WHOLE}",
+    "DDP, 2": f"{_ON_2} 1b --num_processes 2 --multi_gpu",
+    "FSDP1, 0 of 8": f"{_ON_8} 1b {_FSDP1}",
+    "FSDP1, 2": f"{_ON_2} 1b {_FSDP1} --num_processes 2",
+    "FSDP2, 0 of 8": f"{_ON_8} 1b {_FSDP2}",
+    "FSDP2, 2": f"{_ON_2} 1b {_FSDP2} --num_processes 2",
+    "ZeRO-2, 0 of 8": f"{_ON_8} 1b {_ZERO2}",
+    "ZeRO-3, 0 of 8": f"{_ON_8} 1b {_ZERO3}",
+    "ZeRO-3 all offloaded, 0 of 8": f"{_ON_8} 1b {_OFFLOADED} --num_processes 8",
+    "tensor parallel, 2": "--num-gpus 2 -- torchrun --nproc_per_node 2 train.py 1b"
+    f""" '{{"tensor_parallel": true}}' {_OUT} 2 --save_only_model True""",
+    "context parallel, 2": f"{_ON_2} 1b --accelerate_config context.yaml {_WHOLE}"
+    " --attn_implementation sdpa --pad_to_multiple_of 4",
+    "dpo 1.2B": f"-- trl dpo --dataset_name dpo {_OUT} 2 --model_name_or_path 1b",
+    "grpo 1.2B, no vLLM": f"-- trl grpo --dataset_name grpo {_OUT} 8 --model_name_or_path 1b"
+    " --reward_funcs think_format_reward --num_generations 8 --max_completion_length 64",
+    "8B LoRA": f"{_8B} {_LORA}",
+    "8B QLoRA, paged 8-bit": f"{_8B} {_QLORA} --optim paged_adamw_8bit",
+    "8B QLoRA FSDP2, 0 of 8": f"{_ON_8} 8b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
+    "8B QLoRA ZeRO-3, 0 of 8": f"{_ON_8} 8b {_QLORA} {_ZERO3}",
+    "70B QLoRA FSDP2, 0 of 8": f"{_ON_8} 70b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
+    "70B LoRA, device_map of 4": f"--num-gpus 4 -- {_SFT} 70b {_LORA} {_OVER_CARDS}",
+    "Mixtral, 4 layers": f"-- {_SFT} mixtral {_EXPERTS}",
+    "Qwen3-MoE, 8 layers": f"-- {_SFT} qwen3-moe {_EXPERTS}",
+    "LLaMA-Factory 8B LoRA": "-- python {LLAMA_FACTORY}/src/train.py factory.yaml",
+    "run_clm.py 1.2B": "-- python {RUN_CLM} --model_name_or_path 1b --torch_dtype bfloat16"
+    " --train_file rows.txt --validation_file rows.txt --do_train --block_size 2048"
+    f" {_OUT} 2",
+    "open-unlearning 1.2B": _UNLEARN,
+    "axolotl 8B LoRA": "-- axolotl train axolotl.yaml",
+}
+"""Options of `plan`, and the command of a user; `{NAME}` is a variable that must be set."""
 
 
 def make_files(folder: Path) -> None:
     """Write models of which only the config and the tokenizer are there, and data sets."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     words = ["<pad>", "</s>", "<unk>", *(f"word{number}" for number in range(97))]
     inner = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
     tokenizer.chat_template = CHAT
-    for name, (kind, architecture, sizes) in MODELS.items():
-        config = AutoConfig.for_model(kind, **sizes)
+    for name, described in MODELS.items():
+        architecture, *sizes = described.split()
+        fields = {key: json.loads(value) for key, value in (each.split("=") for each in sizes)}
+        config = getattr(transformers, architecture).config_class(**fields)
         config.architectures = [architecture]
         config.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -260,9 +221,9 @@ def make_files(folder: Path) -> None:
         (folder / name).write_text(written)
 
 
-def planned(row: Row, command: list[str]) -> tuple[MemoryPlan, float]:
+def planned(options: list[str], command: list[str]) -> tuple[MemoryPlan, float]:
     """Type `plan`; return the answer, and the CPU seconds of all its processes."""
-    words = ["--json", "--gpu", CARD, "--timeout", str(TIMEOUT_SECONDS), *row.words.split()]
+    words = ["--json", "--gpu", CARD, "--timeout", str(TIMEOUT_SECONDS), *options]
     before = getrusage(RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "trainer_plugins", "plan", *words, "--", *command],
@@ -277,46 +238,44 @@ def planned(row: Row, command: list[str]) -> tuple[MemoryPlan, float]:
     return MemoryPlan.from_json(done.stdout), seconds
 
 
-def difference(row: Row, command: list[str], plan: MemoryPlan) -> str:
+def difference(options: list[str], command: list[str], plan: MemoryPlan) -> str:
     """Run a command on the card that its plan names and on one of a MiB less; say what differs."""
     if plan.smallest_card_bytes is None:
         return "no smallest card is named"
-    words = row.words.split()
     run = dry_plan.DryRun(
         command=command,
         card=replace(card_of(CARD), capacity_bytes=plan.smallest_card_bytes),
-        num_cards=int(words[1]) if words else 1,
-        alone="--alone" in words,
+        num_cards=int(options[1]) if options else 1,
+        alone="--alone" in options,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    found = dry_plan._seen_of(run, tell)
+    found = dry_plan._seen_of(run, print)
     if any(each["died"] for each in found.seen):
         return f"dies on it: {dry_plan._failed_request(found)['failed_request']}"
     less = replace(run.card, capacity_bytes=run.card.capacity_bytes - MIB)
-    found = dry_plan._seen_of(replace(run, card=less), tell)
+    found = dry_plan._seen_of(replace(run, card=less), print)
     if not any(each["died"] for each in found.seen):
         return "completes on 1 MiB less"
     place = dry_plan._failed_request(found)["failed_request"]
     return "" if place == plan.fails_on_less else f"dies at {place}, not {plan.fails_on_less}"
 
 
-def told(row: Row) -> str:
+def told(name: str) -> str:
     """Return the line of a row; of one that cannot be run, why."""
+    options, _, typed = ROWS[name].partition("-- ")
     try:
-        command = shlex.split(_VARIABLE.sub(lambda found: os.environ[found[1]], row.command))
+        command = shlex.split(_VARIABLE.sub(lambda found: os.environ[found[1]], typed))
+        plan, seconds = planned(options.split(), command)
+        differs = difference(options.split(), command, plan)
     except KeyError as error:
-        return f"{row.name:28} not run: {error} names no checkout"
-    begun = time.monotonic()
-    try:
-        plan, seconds = planned(row, command)
-        differs = difference(row, command, plan)
+        return f"{name:28} not run: {error} names no checkout"
     except PlanError as error:
-        return f"{row.name:28} no answer: {error}"
-    print(f"{row.name}: {time.monotonic() - begun:.0f} s", plan.not_reliable, file=sys.stderr)
+        return f"{name:28} no answer: {error}"
+    for note in plan.not_reliable:
+        print(f"{name}: {note}", file=sys.stderr)
     least = (plan.smallest_card_bytes or 0) / GIB
     figures = f"{plan.reserved_peak_bytes / GIB:6.2f} {least:6.2f} {seconds:4.0f}"
-    return f"{row.name:28} {figures}  {differs or 'held'}"
+    return f"{name:28} {figures}  {differs or 'held'}"
 
 
 def main(names: list[str]) -> None:
@@ -329,7 +288,7 @@ def main(names: list[str]) -> None:
         os.chdir(folder)
         print(f"{'reserved':>36} {'card':>6} {'CPU s':>5}")
         for row in ROWS:
-            if not names or row.name.startswith(tuple(names)):
+            if not names or row.startswith(tuple(names)):
                 print(told(row), flush=True)
         os.chdir(ROOT)
 

@@ -56,6 +56,8 @@ READS = {
     "explain/text/remedies/applies.py": "finds settings in logs",
     "explain/text/remedies/engine.py": "finds settings in logs",
     "explain/text/remedies/plan_command.py": "finds settings in logs, and writes a plan's options",
+    "cli/foreign/": "reads flags, files and commands of other programs",
+    "planner/inputs.py": "refuses fields of an adapter's config by their names",
     "launch/lint/": "names the keys of the file that it judges",
     "planner/rehearse/": "reads flags of the run that is planned",
     "planner/sharded/": "reads the launch file of the run that is planned",
@@ -151,9 +153,9 @@ def named_in(text: str) -> list[set[str]]:
 
 def unspelled(text: str) -> list[str]:
     """The flags in a text that are spelled otherwise than in the table."""
-    for some in PATTERNS.values():
-        for one in some:
-            text = one.sub("", text)
+    every = [one for some in PATTERNS.values() for one in some]
+    for one in sorted(every, key=lambda one: -len(one.pattern)):  # one may begin as another does
+        text = one.sub("", text)
     return MARK.findall(text)
 
 

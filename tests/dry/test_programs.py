@@ -10,6 +10,7 @@ import pytest
 from tests import processes
 from tests.distributed.launched import environment
 from tests.dry.scripts import CONFIG, ROOT, TRAIN, TRAINS, WORKSPACES, place, plan_of, typed
+from trainer_plugins.units import MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
 
@@ -37,6 +38,22 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 256,
 }
 
+_TWO = TRAINS.replace(
+    '.train()\nprint("the last line of the script")',
+    """.train()
+assert "no-second" not in sys.argv
+args.per_device_train_batch_size = 8
+Trainer(model=model, args=args, train_dataset=rows, data_collator=padded, eval_dataset=rows).train()
+""",
+)
+
+_TOUCHES = """
+import subprocess, sys
+import torch
+torch.cuda.set_device(0)
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+"""
+
 _LOOP = """
 import torch
 x = torch.arange(1, 5, device="cuda")
@@ -63,6 +80,34 @@ def test_every_expert_gets_its_share(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "--gpu", "24GiB")
     both = 2 * 2 * plan.num_parameters + WORKSPACES
     assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(both, rel=0.02)
+
+
+def test_a_second_training_counts_and_one_that_does_not_come_is_named(tmp_path: Path) -> None:
+    place(tmp_path, _TWO)
+    both = plan_of(tmp_path, "--gpu", "80GiB")
+    one = plan_of(tmp_path, "--gpu", "80GiB", command=(*TRAIN, "1", "no-second"))
+    assert both.planned["model"].endswith("trained by Trainer, then by Trainer")
+    assert both.planned["rows"].startswith("8 at once")
+    assert both.moments["forward"].allocated_bytes > 1.5 * one.moments["forward"].allocated_bytes
+    # The first one's optimizer is gone when the second one makes its own.
+    step, first = (plan.moments["optimizer step"].allocated_bytes for plan in (both, one))
+    assert step == pytest.approx(first, rel=0.01)
+    assert any("not come to the training in train.py:" in line for line in one.assumptions)
+    assert not any("not come to the training" in line for line in both.assumptions)
+
+
+def test_a_launcher_that_has_touched_the_card_holds_a_context_there(tmp_path: Path) -> None:
+    place(tmp_path)
+    (tmp_path / "launch.py").write_text(_TOUCHES)
+    plain = plan_of(tmp_path, "--gpu", "80GiB")
+    launched = (*TRAIN[:2], "launch.py", *TRAIN[2:])
+    touched = plan_of(tmp_path, "--gpu", "80GiB", command=launched)
+    assert touched.context_bytes == 2 * plain.context_bytes
+    assert touched.smallest_card_bytes
+    assert plain.smallest_card_bytes
+    assert touched.smallest_card_bytes == plain.smallest_card_bytes + plain.context_bytes
+    enough = f"{touched.smallest_card_bytes // MIB}MiB"
+    assert plan_of(tmp_path, "--gpu", enough, command=launched).fits is True
 
 
 def test_a_program_without_a_trainer_is_told_so_and_runs_by_itself(tmp_path: Path) -> None:

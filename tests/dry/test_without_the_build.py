@@ -8,8 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.cli import app
+from trainer_plugins.explain.snapshot.cards import Card, Event, Segment
 from trainer_plugins.testing.drycuda import unavailable_reason
+from trainer_plugins.testing.drycuda.smallest import smallest_room
+from trainer_plugins.units import MIB
 
 COMMAND = ("--", "python", "train.py", "--lr", "1")
 
@@ -73,3 +77,13 @@ def test_another_kind_of_processor_is_named(monkeypatch) -> None:
     names = ("Linux", "here", "6.1", "1", "aarch64")
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(names))
     assert "this is linux on aarch64" in (unavailable_reason() or "")
+
+
+def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
+    size, at = 20 * MIB, 2 << 30
+    kept = Segment(at, size, 0, 0, is_small=False, is_expandable=False, is_private=False, blocks=())
+    taken, used, freed = (Event(each, at, size, 0) for each in ("segment_alloc", "alloc", "free"))
+    for events, room in (((taken, used, freed), size), ((freed, used, freed), None)):
+        card = Card(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
+        found = smallest_room(card, AllocatorRules(), 80 << 30)
+        assert (found and found.room_bytes) == room

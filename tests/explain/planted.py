@@ -49,13 +49,13 @@ def _value(text: str) -> object:
 def explained(folder: Path) -> Told:
     """Type the command, and read what it prints."""
     command = ["explain", str(folder), "--no-predict"]
-    shown = CliRunner().invoke(app, command)
+    shown = CliRunner().invoke(app, [*command, "--verbose"])
     assert shown.exit_code == 0, shown.output
     value = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     remedy = value["remedies"][0]
     assert remedy["cause"] == value["causes"][0]["code"]
     text = " ".join(shown.stdout.split())  # a terminal folds it anywhere
-    assert f"Do {remedy['do']} {remedy['effect']}" in text
+    assert f"Do {remedy['do']} Do this first: {remedy['effect']}" in text
     return Told(value["causes"][0]["code"], remedy["do"], text)
 
 

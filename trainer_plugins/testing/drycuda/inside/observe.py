@@ -4,6 +4,7 @@ A training of few steps on the longest rows, one evaluation, one save: what deci
 in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
 """
 
+import dis
 import functools
 import gc
 import json
@@ -12,13 +13,16 @@ import pickle
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 
 from trainer_plugins.testing.card import SimCard
@@ -31,6 +35,9 @@ _MICRO_STEPS = 2
 _NCCL_LOOKS_SECONDS = 0.15
 """A step takes longer than the interval in which NCCL's group looks for what has ended, to free its
 tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
+
+_GOES_ON_TIMES = 3
+"""A program that has another training to come to gets this many times what it has taken so far."""
 
 _MOST_EVENTS = 1_000_000
 _OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
@@ -99,37 +106,50 @@ def record() -> None:
     show = sys.excepthook
 
     def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, torch.OutOfMemoryError) and not _Observer.has_written:
-            seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
-            seen.moments["load"] = _peaks()
-            _write(seen)
+        if isinstance(error, torch.OutOfMemoryError):
+            if _Observer.last is not None:
+                _Observer.last.write(died=True)
+            else:
+                seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
+                seen.moments["load"] = _peaks()
+                _write(seen)
         show(kind, error, traceback)
 
     sys.excepthook = written
 
 
 def watch_trainers() -> None:
-    """Replace `Trainer.train` by the short training of this module."""
+    """Replace `Trainer.train` by the short training of this module; a program may have several."""
     if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
         return
     from transformers import Trainer
 
     from trainer_plugins.testing.drycuda.inside.shortened import evaluate_few_rows
 
-    train, notes = Trainer.train, list[str]()
+    train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
     evaluate_few_rows(notes)
 
     @functools.wraps(train)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.args.device.type != "cuda":
             raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
+        if waiting:
+            waiting.pop().cancel()
         observer = _Observer(self, notes)
         try:
-            observer.run(functools.partial(train, self))
+            result = observer.run(functools.partial(train, self))
         except torch.OutOfMemoryError:
             observer.write(died=True)
             raise
-        observer.write()
+        later = _later_training(sys._getframe(1))
+        observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
+        if later:
+            say(f"the program goes on, to the training in {later}")
+            seconds = _GOES_ON_TIMES * (time.time() - psutil.Process().create_time())
+            waiting.append(threading.Timer(seconds, os._exit, (0,)))
+            waiting[0].daemon = True
+            waiting[0].start()
+            return result
         say("all is seen: the program ends here")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -138,10 +158,25 @@ def watch_trainers() -> None:
     Trainer.train = watched
 
 
-class _Observer:
-    """Reads the peaks of a Trainer's moments."""
+def _later_training(frame: FrameType | None) -> str | None:
+    """Return where the functions that are under way will call another `train`; None if nowhere.
 
-    has_written = False
+    A model's `train` is one too: the program then goes on for a while.
+    """
+    while frame is not None:
+        for each in dis.get_instructions(frame.f_code):
+            is_later = each.offset > frame.f_lasti and each.argval == "train"
+            if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                line = each.positions.lineno if each.positions else ""
+                return f"{Path(frame.f_code.co_filename).name}:{line}"
+        frame = frame.f_back
+    return None
+
+
+class _Observer:
+    """Reads the peaks of a Trainer's moments; those of an earlier training count on."""
+
+    last: "_Observer | None" = None
 
     def __init__(self, trainer: Any, notes: list[str]) -> None:
         self._trainer = trainer
@@ -151,8 +186,13 @@ class _Observer:
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
         self._names: list[Names] = []
+        self._trainers = [type(trainer).__name__]
+        if (before := _Observer.last) is not None:
+            self._seen.moments, self._names = before._seen.moments, before._names
+            self._began = [*before._began, (before._ended, "load")]
+            self._trainers = [*before._trainers, *self._trainers]
 
-    def run(self, train: Callable[[], object]) -> None:
+    def run(self, train: Callable[[], object]) -> object:
         """Train; evaluate and save in the end, and resume, as the arguments ask for."""
         from trainer_plugins.testing.drycuda.inside.shortened import (
             OnceInTheEnd,
@@ -170,10 +210,11 @@ class _Observer:
         take_the_longest_rows(trainer, self._seen.notes)
         self._watch_moments()
         self._skip_like_micro_steps()
-        train()
+        result = train()
         once.do_what_is_left(trainer)  # another callback may have ended the training
         if resumes:
             self._resume(train)
+        return result
 
     def _resume(self, train: Callable[..., object]) -> None:
         """Train one more step from the checkpoint, as a process would that has just loaded."""
@@ -209,21 +250,26 @@ class _Observer:
 
         trainer.training_step = training_step
 
-    def write(self, *, died: bool = False) -> None:
+    def write(self, *notes: str, died: bool = False) -> None:
         """Write what was seen, and a snapshot of the allocator, for the process that asked."""
         self._close()
         seen, trainer = self._seen, self._trainer
-        seen.died, seen.notes = died, list(dict.fromkeys(seen.notes))
-        parameters = list(trainer.model.parameters())
-        seen.num_parameters = sum(map(_size, parameters))
-        seen.num_trainable_parameters = sum(_size(one) for one in parameters if one.requires_grad)
-        seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
-        seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        seen.rows = trainer._train_batch_size
-        seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
-        seen.trainer = type(trainer).__name__
+        seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
+        if self is not _Observer.last:
+            parameters = list(trainer.model.parameters())
+            seen.num_parameters = sum(map(_size, parameters))
+            seen.num_trainable_parameters = sum(
+                _size(one) for one in parameters if one.requires_grad
+            )
+            seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
+            seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            seen.rows = trainer._train_batch_size
+            seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+            seen.trainer = ", then by ".join(self._trainers)
+            self._ended = time.time_ns() // 1000
+            self._trainer = None  # the program may be done with it
+            _Observer.last = self
         _write(seen, self._began, self._names)
-        _Observer.has_written = True
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
@@ -249,6 +295,8 @@ class _Observer:
 
         @functools.wraps(method)
         def around(*args: Any, **kwargs: Any) -> Any:
+            if self is _Observer.last:  # of an earlier training
+                return method(*args, **kwargs)
             outer = self._moment
             if moment == "forward":
                 self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
@@ -316,6 +364,10 @@ def _write(
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     snapshot = torch.cuda.memory._snapshot()
     events = max(snapshot["device_traces"], key=len)
+    if len(events) >= _MOST_EVENTS:
+        seen.notes.append(
+            f"of the allocator's events the last {_MOST_EVENTS:,} are known: no smallest card"
+        )
     seen.timeline = timeline_of(events, began)
     seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
     _clean(snapshot)
