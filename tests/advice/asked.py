@@ -26,7 +26,7 @@ from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch import lint
 from trainer_plugins.oom import classify
-from trainer_plugins.planner.compare.switches import SWITCHES
+from trainer_plugins.planner.compare.saved import SWITCHES
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord, Process, Shape
 from trainer_plugins.record.run_facts import RunFacts

@@ -25,8 +25,8 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.extrapolate import longer
 from trainer_plugins.planner.compare.foresight import Repetition, repetition_of
 from trainer_plugins.planner.compare.lines import SearchRequest
+from trainer_plugins.planner.compare.saved import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.compare.search import search
-from trainer_plugins.planner.compare.switches import ALL, SWITCHES, changes_of
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace

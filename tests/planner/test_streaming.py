@@ -23,8 +23,9 @@ from trainer_plugins.cli.typed_options import value_of
 from trainer_plugins.planner import MemoryPlan, PlanError
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.lines import STREAMED, SearchRequest
+from trainer_plugins.planner.compare.saved import explain, turned
 from trainer_plugins.planner.compare.search import search
-from trainer_plugins.planner.compare.switches import explain, source_of, turned
+from trainer_plugins.planner.compare.switches import source_of
 from trainer_plugins.planner.plan import Streamed
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of

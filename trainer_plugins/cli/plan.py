@@ -227,7 +227,7 @@ def _answer_for_command(
 ) -> bool | None:
     """Print what was asked of a command after --, and return whether it fits."""
     from trainer_plugins.cli.plan_search import show_changes, show_search
-    from trainer_plugins.planner.compare.switches import changes_of
+    from trainer_plugins.planner.compare.saved import changes_of
 
     if answer.explain_change:
         changes = changes_of(answer.explain_change)

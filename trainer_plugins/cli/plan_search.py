@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
-from trainer_plugins.planner.compare.switches import Saved, changes_of, explain, turned
+from trainer_plugins.planner.compare.saved import Saved, changes_of, explain, turned
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest

@@ -15,7 +15,7 @@ from trainer_plugins.planner.compare.lines import (
     SearchLine,
     SearchResult,
 )
-from trainer_plugins.planner.compare.switches import Saved
+from trainer_plugins.planner.compare.saved import Saved
 from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.report.page import plain_table, size_or_blank
 from trainer_plugins.report.plan_text import SHOWN_BYTES

@@ -8,19 +8,18 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import islice
 from typing import NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import (
-    Saved,
     Switch,
     as_flags,
     batch_flags,
-    explain,
     proposal_of,
     rows_in_words,
 )
@@ -171,7 +170,7 @@ class Variations:
             if self._is_safe(tried):
                 yield self._as_fitted(changes, rows, tried)
                 continue
-            left = self._left(tried)
+            left = self.spare_bytes(tried)
             missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
             failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
 
@@ -179,14 +178,11 @@ class Variations:
         return change == switches.CHECKPOINTING and self._checkpoints
 
     def _as_fitted(self, changes: Sequence[Switch], rows: int, tried: MemoryPlan) -> Fitted:
-        run = self._run
-        for change in changes:
-            run = _turn(run, change)
         batch = batch_flags(rows, self._rows) if rows != self._now else {}
         return Fitted(
             self._proposal(changes, rows, tried),
             {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
-            {**run.changed, **batch},
+            {**reduce(_turn, changes, self._run).changed, **batch},
         )
 
     def _only_evaluation_is_short(self) -> bool:
@@ -219,9 +215,7 @@ class Variations:
 
     def _most_rows(self, changes: Sequence[Switch], most: int) -> tuple[int, MemoryPlan]:
         """Find the most rows at once that fit safely; 1 if none do."""
-        run = self._run
-        for change in changes:
-            run = _turn(run, change)
+        run = reduce(_turn, changes, self._run)
         sizes = [each for each in range(1, most + 1) if self._rows % each == 0]
 
         def plan_of(at: int) -> MemoryPlan:
@@ -241,14 +235,14 @@ class Variations:
                 high = middle - 1
         return sizes[low], best
 
-    def _left(self, plan: MemoryPlan) -> int:
+    def spare_bytes(self, plan: MemoryPlan) -> int:
         """Return what the card has beside the least that a run needs."""
         needed = plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
         return self._run.card.capacity_bytes - needed
 
     def _is_safe(self, plan: MemoryPlan) -> bool:
         """Return whether it fits, even if the plan is as far off as any was."""
-        return self._left(plan) >= margin_bytes(plan.reserved_peak_bytes)
+        return self.spare_bytes(plan) >= margin_bytes(plan.reserved_peak_bytes)
 
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
         line = line_of(
@@ -260,7 +254,7 @@ class Variations:
             rows=self._rows,
             in_full=True,
         )
-        return replace(line, margin_bytes=self._left(plan), is_safe=self._is_safe(plan))
+        return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
 
     def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
         proposal = proposal_of(
@@ -271,7 +265,7 @@ class Variations:
             rows=self._rows,
             length=self._as_given.tokens,
         )
-        return replace(proposal, margin_bytes=self._left(plan))
+        return replace(proposal, margin_bytes=self.spare_bytes(plan))
 
 
 def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
@@ -290,6 +284,7 @@ def _turn(run: DryRun, change: Switch) -> DryRun:
 
 def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     """Yield values as TrainingArguments hold them: numbers, booleans, mappings and words."""
+    booleans: Mapping[str, object] = {"True": True, "False": False}
     for name, text in flags.items():
-        is_json = text.isdigit() or text.startswith("{") or text in ("True", "False")
-        yield name, json.loads(text.lower() if text.isalpha() else text) if is_json else text
+        is_json = text.isdigit() or text.startswith("{")
+        yield name, json.loads(text) if is_json else booleans.get(text, text)

@@ -4,7 +4,6 @@ A training of few steps on the longest rows, one evaluation, one save: what deci
 in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
 """
 
-import dis
 import functools
 import gc
 import json
@@ -19,17 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 import torch
 
-from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
+from trainer_plugins.testing.drycuda.inside.later import later_training
 from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
-from trainer_plugins.testing.drycuda.inside.process import counters, say
+from trainer_plugins.testing.drycuda.inside.process import counters, outside_bytes, say
 
 _MICRO_STEPS = 2
 _NCCL_LOOKS_SECONDS = 0.15
@@ -141,7 +139,7 @@ def watch_trainers() -> None:
         except torch.OutOfMemoryError:
             observer.write(died=True)
             raise
-        later = _later_training(sys._getframe(1))
+        later = later_training(sys._getframe(1))
         observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
         if later:
             say(f"the program goes on, to the training in {later}")
@@ -156,21 +154,6 @@ def watch_trainers() -> None:
         os._exit(0)
 
     Trainer.train = watched
-
-
-def _later_training(frame: FrameType | None) -> str | None:
-    """Return where the functions that are under way will call another `train`; None if nowhere.
-
-    A model's `train` is one too: the program then goes on for a while.
-    """
-    while frame is not None:
-        for each in dis.get_instructions(frame.f_code):
-            is_later = each.offset > frame.f_lasti and each.argval == "train"
-            if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                line = each.positions.lineno if each.positions else ""
-                return f"{Path(frame.f_code.co_filename).name}:{line}"
-        frame = frame.f_back
-    return None
 
 
 class _Observer:
@@ -357,7 +340,7 @@ def _write(
     seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
     seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
     seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seen.outside_bytes = [_outside(index) for index in range(torch.cuda.device_count())]
+    seen.outside_bytes = [outside_bytes(index) for index in range(torch.cuda.device_count())]
     for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
         if name in sys.modules:
             seen.versions[name] = sys.modules[name].__version__
@@ -396,16 +379,6 @@ def _peaks() -> list[tuple[int, int]]:
         (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
         for index in range(torch.cuda.device_count())
     ]
-
-
-def _outside(index: int) -> int:
-    """Return what is in use of a card besides the allocator's; 0 if this process has none of it."""
-    if torch.cuda.max_memory_reserved(index) == 0:
-        return 0
-    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    files = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]).glob("card-*")
-    (card,) = (each for each in map(SimCard, files) if each.uuid == uuid)
-    return card.used_bytes - torch.cuda.memory_reserved(index)
 
 
 def _plain(args: Any) -> dict[str, object]:

@@ -3,6 +3,9 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
+
+from trainer_plugins.testing.card import SimCard
 
 
 def is_dry() -> bool:
@@ -34,6 +37,18 @@ def calls_since() -> list[tuple[str, int, int]]:
     library.drycuda_record.restype = ctypes.c_char_p
     lines = (line.split() for line in library.drycuda_record().decode().splitlines())
     return [(name, int(stream), int(number)) for name, stream, number in lines]
+
+
+def outside_bytes(index: int) -> int:
+    """Return what is in use of a card besides the allocator's; 0 if this process has none of it."""
+    import torch
+
+    if torch.cuda.max_memory_reserved(index) == 0:
+        return 0
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    files = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]).glob("card-*")
+    (card,) = (each for each in map(SimCard, files) if each.uuid == uuid)
+    return card.used_bytes - torch.cuda.memory_reserved(index)
 
 
 def say(text: str) -> None:
