@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,19 @@ def test_what_the_program_attaches_counts_more_and_its_workers_are_silent(tmp_pa
     assert "'StrategyInForce', 'Preflight', 'MemoryWatchdog', 'OOMReporter'" in done.stdout
     assert "KVCacheGuard" not in done.stdout
     assert "nothing was attached" not in done.stderr
+
+
+@pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="there is a card")
+def test_fit_asks_for_the_card_where_there_is_none_and_starts_nothing(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    done = execute("--fit", "--", "touch", started, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "name the card with --gpu: no NVIDIA driver; nothing was started" in done.stderr
+    assert not started.exists()
+    done = execute("--gpu", "24GiB", "--", "touch", started, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--gpu, --num-gpus and --may are for --fit" in done.stderr
+    assert not started.exists()
 
 
 SHOWS = "import json, os, sys; print(json.dumps([dict(os.environ), sorted(sys.modules)]))"

@@ -18,6 +18,7 @@ _DEBUG = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
 SWITCHES = tuple(_DEBUG)
+_HALVES = ("bfloat16", "float16")
 
 
 def allocator(facts: Facts) -> Line | None:
@@ -134,8 +135,6 @@ def _is_reentrant(facts: Facts) -> bool:
     options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
     return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
 
-
-_HALVES = ("bfloat16", "float16")
 
 # Add a row for a problem that was read in the code or reported, with its source.
 _KNOWN = (

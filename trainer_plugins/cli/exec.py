@@ -34,7 +34,7 @@ def exec_(
         ),
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(help="With --fit: the card (default: of this machine).")
+        str | None, typer.Option(help="With --fit: the card (default: the fullest visible).")
     ] = None,
     num_gpus: Annotated[
         int | None, typer.Option(help="With --fit: how many cards (default: all visible).")

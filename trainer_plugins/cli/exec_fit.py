@@ -29,7 +29,7 @@ def variables_to_fit(
 
     Args:
         command: what will be run, launcher included.
-        gpu: the card, by name or size; None takes the fullest of this machine.
+        gpu: the card, by name or size; None takes the fullest that is visible here.
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
 
@@ -44,15 +44,14 @@ def variables_to_fit(
     if unknown := {*may} - {*MAY}:
         raise PlanError(f"--may is {' or '.join(MAY)}, got {', '.join(sorted(unknown))}")
     tell = partial(print, file=sys.stderr, flush=True)
-    card, number = _card(gpu), num_gpus or _num_visible()
+    card, number = _cards(gpu, num_gpus)
     with by_any_signal():
         variations = Variations(
             DryRun(command=command, card=card, num_cards=number, foretells=True), tell
         )
-        plan = variations.plan
-        left = card.capacity_bytes - (plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes)
         if variations.fits:
-            tell(f"trainer-plugins exec --fit: it fits as it is, {size(left)} to spare")
+            spare = size(variations.spare_bytes(variations.plan))
+            tell(f"trainer-plugins exec --fit: it fits as it is, {spare} to spare")
             return {}
         found, failed = variations.first_that_fits(may_round_states="optim" in may)
     if found is None:
@@ -64,35 +63,27 @@ def variables_to_fit(
     return {VARIABLE: json.dumps({"planned": found.planned, "changed": found.changed})}
 
 
-def _card(gpu: str | None) -> "Card":
-    """Return the card that is named, or the one of this machine with the least memory free."""
-    from trainer_plugins.devices.nvml import NvmlDevice, NvmlError
-    from trainer_plugins.devices.nvml_cards import installed_cards
+def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
+    """Return the card that is named, or the visible one with the least memory free; and how many.
+
+    Raises:
+        PlanError: no card is named, and none is visible.
+    """
+    from trainer_plugins.check.gather_here import gather_here
+    from trainer_plugins.check.machine import cards_in_use
     from trainer_plugins.planner.cards import Card, card_of, with_measured_context
     from trainer_plugins.planner.plan import PlanError
 
+    facts = gather_here(os.environ)
+    found = [
+        Card(each.name, each.reading.free_bytes, each.capability or (9, 0))
+        for each in cards_in_use(facts)
+        if each.reading is not None
+    ]
+    number = num_gpus or max(1, len(found))
     if gpu is not None:
-        return with_measured_context(card_of(gpu))
-    try:
-        found = [
-            Card(each.name, NvmlDevice(each.uuid).memory()[1], each.capability or (9, 0))
-            for each in installed_cards()
-        ]
-    except NvmlError as error:
-        raise PlanError(f"name the card with --gpu: {error}") from error
+        return with_measured_context(card_of(gpu)), number
     if not found:
-        raise PlanError("name the card with --gpu: this machine has none")
-    return with_measured_context(min(found, key=lambda card: card.capacity_bytes))
-
-
-def _num_visible() -> int:
-    from trainer_plugins.devices.nvml import NvmlError
-    from trainer_plugins.devices.nvml_cards import installed_cards
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        return len(visible.split(","))
-    try:
-        return max(1, len(installed_cards()))
-    except NvmlError:
-        return 1
+        why = facts.driver_trouble or facts.no_cards or "no card is visible"
+        raise PlanError(f"name the card with --gpu: {why}")
+    return with_measured_context(min(found, key=lambda card: card.capacity_bytes)), number

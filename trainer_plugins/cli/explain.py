@@ -4,13 +4,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
-from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.report.page import Indented
 
 _NO_OOM = 1
 _SHOWN_EVIDENCE = 2  # lines, without --verbose: the first, and the one with these words
@@ -140,8 +143,7 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         _print_briefly(answer)
         return
     first, *others = answer.causes
-    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
-    parts = [Indented(summary, 5, Text("Why"))]
+    parts = [_why(first)]
     parts += [Indented(Text(printable(line)), 5) for line in first.evidence]
     parts += [Indented(Text(printable(fact), "dim"), 5) for fact in answer.facts]
     if first.doubt:
@@ -155,8 +157,7 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         when = "Do this first: " if number == 0 else ""
         if remedy.cause != first.code:
             when = f"If it is {remedy.cause}: "
-        price = f"; it costs: {remedy.price}" if remedy.price else ""
-        effect = f"{when}{remedy.effect}{price} ({GRADES[remedy.grade]})"
+        effect = f"{when}{_effect(remedy)} ({GRADES[remedy.grade]})"
         parts.append(Indented(Text(printable(effect)), 7))
     for line in answer.unknown:
         parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
@@ -171,8 +172,7 @@ def _print_briefly(answer: Explanation) -> None:
     from trainer_plugins.report.page import Indented, show
 
     first = answer.causes[0]
-    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
-    parts = [Indented(summary, 5, Text("Why"))]
+    parts = [_why(first)]
     known = sorted((*first.evidence[1:], *answer.facts), key=lambda line: _NUMBERS not in line)
     evidence = (*first.evidence[:1], *known)
     parts += [Indented(Text(printable(line)), 5) for line in evidence[:_SHOWN_EVIDENCE]]
@@ -184,6 +184,18 @@ def _print_briefly(answer: Explanation) -> None:
     else:
         remedy = answer.remedies[0]
         parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, Text("Do", "bold")))
-        price = f"; it costs: {remedy.price}" if remedy.price else ""
-        parts.append(Indented(Text(f"{printable(remedy.effect)}{price}{more}"), 7))
+        parts.append(Indented(Text(f"{printable(_effect(remedy))}{more}"), 7))
     show(Group(*parts))
+
+
+def _why(cause: Cause) -> "Indented":
+    from rich.text import Text
+
+    from trainer_plugins.report.page import Indented
+
+    summary = Text(printable(cause.summary)).append(f"  [{cause.grade}: {cause.code}]", "dim")
+    return Indented(summary, 5, Text("Why"))
+
+
+def _effect(remedy: Remedy) -> str:
+    return f"{remedy.effect}; it costs: {remedy.price}" if remedy.price else remedy.effect

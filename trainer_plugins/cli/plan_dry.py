@@ -52,7 +52,6 @@ def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> 
 
     Without dry cards, and with `--engine fake`, they are read as far as they are known.
     """
-    from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
     if dry.engine != "fake":
@@ -64,8 +63,7 @@ def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> 
     from trainer_plugins.cli.foreign.command import read_command
     from trainer_plugins.cli.foreign.reading import tell
 
-    if given := [*_said_twice(run)]:
-        raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
+    _refuse_said_twice(run)
     reading = read_command(command)
     if reading is None:
         return None
@@ -133,8 +131,7 @@ def variations_of(
         raise PlanError("name the card on which the command will run: --gpu")
     if options.engine == "fake":
         raise PlanError("--engine fake reads a command's flags, and these name no model")
-    if given := [*_said_twice(run)]:
-        raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
+    _refuse_said_twice(run)
     card = card_of(machine.gpu)
     tell = _prepared(options)
     asked = DryRun(
@@ -169,9 +166,15 @@ def _prepared(options: DryOptions) -> Callable[[str], None]:
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}
 
 
-def _said_twice(run: RunOptions) -> Iterator[str]:
-    """Yield the options that describe what a command describes itself."""
-    for group in (run.model, run.data, run.adapter, run.quantisation, run.machine):
-        for each in fields(group):
-            if each.name not in _OF_A_MACHINE and getattr(group, each.name) != each.default:
-                yield f"--{each.name.replace('_', '-')}"
+def _refuse_said_twice(run: RunOptions) -> None:
+    """Refuse the options that describe what a command describes itself."""
+    from trainer_plugins.planner.plan import PlanError
+
+    given = [
+        f"--{each.name.replace('_', '-')}"
+        for group in (run.model, run.data, run.adapter, run.quantisation, run.machine)
+        for each in fields(group)
+        if each.name not in _OF_A_MACHINE and getattr(group, each.name) != each.default
+    ]
+    if given:
+        raise PlanError(f"{', '.join(given)}: a command after -- says this itself")

@@ -1,10 +1,12 @@
 """Gives a training the arguments that `trainer-plugins exec --fit` has chosen."""
 
-import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from trainer_plugins.patched import Patches
 
 VARIABLE = "TRAINER_PLUGINS_ARGUMENTS"  # holds what was planned, and what is to be another value
 
@@ -14,18 +16,16 @@ def change_arguments() -> None:
     from transformers.training_args import TrainingArguments
 
     asked = json.loads(os.environ[VARIABLE])
-    made = TrainingArguments.__post_init__
 
-    @functools.wraps(made)
-    def post_init(self: Any) -> None:
-        if all(getattr(self, name, None) == value for name, value in asked["planned"].items()):
+    def post_init(made: Callable[[Any], None], args: Any) -> None:
+        if all(getattr(args, name, None) == value for name, value in asked["planned"].items()):
             for name, value in asked["changed"].items():
-                setattr(self, name, value)
+                setattr(args, name, value)
         else:
             sys.stderr.write(
                 "trainer-plugins exec --fit: these TrainingArguments are not those that were"
                 " planned, and stay as they are\n"
             )
-        made(self)
+        made(args)
 
-    TrainingArguments.__post_init__ = post_init
+    Patches().wrap(TrainingArguments, "__post_init__", post_init)

@@ -15,15 +15,12 @@ SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
     """Render the answer in five lines: the verdict, what fills the card, what to do, how sure."""
-    parts: list[RenderableType] = [Text(verdict(plan), style=_style(plan))]
-    parts += [Text(line, style="bold") for line in host_verdict(plan)]
-    parts += map(Text, _weights_alone(plan))
+    parts = [*_verdicts(plan), *map(Text, _weights_alone(plan))]
     parts.append(_labelled("Peak", _filled_by(plan)))
     parts += _what_to_do(plan)
-    lines = [*plan.not_predicted, *plan.not_reliable]
     if plan.not_predicted:
         parts.append(_labelled("Without", "; ".join(plan.not_predicted)))
-    num = len(plan.assumptions) + len(lines) - len(plan.not_predicted)
+    num = len(plan.assumptions) + len(plan.not_reliable)
     assumed = f"{num} assumption{'s' if num != 1 else ''}: --verbose" if num else "all: --verbose"
     sure = f"{plan.known_error}; {assumed}" if plan.known_error else assumed
     return Group(*parts, _labelled("Sure", sure))
@@ -31,9 +28,7 @@ def brief_report(plan: MemoryPlan) -> RenderableType:
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors and caveats."""
-    parts: list[RenderableType] = [Text(verdict(plan), style=_style(plan))]
-    parts += [Text(line, style="bold") for line in host_verdict(plan)]
-    parts += map(Text, details(plan))
+    parts = [*_verdicts(plan), *map(Text, details(plan))]
     if plan.planned:
         parts.append(Text(f"Planned: {planned(plan)}"))
     if "command" in plan.planned:
@@ -50,8 +45,11 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
     return Group(*parts, Text(f"With {versions}"), *_proposals(plan))
 
 
-def _style(plan: MemoryPlan) -> str:
-    return {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
+def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
+    """Render whether the card holds the run, and whether main memory does."""
+    style = {True: "bold green", False: "bold red", None: "bold"}[plan.fits]
+    host = (Text(line, style="bold") for line in host_verdict(plan))
+    return [Text(verdict(plan), style=style), *host]
 
 
 def _labelled(label: str, text: str) -> Indented:
@@ -96,17 +94,14 @@ def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:
             to_paste(f"        {first.flags}"),
         ]
     if plan.tried_without_success:
-        return [_labelled("Change", f"nothing that was tried fits: {_tried(plan)}")]
+        tried = "; ".join(plan.tried_without_success)
+        return [_labelled("Change", f"nothing that was tried fits: {tried}")]
     return [_labelled("Largest", _most_rows(plan))] if plan.most_rows else []
 
 
 def _most_rows(plan: MemoryPlan) -> str:
     rows = f"{plan.most_rows} row{'s' if plan.most_rows > 1 else ''} at once"
     return f"{rows} would fit, predicted from a few layers; --search tries more ways"
-
-
-def _tried(plan: MemoryPlan) -> str:
-    return "; ".join(plan.tried_without_success)
 
 
 def details(plan: MemoryPlan) -> list[str]:

@@ -31,6 +31,8 @@ class CommandOfARun(Command):
 
 def as_ours(words: Sequence[str], own: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line as `plan` spells them; `own` are its options by flag."""
+    from trainer_plugins.cli.foreign.reading import OPTIONS, is_spelling, is_true
+
     kept: list[str] = []
     named: dict[str, Any] = {}
     again: list[str] = []  # the words of `named`, if nothing in them is spelt otherwise
@@ -41,7 +43,7 @@ def as_ours(words: Sequence[str], own: Mapping[str, Any]) -> list[str]:
         if option is not None and option.name == "config":
             is_foreign = True
             named["config"] = values[0] if values else None
-        elif option is not None and not (spelt.startswith("--") and _is_of_a_run(option.name)):
+        elif option is not None and not (spelt.startswith("--") and option.name in OPTIONS):
             kept += [flag, *values]
         elif spelt.startswith("--"):
             name = option.name if option is not None else flag[2:].replace("-", "_")
@@ -49,11 +51,11 @@ def as_ours(words: Sequence[str], own: Mapping[str, Any]) -> list[str]:
             if option is not None and option.is_flag:
                 is_off = value is True and flag in option.secondary_opts
                 value = not is_off and value
-                again += _switched(flag, value)
+                again += [flag] * (is_true(value) or flag.startswith("--no-"))
             else:
                 again += [flag if option is not None else spelt, *values]
             named[name] = value
-            is_foreign = is_foreign or (option is None and _is_spelling(name))
+            is_foreign = is_foreign or (option is None and is_spelling(name))
         else:
             again += [spelt, *values]
     if not is_foreign:
@@ -86,24 +88,6 @@ def _flags(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def _is_flag(word: str) -> bool:
     return len(word) > 1 and word.startswith("-") and not word[1].isdigit()
-
-
-def _switched(flag: str, value: object) -> list[str]:
-    from trainer_plugins.cli.foreign.reading import is_true
-
-    return [flag] if is_true(value) or flag.startswith("--no-") else []
-
-
-def _is_of_a_run(name: str) -> bool:
-    from trainer_plugins.cli.foreign.reading import OPTIONS
-
-    return name in OPTIONS
-
-
-def _is_spelling(name: str) -> bool:
-    from trainer_plugins.cli.foreign.reading import is_spelling
-
-    return is_spelling(name)
 
 
 def _understood(named: dict[str, Any]) -> list[str]:

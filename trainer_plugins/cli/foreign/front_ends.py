@@ -28,8 +28,7 @@ def of_axolotl(values: Mapping[str, Any]) -> Reading:
     _axolotl_trainer(reading)
     adapter = reading.take("adapter")
     if adapter is None:
-        for name in [name for name in reading.values if name.startswith("lora_")]:
-            reading.take(name)
+        reading.forget("lora_")
     elif adapter in ("lora", "qlora"):
         reading.values["use_peft"] = True
         if reading.is_on("lora_target_linear"):
@@ -85,8 +84,7 @@ def _axolotl_trainer(reading: Reading) -> None:
         reading.trainer = "reward"
         reading.take("num_labels")
     if reading.trainer is not None:
-        reading.values["max_length"] = reading.values["seq_length"]
-        reading.said.append(f"planned as TRL's Trainer for {reading.trainer}; axolotl has its own")
+        _plan_as_trls(reading, "axolotl")
 
 
 def _axolotl_data(reading: Reading) -> None:
@@ -97,8 +95,7 @@ def _axolotl_data(reading: Reading) -> None:
         reading.flags["eval_strategy"] = "steps"
         reading.values.setdefault("per_device_eval_batch_size", rows)
     if reading.is_on("sample_packing") and reading.trainer is None:
-        reading.options["padding"] = False
-        reading.said.append("packed rows are planned as full rows without padding")
+        _pack(reading)
 
 
 def _plugins(reading: Reading) -> None:
@@ -108,8 +105,7 @@ def _plugins(reading: Reading) -> None:
             reading.said.append("Liger's usual kernels are planned, not those of its switches")
         else:
             reading.refuse("plugins", f"{plugin.rpartition('.')[2]}: its memory is not known here")
-    for name in [name for name in reading.values if name.startswith("liger_")]:
-        reading.take(name)
+    reading.forget("liger_")
 
 
 def _axolotl_fsdp(reading: Reading) -> None:
@@ -136,10 +132,7 @@ def of_llama_factory(values: Mapping[str, Any]) -> Reading:
     if loss == "simpo" and stage == "dpo":
         reading.trainer = "cpo"
     if reading.trainer is not None:
-        reading.values["max_length"] = reading.values["seq_length"]
-        reading.said.append(
-            f"planned as TRL's Trainer for {reading.trainer}; LLaMA-Factory has its own"
-        )
+        _plan_as_trls(reading, "LLaMA-Factory")
     if kind not in ("lora", "full"):
         reading.refuse("finetuning_type", f"{kind}: {_NOT_LORA}")
     brain = reading.is_on("bf16")
@@ -155,13 +148,11 @@ def of_llama_factory(values: Mapping[str, Any]) -> Reading:
         reading.values.setdefault("lora_target", "all")
         reading.values.setdefault("lora_dropout", 0.0)
     else:
-        for name in [name for name in reading.values if name.startswith("lora_")]:
-            reading.take(name)
+        reading.forget("lora_")
     _llama_factory_base(reading, compute)
     packing = reading.take("packing", stage == "pt")
     if is_true(packing):
-        reading.options["padding"] = False
-        reading.said.append("packed rows are planned as full rows without padding")
+        _pack(reading)
     reading.values["gradient_checkpointing"] = not reading.is_on("disable_gradient_checkpointing")
     reentrant = {"use_reentrant": reading.is_on("use_reentrant_gc", default=True)}
     reading.values.setdefault("gradient_checkpointing_kwargs", reentrant)
@@ -186,6 +177,16 @@ def _llama_factory_base(reading: Reading, compute: str) -> None:
     reading.values |= {"bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
     reading.values["prepare_kbit"] = False
     reading.said.append("norms and embeddings are in the dtype of the base (LLaMA-Factory)")
+
+
+def _plan_as_trls(reading: Reading, program: str) -> None:
+    reading.values["max_length"] = reading.values["seq_length"]
+    reading.said.append(f"planned as TRL's Trainer for {reading.trainer}; {program} has its own")
+
+
+def _pack(reading: Reading) -> None:
+    reading.options["padding"] = False
+    reading.said.append("packed rows are planned as full rows without padding")
 
 
 def _front_ends_checkpointing(reading: Reading, has_adapter: bool) -> None:

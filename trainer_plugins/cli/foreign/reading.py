@@ -83,6 +83,10 @@ class Reading:
         """Return whether a switch is on, and forget it."""
         return is_true(self.take(name, default))
 
+    def forget(self, prefix: str) -> None:
+        """Forget all names that begin so."""
+        self.values = {k: v for k, v in self.values.items() if not k.startswith(prefix)}
+
     def refuse(self, name: str, why: str) -> None:
         """Refuse a name that asks for what is not planned."""
         raise NotPredicted(f"--{self.spelt.get(name, name)}: {why}")

@@ -93,24 +93,22 @@ class Proposer:
         """
         if not is_safe(self._plan):
             return self._rows_now
-        usable = self._room - margin_bytes(self._room)
-        fits, too_many = {self._rows_now: self._plan.reserved_peak_bytes}, 1 << 30
-        rows = 2 * self._rows_now
+        now, reserved_now = self._rows_now, self._plan.reserved_peak_bytes
+        spare = self._room - margin_bytes(self._room) - reserved_now
+        most, too_many, rows = now, 1 << 30, 2 * now
         for _ in range(_ROWS_TRIED):
-            if self._is_late or max(fits) + 1 >= too_many:
+            if self._is_late or most + 1 >= too_many:
                 break
             tried = self._try((), rows, rows * self._args.gradient_accumulation_steps)
             if tried is None:
                 return 0
-            reserved = tried.plan.reserved_peak_bytes
             if is_safe(tried.plan):
-                fits[rows] = reserved
+                most = rows
             else:
                 too_many = rows
-            each = max(1, (reserved - fits[self._rows_now]) // (rows - self._rows_now))
-            likely = self._rows_now + (usable - fits[self._rows_now]) // each
-            rows = min(max(likely, max(fits) + 1), too_many - 1)
-        return max(fits)
+            each = max(1, (tried.plan.reserved_peak_bytes - reserved_now) // (rows - now))
+            rows = min(max(now + spare // each, most + 1), too_many - 1)
+        return most
 
     def _lacks(self, plan: MemoryPlan) -> str:
         missing = plan.nvidia_smi_peak_bytes - self._card.capacity_bytes
@@ -196,7 +194,8 @@ class Proposer:
         known, others, doubt = _Try((), self._rows_now, self._plan), changes, _DOUBT
         for one in self._tried:
             left = tuple(each for each in changes if each not in one.changes)
-            if len(one.changes) + len(left) == len(changes) and len(left) < len(others):
+            is_part = all(each in changes for each in one.changes)
+            if is_part and len(left) < len(others):
                 known, others, doubt = one, left, _DOUBT_AFTER_A_TRY
         return _about(known.plan, others, known.rows) <= doubt * self._room
 
@@ -211,19 +210,17 @@ class Proposer:
         if likely:
             self._first_safe((), likely)
 
-    def _largest(self, changes: tuple[Switch, ...]) -> _Try | None:
-        """Find the most rows at once that fit, and propose it; None if it cannot be predicted."""
+    def _largest(self, changes: tuple[Switch, ...]) -> None:
+        """Find the most rows at once that fit with these changes, and propose it."""
         sizes = self._sizes()
         smallest = self._try(changes, sizes[-1])
         if smallest is None or not is_safe(smallest.plan):
-            return smallest
+            return
         usable = self._room - margin_bytes(self._room)
         likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < usable]
         found = self._first_safe(changes, likely) if likely and not self._is_late else None
         if found is None or not is_safe(found.plan):
             self._keep(smallest)
-            return smallest
-        return found
 
     def _first_safe(self, changes: tuple[Switch, ...], sizes: list[int]) -> _Try | None:
         tried = None
@@ -251,9 +248,8 @@ class Proposer:
             plan = self._probe(run)
         except PlanError as error:
             if changes:
-                self._refused[frozenset(each.words for each in changes)] = str(error).partition(
-                    ". "
-                )[0][:_LONGEST_REASON]
+                why, _, _ = str(error).partition(". ")
+                self._refused[frozenset(each.words for each in changes)] = why[:_LONGEST_REASON]
             return None
         # an unexpected error of one try must not take the plan
         except Exception:  # noqa: BLE001

@@ -22,26 +22,14 @@ def _attach():  # type: () -> None
         _say(error)
 
 
-def _change_arguments():  # type: () -> None
-    try:
-        from trainer_plugins.plug_in.arguments import change_arguments
-
-        change_arguments()
-    except Exception as error:  # noqa: BLE001 # what was chosen so that it fits must be in force
-        sys.stderr.write("trainer-plugins exec --fit: " + " ".join(str(error).split()) + "\n")
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _prepare_dry(module, function):  # type: (str, str) -> object
+def _prepare(who, module, function):  # type: (str, str, str) -> object
     def prepare():  # type: () -> None
         try:
             import importlib
 
-            inside = "trainer_plugins.testing.drycuda.inside."
-            getattr(importlib.import_module(inside + module), function)()
-        except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if real
-            sys.stderr.write("dry CUDA: " + type(error).__name__ + ": " + str(error) + "\n")
+            getattr(importlib.import_module(module), function)()
+        except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if it were
+            sys.stderr.write(who + ": " + type(error).__name__ + ": " + str(error) + "\n")
             sys.stderr.flush()
             os._exit(1)
 
@@ -81,6 +69,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
 
     # Where this is not called, the dry card's libraries end a Python that imports torch (core.cpp).
     getattr(ctypes.CDLL(None), "drycuda_prepared", int)()
+    inside = "trainer_plugins.testing.drycuda.inside."
     # A module that imports torch is under way when torch has been imported: all are named before.
     for name, place, function in (
         ("torch", "start", "start"),
@@ -90,7 +79,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
         ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),
         ("transformers.generation.stopping_criteria", "longest", "generate_to_the_end"),
     ):
-        when_imported(name, _prepare_dry(place, function))
+        when_imported(name, _prepare("dry CUDA", inside + place, function))
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:
@@ -98,7 +87,10 @@ if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
 
         when_imported("transformers.trainer", _attach)
         if "TRAINER_PLUGINS_ARGUMENTS" in os.environ:
-            when_imported("transformers.training_args", _change_arguments)
+            changes = ("trainer_plugins.plug_in.arguments", "change_arguments")
+            when_imported(
+                "transformers.training_args", _prepare("trainer-plugins exec --fit", *changes)
+            )
     except Exception as error:  # noqa: BLE001
         _say(error)
 if __name__ == "sitecustomize":

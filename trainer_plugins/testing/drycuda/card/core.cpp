@@ -346,12 +346,13 @@ void count(const char* name, uint64_t amount) {
   counters[name] += amount;
 }
 
-std::string* recorded = nullptr;
+std::atomic<bool> is_recording{false};
+static auto& recorded = *new std::string;
 
 void note(const char* what, void* handle, uint64_t number) {
+  if (!is_recording) return;
   std::lock_guard<std::mutex> guard(counters_lock);
-  if (recorded == nullptr) return;
-  *recorded += std::string(what) + " " + std::to_string(stream(handle)->id) + " " + std::to_string(number) + "\n";
+  recorded += std::string(what) + " " + std::to_string(stream(handle)->id) + " " + std::to_string(number) + "\n";
 }
 
 int unwritten(const char* library, const char* name) {
@@ -424,9 +425,9 @@ EXPORT const char* drycuda_counters() {
 EXPORT const char* drycuda_record() {
   static std::string& text = *new std::string;
   std::lock_guard<std::mutex> guard(dry::counters_lock);
-  if (dry::recorded == nullptr) dry::recorded = new std::string;
-  text.swap(*dry::recorded);
-  dry::recorded->clear();
+  dry::is_recording = true;
+  text.swap(dry::recorded);
+  dry::recorded.clear();
   return text.c_str();
 }
 

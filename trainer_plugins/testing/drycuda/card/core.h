@@ -61,6 +61,7 @@ bool is_pinned(const void* address);
 
 // Counters. `name` must live as long as the process.
 void count(const char* name, uint64_t amount = 1);
+extern std::atomic<bool> is_recording;
 // Notes a call of a stream while calls are recorded: its name, the stream, and a number of bytes or of an event.
 void note(const char* what, void* stream, uint64_t number);
 // Counts a function that has no code of its own, and returns 0.

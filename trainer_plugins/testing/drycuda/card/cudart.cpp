@@ -267,8 +267,10 @@ EXPORT Result cudaMemcpy(void* to, const void* from, size_t num_bytes, int) {
 }
 EXPORT Result cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, int, Handle stream) {
   dry::count("cudaMemcpyAsync");
-  const bool is_upload = dry::device_of(to) >= 0 && dry::device_of(from) < 0;
-  dry::note(!is_upload ? "copy" : dry::is_pinned(from) ? "upload" : "unpinned", stream, num_bytes);
+  if (dry::is_recording) {
+    const bool is_upload = dry::device_of(to) >= 0 && dry::device_of(from) < 0;
+    dry::note(!is_upload ? "copy" : dry::is_pinned(from) ? "upload" : "unpinned", stream, num_bytes);
+  }
   return copied(to, from, num_bytes);
 }
 EXPORT Result cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t num_bytes, Handle) {

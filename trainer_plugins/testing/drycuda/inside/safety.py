@@ -7,9 +7,11 @@ import mmap
 import os
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 from trainer_plugins.testing.drycuda.inside.process import has_numbers
 
@@ -92,16 +94,15 @@ def protect_arguments() -> None:
     """Let TrainingArguments write to scratch, report to nothing, and be what a search asks."""
     from transformers.training_args import TrainingArguments
 
-    made, changed = TrainingArguments.__post_init__, os.environ.get("TRAINER_PLUGINS_DRY_CHANGED")
+    changed = json.loads(os.environ.get("TRAINER_PLUGINS_DRY_CHANGED") or "{}")
 
-    @functools.wraps(made)
-    def post_init(self: Any) -> None:
-        self.push_to_hub = False
-        self.report_to = "none"
-        for name, value in json.loads(changed or "{}").items():
-            setattr(self, name, value)
-        if self.output_dir:
-            self.output_dir = scratch(self.output_dir)
-        made(self)
+    def post_init(made: Callable[[Any], None], args: Any) -> None:
+        args.push_to_hub = False
+        args.report_to = "none"
+        for name, value in changed.items():
+            setattr(args, name, value)
+        if args.output_dir:
+            args.output_dir = scratch(args.output_dir)
+        made(args)
 
-    TrainingArguments.__post_init__ = post_init
+    Patches().wrap(TrainingArguments, "__post_init__", post_init)
