@@ -320,6 +320,13 @@ def test_on_cuda_the_loss_of_long_texts_takes_more(tmp_path, classes, least, mos
     assert least < more / table < most
 
 
+@pytest.mark.skipif(IS_OLD, reason="transformers 4 keeps what a class has frozen")
+def test_a_loaded_model_trains_what_its_class_has_frozen():
+    """Whisper's class freezes the encoder's places; transformers 5 loads all as it trains."""
+    plan = plan_run(WhisperConfig(**BOTH_ARE_SMALL).to_dict(), gpu="8GiB")
+    assert plan.num_trainable_parameters == plan.num_parameters
+
+
 def test_a_script_with_its_own_ctc_loss_is_planned_unless_cudnn_may_take_it(tmp_path):
     known = type("Known", (OwnLoss,), {"lengths": (LETTERS,) * ROWS})
     asked, told, short = predict_all(

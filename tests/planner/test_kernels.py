@@ -236,6 +236,25 @@ os._exit(0)  # as the worker does
 """
 
 
+MASK_OF_DROPOUT = """
+import os
+import torch
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
+
+fake_cuda.install()
+with in_world(World(device="cuda")) as tracker:
+    kept = torch.nn.functional.dropout(torch.ones(64, device="cuda", requires_grad=True), 0.5)
+    print([each.num_bytes for each in tracker.trace().storages], flush=True)
+os._exit(0)  # as the worker does
+"""
+
+
+def test_the_mask_of_dropout_is_made_before_its_result():
+    done = processes.run([sys.executable, "-c", MASK_OF_DROPOUT], check=True)
+    assert done.stdout.splitlines()[-1] == str([4 * 64, 64, 4 * 64])
+
+
 @pytest.mark.slow
 def test_the_gradient_of_an_embedding_takes_what_an_h100_took() -> None:
     """4096 tokens of 2048 numbers, of which 128,256 can be: docs/on_a_card.md."""
@@ -256,6 +275,18 @@ def test_the_norms_of_gradients_take_what_an_h100_took() -> None:
         assert KernelRules((9, 0), 132).transients(func, ([*[few] * 145, embeddings],)) == [
             2_340_672
         ]
+
+
+def test_a_row_of_sound_that_was_turned_round_is_copied_for_its_kernel() -> None:
+    """What a dry run of wav2vec2 takes: of a picture the order of elements may be another."""
+    rules, aten = KernelRules((9, 0), 132), torch.ops.aten
+    with FakeTensorMode():
+        turned = torch.empty(2, 499, 768, dtype=BF16).transpose(1, 2)
+        picture = torch.empty(2, 8, 8, 3, dtype=BF16).permute(0, 3, 1, 2)
+        for func in (aten.native_layer_norm.default, aten.convolution.default):
+            assert rules.transients(func, (turned,)) == [2 * 499 * 768 * 2]
+            assert rules.transients(func, (turned.contiguous(),)) == []
+        assert rules.transients(aten.convolution.default, (picture,)) == []
 
 
 def test_a_product_that_is_summed_in_place_makes_nothing() -> None:

@@ -48,6 +48,7 @@ REQUESTS = {
         *("--max_completion_length", str(40 + MORE_TOKENS)),
         sequence_length=64 + MORE_TOKENS,
     ),
+    "grpo, longer prompts": looped("grpo", *FOUR, sequence_length=64 + MORE_TOKENS),
     "grpo, vllm": looped("grpo", *FOUR, *VLLM, gpu="8GiB"),
     "grpo, vllm sleeps": looped("grpo", *FOUR, *VLLM, "--vllm_enable_sleep_mode", "True"),
     "grpo, two cards": looped("grpo", *FOUR, num_gpus=2),
@@ -117,6 +118,17 @@ def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
     rows, hidden = 4, 64
     least = 2 * rows * MORE_TOKENS * hidden * 2
     assert least <= long - short <= 6 * least
+
+
+def test_only_the_tokens_of_completions_are_scored(outcomes):
+    """TRL's fused head makes logits of 32,768 words at once, of each token that labels pick."""
+    pytest.importorskip("trl.kernels.chunked_logprob")
+    of_prompts, of_completions = (
+        plan_of(outcomes, name).moments["backward"].allocated_bytes
+        for name in ("grpo, longer prompts", "grpo, longer")
+    )
+    tile = 4 * MORE_TOKENS * 32_768 * 2
+    assert 0.9 * tile < of_completions - of_prompts < 1.2 * tile
 
 
 def test_on_two_cards_each_generates_its_own_rows(outcomes):

@@ -194,6 +194,8 @@ def _on_one_card(
     # `from_pretrained` quantises weight by weight: the full base is never in main memory
     with torch.device("meta") if quantisation else nullcontext():
         model: torch.nn.Module = _built(source, config, dtype)
+    if not _is_before(5):  # it loads each weight as one that trains: set_param_for_module
+        model.requires_grad_(True)
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
     if card is None or not quantisation:
@@ -273,8 +275,6 @@ def untie(model: Any) -> None:
 
 def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> torch.dtype:
     """Return the dtype that weights are loaded in, and say where it is not the user's choice."""
-    import transformers
-
     given = source.dtype
     if given is None and source.trainer is not None:  # trl/trainer/utils.py, create_model_from_path
         given = "float32"
@@ -284,10 +284,10 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     if given is None:
         # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
         # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
-        if int(transformers.__version__.partition(".")[0]) >= 5:
-            given = str(getattr(config, "dtype", None) or "float32")
-        else:
+        if _is_before(5):
             given = "float16" if quantisation_of(source) else "float32"
+        else:
+            given = str(getattr(config, "dtype", None) or "float32")
         assumptions.append(
             f"weights are loaded in {given.removeprefix('torch.')}, as from_pretrained does; "
             "see --dtype"
@@ -298,6 +298,12 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
         where = "the config's dtype" if source.dtype is None else "--dtype"
         raise PlanError(f"{where} needs float32, bfloat16 or float16, got {given!r}")
     return dtype
+
+
+def _is_before(major: int) -> bool:
+    import transformers
+
+    return int(transformers.__version__.partition(".")[0]) < major
 
 
 def with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:

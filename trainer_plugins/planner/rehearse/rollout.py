@@ -57,8 +57,23 @@ def revive(trainer: Any) -> None:
 def prepare(trainer: Any, tracker: Tracker) -> None:
     """Give a Trainer made-up rewards, and completions of a vLLM that is not there."""
     give_rewards(trainer)
+    _completions_are_scored(trainer, tracker)
     if trainer.use_vllm:
         trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, tracker), -1
+
+
+def _completions_are_scored(trainer: Any, tracker: Tracker) -> None:
+    """Say how many tokens of a row the mask of labels picks: those of its completion."""
+    score = trainer._get_per_token_logps_and_entropies
+
+    def scored(model: Any, ids: Any, mask: Any, logits_to_keep: int, *args: Any, **kw: Any) -> Any:
+        tracker.values.ones_of_a_row = logits_to_keep
+        try:
+            return score(model, ids, mask, logits_to_keep, *args, **kw)
+        finally:
+            tracker.values.ones_of_a_row = None
+
+    trainer._get_per_token_logps_and_entropies = scored
 
 
 def give_rewards(trainer: Any) -> None:

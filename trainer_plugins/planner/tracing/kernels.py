@@ -224,6 +224,16 @@ def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     return [gradient.numel() * max(gradient.element_size(), output.element_size())]
 
 
+def _copied_input(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count an input that is copied since its elements do not follow each other.
+
+    native/cuda/layer_norm_kernel.cu, layer_norm_cuda; native/cudnn/ConvShared.cpp, where a picture
+    may be in another order, but not a row of sound.
+    """
+    given = args[0]
+    return [] if given.is_contiguous() or given.dim() == 4 else [given.nbytes]
+
+
 def _copied_operands(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count the operands of a matrix product that are copied for the call.
 
@@ -247,6 +257,8 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
 
 _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
+    aten.native_layer_norm.default: _copied_input,
+    aten.convolution.default: _copied_input,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._foreach_norm.Scalar: _norms,
     aten.embedding_dense_backward.default: _embedding_backward,
@@ -258,6 +270,8 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+
+MAKE_THE_LAST_FIRST = {aten.native_dropout.default}  # Dropout.cu, dropout_cuda: its mask
 
 # What autograd does in place, but not on fake tensors: input_buffer.cpp, accumulate;
 # FunctionsManual.cpp, areAnyTensorSubclassLike.

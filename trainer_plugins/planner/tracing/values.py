@@ -71,6 +71,7 @@ class Values:
 
     def __init__(self) -> None:
         self.asked = NOTHING
+        self.ones_of_a_row: int | None = None  # of a mask of rows x tokens, where that is known
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -86,11 +87,15 @@ class Values:
 
     def counted(self, func: Operator, args: OperatorArgs) -> OperatorArgs:
         """Replace masks that are known by the places of their ones, as in `x[mask]`."""
-        if not self.asked.are_kept or func is not aten.index.Tensor:
+        if func is not aten.index.Tensor:
             return args
         return args[0], [place for each in args[1] for place in self._places(each)]
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        if index is not None and index.dtype == torch.bool and index.ndim == _MASK_DIMENSIONS:
+            if self.ones_of_a_row is not None:
+                ones = index.shape[0] * self.ones_of_a_row
+                return [index.new_empty(ones, dtype=torch.long) for _ in range(index.ndim)]
         values = self.of(index) if isinstance(index, FakeTensor) else None
         if index is None or values is None or values.dtype != torch.bool:
             return [index]
