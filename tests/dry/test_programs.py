@@ -54,12 +54,37 @@ torch.cuda.set_device(0)
 sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
 """
 
+_SECOND_RANK = """
+print("others on the first card:", [
+    process.usedGpuMemory
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    if process.pid == os.getpid() and os.environ["RANK"] == "1"
+], flush=True)
+"""
+
 _LOOP = """
 import torch
 x = torch.arange(1, 5, device="cuda")
 assert x.prod() == 24, "torch compiles this kernel when it is called"
 print("chosen", torch.ones(1 << 20, device="cuda").masked_select(torch.arange(1 << 20, device="cuda") < 7).shape)
 """
+
+
+def test_a_rank_has_a_context_on_no_card_but_its_own(tmp_path: Path) -> None:
+    """NCCL's watchdog of torch goes back to the first card, if there is a context there."""
+    script = TRAINS.replace('eval_strategy="epoch", ', "max_steps=2, ").replace(
+        ", eval_dataset=rows * 8", ""
+    )
+    place(tmp_path, f"import os, pynvml\npynvml.nvmlInit()\n{script}{_SECOND_RANK}")
+    command = ("torchrun", "--nproc_per_node", "2", "train.py", "model", "out")
+    words = ("-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB", "--num-gpus", "2", "--")
+    done = processes.run(
+        [sys.executable, *words, *command],
+        cwd=tmp_path,
+        environ={**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        fresh="the dry card is loaded by a start of Python",
+    )
+    assert done.stdout.count("others on the first card: []") == 2, done.stdout + done.stderr[-2000:]
 
 
 def test_an_evaluation_comes_first_and_a_callback_may_stop(tmp_path: Path) -> None:

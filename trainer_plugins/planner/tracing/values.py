@@ -92,10 +92,9 @@ class Values:
         return args[0], [place for each in args[1] for place in self._places(each)]
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        if index is not None and index.dtype == torch.bool and index.ndim == _MASK_DIMENSIONS:
-            if self.ones_of_a_row is not None:
-                ones = index.shape[0] * self.ones_of_a_row
-                return [index.new_empty(ones, dtype=torch.long) for _ in range(index.ndim)]
+        if index is not None and index.dtype == torch.bool and self.ones_of_a_row is not None:
+            ones = index.shape[0] * self.ones_of_a_row
+            return [index.new_empty(ones, dtype=torch.long) for _ in range(index.ndim)]
         values = self.of(index) if isinstance(index, FakeTensor) else None
         if index is None or values is None or values.dtype != torch.bool:
             return [index]

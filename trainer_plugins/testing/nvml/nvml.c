@@ -369,7 +369,8 @@ static int holders(Device *device, Holder found[MAX_HOLDERS]) {
   const CardFile *shared = *device->file ? card_file(device) : NULL;
   for (int i = 0; shared && i < CARD_FILE_SLOTS; i++) {
     uint32_t pid = (uint32_t)shared->slots[i].pid;
-    if (!pid || ((shared->slots[i].flags & SLOT_IS_LIVE) && !exists(pid))) continue;
+    if (!pid || !shared->slots[i].bytes) continue; /* a driver lists who has a context */
+    if ((shared->slots[i].flags & SLOT_IS_LIVE) && !exists(pid)) continue;
     /* A process may have two slots, what simgpu reserves and what a test adds to it; a driver lists it once. */
     int place = 0;
     while (place < count && found[place].pid != pid) place++;

@@ -166,6 +166,8 @@ void enter_device(int index) {
   if (!one.is_entered.exchange(true)) one.card.add(kind().context_bytes);
 }
 
+bool is_entered(int index) { return device(index).is_entered; }
+
 size_t total_bytes(int index) { return device(index).card.capacity_bytes(); }
 
 int pci_bus(int index) { return 0x17 + device(index).slot; }

@@ -40,6 +40,7 @@ bool take(int device, size_t num_bytes);
 void give_back(int device, size_t num_bytes);
 // The context of a process is taken from the card with its first use of the device.
 void enter_device(int device);
+bool is_entered(int device);
 
 // Memory with an address.
 void* reserve_addresses(size_t num_bytes);  // null if the process may have no more
