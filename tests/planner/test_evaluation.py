@@ -91,7 +91,11 @@ def test_without_a_card_a_run_needs_its_tensors_and_a_card_that_holds_them_shows
 
 
 def test_the_answer_sends_outputs_to_main_memory_and_as_answered_it_fits(plans):
-    best = plans["metrics"].proposals[0]
+    instead, best = plans["metrics"].proposals[:2]
+    assert instead.changes == ("predictions instead of logits",)
+    assert "preprocess_logits_for_metrics=" in instead.flags
+    # a number of 8 bytes for each token instead of each word
+    assert instead.host_ram_bytes_per_node < best.host_ram_bytes_per_node / 20
     name, steps = best.flags.split()
     assert name == "--eval_accumulation_steps"
     assert 1 < int(steps) < NUM_BATCHES

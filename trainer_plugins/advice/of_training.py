@@ -44,6 +44,15 @@ INPUTS_REQUIRE_GRADS = Advice(
     when="where checkpointing is reentrant",
     code="model.enable_input_require_grads()",
 )
+REDUCED_EACH_TIME = Advice(
+    effect="each card keeps its part of the gradients alone, also between the micro-batches of a"
+    " step",
+    price="gradients are reduced for each micro-batch",
+    when="where FSDP accumulates gradients, which it keeps whole until the step",
+    trainer="--accelerator_config"
+    " '{\"gradient_accumulation_kwargs\": {\"sync_each_batch\": true}}'",
+    arguments='accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}',
+)
 SHORTER_ROWS = Advice(
     effect="rows are cut there (SFTConfig, or your tokenizer's max_length)",
     price="the end of long rows is lost",

@@ -2,8 +2,8 @@
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isqrt
 
@@ -40,6 +40,7 @@ _TOGETHER = 3  # the most changes in one try, besides fewer rows
 _MOST_OF_THE_PLANS_TIME = 1.2  # no probe begins after this part of the plan's CPU time
 _LEAST_SECONDS = 30.0  # or after this time, if that is longer
 _ROWS_TRIED = 4  # at most, to find the most rows at once
+_SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 Probe = Callable[[PlanRequest], MemoryPlan]
 
 
@@ -125,7 +126,7 @@ class Proposer:
         return is_short.get("evaluation", False) and not any(is_short.get(each) for each in before)
 
     def _for_evaluation(self) -> None:
-        """Try fewer rows of an evaluation, and outputs to main memory earlier."""
+        """Try fewer rows of an evaluation, predictions alone, and outputs to main memory."""
         rows, source = self._args.per_device_eval_batch_size, source_of(self._run)
         num_batches = source.num_evaluation_batches
         now = min(self._args.eval_accumulation_steps or num_batches, num_batches)
@@ -134,6 +135,7 @@ class Proposer:
             if fewer:
                 self._evaluated(fewer)
             if not self._found and source.has_metrics:
+                self._evaluated((*fewer, switches.ARGMAX_LOGITS))
                 self._accumulated(fewer, now)
             rows //= 2
             fewer = (eval_rows(rows),)
@@ -263,6 +265,9 @@ class Proposer:
 
     def _keep(self, tried: _Try) -> None:
         """Propose a try, unless fewer changes allow as many rows."""
+        if tried.rows == self._rows:  # a step of one micro-batch reduces its gradients anyway
+            left = tuple(each for each in tried.changes if each != switches.REDUCED_EACH_TIME)
+            tried = replace(tried, changes=left)
         for kept in self._kept:
             if kept.rows >= tried.rows and all(each in tried.changes for each in kept.changes):
                 return
@@ -349,16 +354,32 @@ def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Swit
         found.append(switches.EIGHT_BIT_OPTIMIZER)
     if source.sequence_length > 1:
         found.append(switches.HALF_LENGTH)
-    if _is_alone(run, args) and run.num_gpus > 1:
-        price, share = "more traffic between the cards", 1 - 1 / run.num_gpus
-        found.append(launched_by("FSDP2", price, "fsdp2", 0.15, share))
-        found.append(launched_by("ZeRO-3", price, "zero3", 0.2, share))
-        price = "states and weights in main memory, much slower steps"
-        found.append(launched_by("ZeRO-3 with offload", price, "zero3_offload_all", 1.5, 0.95))
-    elif _is_alone(run, args) and source.peft is None:
-        price = "states and weights in main memory, much slower steps"
-        found.append(launched_by("offload", price, "one_gpu_7b_offload", 1.5, 0.95))
-    return [*found, *_adapters(run, args)]
+    strategy = plan.planned["strategy"]
+    if strategy.startswith("FSDP"):  # fewer rows at once are more micro-batches
+        found.append(switches.REDUCED_EACH_TIME)
+    return [*found, *_launches(run, args, strategy), *_adapters(run, args)]
+
+
+def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Switch]:
+    """Yield the launch files that divide more among the cards, or that use main memory."""
+    if args.deepspeed or args.fsdp:
+        return
+    offloads = "states and weights in main memory, much slower steps"
+    if run.num_gpus == 1:
+        if _is_alone(run, args) and source_of(run).peft is None:
+            yield launched_by("offload", offloads, "one_gpu_7b_offload", 1.5, _SHARDED, 0.95)
+        return
+    traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus
+    if strategy == "DDP":
+        yield launched_by("FSDP2", traffic, "fsdp2", 0.15, _SHARDED, share)
+        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED, share)
+    elif strategy in ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"):
+        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED[:2], share)
+    if strategy == "FSDP2":
+        words, file = "FSDP2 with offload", "fsdp2_offload"
+    else:
+        words, file = "ZeRO-3 with offload", "zero3_offload_all"
+    yield launched_by(words, offloads, file, 1.5, _SHARDED, 0.95)
 
 
 def _is_alone(run: PlanRequest, args: HfArguments) -> bool:

@@ -203,6 +203,11 @@ OFFLOADED_ACTIVATIONS = replace(
     subject="activations",
     slower=0.45,
 )
+REDUCED_EACH_TIME = replace(
+    _of_training("gradients reduced each time", advice.REDUCED_EACH_TIME, {"gradients": 0.8}),
+    subject="gradients",
+    slower=0.1,
+)
 EIGHT_BIT_OPTIMIZER = replace(
     _of_training("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
     subject="optimizer",
@@ -269,6 +274,14 @@ def eval_rows(rows: int) -> Switch:
     return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
 
 
+ARGMAX_LOGITS = Switch(
+    "predictions instead of logits",
+    f"{advice.ARGMAX_LOGITS.price}; in the script",
+    advice.ARGMAX_LOGITS.flag(Door.CODE),
+    lambda run: replace(run, source=replace(source_of(run), keeps_argmax=True)),
+)
+
+
 def can_offload_activations() -> bool:
     """Return whether the installed transformers moves what checkpointing keeps off the card."""
     from transformers import PreTrainedModel
@@ -277,10 +290,11 @@ def can_offload_activations() -> bool:
     return enable is not None and "offload" in signature(enable).parameters
 
 
-def launched_by(words: str, price: str, name: str, slower: float, frees: float) -> Switch:
-    """Make the switch to a launch file of ours, which frees this part of all that is sharded."""
+def launched_by(
+    words: str, price: str, name: str, slower: float, of: Sequence[Category], share: float
+) -> Switch:
+    """Make the switch to a launch file of ours, which frees a share of these categories."""
     path = str(configs.path(name))
-    sharded: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 
     def turn(run: PlanRequest) -> PlanRequest:
         return replace(run, launch_file=path)
@@ -290,7 +304,7 @@ def launched_by(words: str, price: str, name: str, slower: float, frees: float) 
         price,
         f"--accelerate-config {path}",
         turn,
-        dict.fromkeys(sharded, frees),
+        dict.fromkeys(of, share),
         subject="launch",
         slower=slower,
     )

@@ -61,6 +61,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
             args=rehearsed_arguments(args, build.folder),
             train_dataset=[0] * rows,
             compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
+            preprocess_logits_for_metrics=_argmax if source.keeps_argmax else None,
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
@@ -78,6 +79,11 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         assumptions=assumptions,
         asked=batches.asked,
     )
+
+
+def _argmax(logits: Any, _: object) -> torch.Tensor:
+    first: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
+    return first.argmax(-1)
 
 
 def check_rows(args: HfArguments) -> None:

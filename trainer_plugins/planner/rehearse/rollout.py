@@ -64,7 +64,7 @@ def prepare(trainer: Any, tracker: Tracker) -> None:
 
 def _completions_are_scored(trainer: Any, tracker: Tracker) -> None:
     """Say how many tokens of a row the mask of labels picks: those of its completion."""
-    score = trainer._get_per_token_logps_and_entropies
+    score = trainer._get_per_token_logps_and_entropies  # of TRL's GRPO and RLOO
 
     def scored(model: Any, ids: Any, mask: Any, logits_to_keep: int, *args: Any, **kw: Any) -> Any:
         tracker.values.ones_of_a_row = logits_to_keep

@@ -1,0 +1,72 @@
+"""What a plan proposes where a run does not fit: what an expert would."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.several import IS_TOO_OLD, WHY_NOT
+from tests.planner.test_plans import request
+from trainer_plugins.launch import configs
+from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.compare.propose import _launches
+from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.units import MIB
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+}
+SYNC = "sync_each_batch"
+
+
+def asked(rows: int, *flags: str, gpu: str = "80GiB", proposes: bool = False):
+    run = request(MODEL, *flags, rows=rows, gpu=gpu, num_gpus=2, dtype=None, sequence_length=2048)
+    return replace(run, launch_file=str(configs.path("fsdp2")), proposes=proposes)
+
+
+@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
+def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_reduces_them() -> None:
+    pieces = ("--gradient_accumulation_steps", "4", "--gradient_checkpointing", "True")
+    each_time = ("--accelerator_config", f'{{"gradient_accumulation_kwargs": {{"{SYNC}": true}}}}')
+    whole, divided = predict_all([asked(1, *pieces), asked(1, *pieces, *each_time)])
+    assert isinstance(whole, MemoryPlan)
+    assert isinstance(divided, MemoryPlan)
+    half = whole.num_parameters * 4 // 2
+    spared = whole.moments["backward"].allocated_bytes - divided.moments["backward"].allocated_bytes
+    assert spared > 0.7 * half
+
+    between = (whole.nvidia_smi_peak_bytes + divided.nvidia_smi_peak_bytes) // 2
+    card = f"{between / MIB:.0f}MiB"
+    (plan,) = predict_all([asked(4, gpu=card, proposes=True)])
+    assert isinstance(plan, MemoryPlan)
+    assert plan.fits is False
+    found = [each for each in plan.proposals if "gradients reduced each time" in each.changes]
+    assert found
+    for each in found:
+        assert SYNC in each.flags
+        assert each.accumulation_steps > 1, "one micro-batch reduces its gradients anyway"
+        assert each.nvidia_smi_peak_bytes < between
+
+
+@pytest.mark.parametrize(
+    ("strategy", "files"),
+    [
+        ("DDP", ["fsdp2", "zero3", "zero3_offload_all"]),
+        ("DeepSpeed ZeRO-2", ["zero3", "zero3_offload_all"]),
+        ("DeepSpeed ZeRO-3", ["zero3_offload_all"]),
+        ("FSDP2", ["fsdp2_offload"]),
+    ],
+)
+def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strategy, files) -> None:
+    class Args:
+        deepspeed = fsdp = None
+
+    found = list(_launches(asked(1), Args(), strategy))
+    assert [Path(each.flags.split()[1]).stem for each in found] == files
+    assert [each.slower for each in found] == sorted(each.slower for each in found)
