@@ -9,7 +9,7 @@ from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import request
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import MemoryPlan
-from trainer_plugins.planner.compare.propose import _launches
+from trainer_plugins.planner.compare.changes import _launches
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import MIB
 

@@ -49,8 +49,7 @@ REDUCED_EACH_TIME = Advice(
     " step",
     price="gradients are reduced for each micro-batch",
     when="where FSDP accumulates gradients, which it keeps whole until the step",
-    trainer="--accelerator_config"
-    " '{\"gradient_accumulation_kwargs\": {\"sync_each_batch\": true}}'",
+    trainer='--accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\'',
     arguments='accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}',
 )
 SHORTER_ROWS = Advice(

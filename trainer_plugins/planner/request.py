@@ -28,7 +28,8 @@ _COUNTS_OF_A_MODEL = LAYER_COUNTS[:2]
 MOST_ROWS = 1 << 24  # of a batch; also the most pictures, labels and batches
 
 # by the names of TRL's own commands
-TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "orpo", "cpo", "tpo")
+ONLINE_TRAINERS = ("grpo", "rloo", "gmpo")  # they generate the rows of a step, all at once
+TRL_TRAINERS = ("sft", "dpo", "kto", "reward", *ONLINE_TRAINERS, "orpo", "cpo", "tpo")
 
 RESIDENT_LAYERS = 2  # of a streamed base: one computes, the next comes
 MOST_CARDS = 16  # of one process: `kMostCards` of pretend/fake_cuda.cpp

@@ -11,7 +11,12 @@ from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.rehearse.watch import Watched, read_arguments
-from trainer_plugins.planner.request import LAYER_COUNTS, ConfigSource, PlanRequest
+from trainer_plugins.planner.request import (
+    LAYER_COUNTS,
+    ONLINE_TRAINERS,
+    ConfigSource,
+    PlanRequest,
+)
 
 _STEPS_OF_A_PROBE = 2
 _MICRO_STEPS_OF_A_PROBE = 2  # the second micro-step is the first with gradients
@@ -66,6 +71,8 @@ class Foresight:
         """Predict a run nearly: from two runs of few layers, with two steps of two micro-steps."""
         num_micro_steps = read_arguments(request).gradient_accumulation_steps
         few = min(num_micro_steps, _MICRO_STEPS_OF_A_PROBE)
+        if source_of(request).trainer in ONLINE_TRAINERS:
+            few = num_micro_steps  # as many rows are generated at once
         short = with_flags(request, gradient_accumulation_steps=few)
         plan = self._probed(request, replace(short, num_steps=_STEPS_OF_A_PROBE))
         base = plan.streamed

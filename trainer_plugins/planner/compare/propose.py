@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isqrt
@@ -11,21 +11,19 @@ from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.changes import changes_of
 from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
     Switch,
     batch_flags,
-    can_offload_activations,
     eval_rows,
     half_length,
-    launched_by,
     of_flags,
     proposal_of,
     rows_in_words,
     source_of,
     with_flags,
 )
-from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal, at_least
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
@@ -40,7 +38,6 @@ _TOGETHER = 3  # the most changes in one try, besides fewer rows
 _MOST_OF_THE_PLANS_TIME = 1.2  # no probe begins after this part of the plan's CPU time
 _LEAST_SECONDS = 30.0  # or after this time, if that is longer
 _ROWS_TRIED = 4  # at most, to find the most rows at once
-_SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 Probe = Callable[[PlanRequest], MemoryPlan]
 
 
@@ -167,7 +164,7 @@ class Proposer:
     def _for_training(self) -> None:
         """Try fewer rows, then changes and combinations of them, the least costly first."""
         self._fewer_rows()
-        for changes in _combined(_changes(self._run, self._args, self._plan)):
+        for changes in _combined(changes_of(self._run, self._args, self._plan)):
             if len(self._found) >= _ENOUGH or self._is_late:
                 return
             if not self._is_covered(changes) and self._may_fit(changes):
@@ -225,7 +222,7 @@ class Proposer:
             self._keep(smallest)
 
     def _first_safe(self, changes: tuple[Switch, ...], sizes: list[int]) -> _Try | None:
-        tried = None
+        tried, before = None, _Try((), self._rows_now, self._plan)
         for rows in sizes:
             if tried is not None and self._is_late:
                 return tried
@@ -235,6 +232,9 @@ class Proposer:
             if is_safe(tried.plan):
                 self._keep(tried)
                 return tried
+            if not changes and _with_one_row(before, tried) > self._card.capacity_bytes:
+                return tried
+            before = tried
         return tried
 
     def _try(
@@ -299,6 +299,12 @@ def _combined(changes: Sequence[Switch]) -> list[tuple[Switch, ...]]:
     return sorted(found, key=lambda some: (_changes_result(some), _slower(some), len(some)))
 
 
+def _with_one_row(more: _Try, fewer: _Try) -> int:
+    """Return about what one row at once needs, from what more and fewer rows need."""
+    least, most = fewer.plan.nvidia_smi_peak_bytes, more.plan.nvidia_smi_peak_bytes
+    return least - (most - least) * (fewer.rows - 1) // (more.rows - fewer.rows)
+
+
 def _changes_result(changes: Sequence[Switch]) -> int:
     return max((each.changes_result for each in changes), default=0)
 
@@ -337,66 +343,3 @@ def _at_step(plan: MemoryPlan, changes: Sequence[Switch]) -> int:
 def _accumulation(steps: int) -> Switch:
     words = f"outputs to main memory after {steps} batch{'es' if steps > 1 else ''}"
     return of_flags(words, "outputs wait in main memory", eval_accumulation_steps=steps)
-
-
-def _changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
-    """Return what can be changed in this run."""
-    source, optimizer = source_of(run), text_of(args.optim)
-    found = [switches.FUSED_LOSS]
-    if not args.gradient_checkpointing:
-        found.append(switches.CHECKPOINTING)
-    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    if can_offload_activations() and "offload" not in kwargs:
-        found.append(switches.OFFLOADED_ACTIVATIONS)
-    if optimizer == "adamw_torch" and plan.moment == "optimizer step":
-        found.append(switches.FUSED_OPTIMIZER)
-    if "8bit" not in optimizer:
-        found.append(switches.EIGHT_BIT_OPTIMIZER)
-    if source.sequence_length > 1:
-        found.append(switches.HALF_LENGTH)
-    strategy = plan.planned["strategy"]
-    if strategy.startswith("FSDP"):  # fewer rows at once are more micro-batches
-        found.append(switches.REDUCED_EACH_TIME)
-    return [*found, *_launches(run, args, strategy), *_adapters(run, args)]
-
-
-def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Switch]:
-    """Yield the launch files that divide more among the cards, or that use main memory."""
-    if args.deepspeed or args.fsdp:
-        return
-    offloads = "states and weights in main memory, much slower steps"
-    if run.num_gpus == 1:
-        if _is_alone(run, args) and source_of(run).peft is None:
-            yield launched_by("offload", offloads, "one_gpu_7b_offload", 1.5, _SHARDED, 0.95)
-        return
-    traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus
-    if strategy == "DDP":
-        yield launched_by("FSDP2", traffic, "fsdp2", 0.15, _SHARDED, share)
-        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED, share)
-    elif strategy in ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"):
-        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED[:2], share)
-    if strategy == "FSDP2":
-        words, file = "FSDP2 with offload", "fsdp2_offload"
-    else:
-        words, file = "ZeRO-3 with offload", "zero3_offload_all"
-    yield launched_by(words, offloads, file, 1.5, _SHARDED, 0.95)
-
-
-def _is_alone(run: PlanRequest, args: HfArguments) -> bool:
-    return run.launch_file is None and not args.deepspeed and not args.fsdp
-
-
-def _adapters(run: PlanRequest, args: HfArguments) -> list[Switch]:
-    """Return the ways to train an adapter: on the base as it is, streamed, or in 4 bits."""
-    source, has_adapter = source_of(run), source_of(run).peft is not None
-    is_quantised = source.quantisation is not None or "quantization_config" in source.config
-    found = []
-    if has_adapter and is_quantised and source.prepares_kbit and source.trainer is None:
-        found.append(switches.UNPREPARED)
-    if has_adapter and run.resident_layers is None and _is_alone(run, args):
-        found.append(switches.STREAMED_BASE)
-    if not has_adapter:
-        found.append(switches.ADAPTER)
-    if not is_quantised and _is_alone(run, args):
-        found.append(switches.BASE_IN_4_BITS if has_adapter else switches.QLORA)
-    return found

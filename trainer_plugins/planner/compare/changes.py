@@ -1,0 +1,80 @@
+"""Say what could be changed in a run that does not fit, besides its rows."""
+
+from collections.abc import Iterator
+
+from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.switches import (
+    Switch,
+    can_offload_activations,
+    launched_by,
+    source_of,
+)
+from trainer_plugins.planner.kind import text_of
+from trainer_plugins.planner.plan import Category, MemoryPlan
+from trainer_plugins.planner.request import PlanRequest
+
+_SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
+
+
+def changes_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
+    """Return what can be changed in this run."""
+    source, optimizer = source_of(run), text_of(args.optim)
+    found = [switches.FUSED_LOSS] if plan.breakdown.get("logits and loss") else []
+    if not args.gradient_checkpointing:
+        found.append(switches.CHECKPOINTING)
+    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    if can_offload_activations() and "offload" not in kwargs:
+        found.append(switches.OFFLOADED_ACTIVATIONS)
+    if optimizer == "adamw_torch" and plan.moment == "optimizer step":
+        found.append(switches.FUSED_OPTIMIZER)
+    if "8bit" not in optimizer:
+        found.append(switches.EIGHT_BIT_OPTIMIZER)
+    if source.sequence_length > 1:
+        found.append(switches.HALF_LENGTH)
+    strategy = plan.planned["strategy"]
+    if strategy.startswith("FSDP"):  # fewer rows at once are more micro-batches
+        found.append(switches.REDUCED_EACH_TIME)
+    return [*found, *_launches(run, args, strategy), *_adapters(run, args)]
+
+
+def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Switch]:
+    """Yield the launch files that divide more among the cards, or that use main memory."""
+    if args.deepspeed or args.fsdp:
+        return
+    offloads = "states and weights in main memory, much slower steps"
+    if run.num_gpus == 1:
+        if _is_alone(run, args) and source_of(run).peft is None:
+            yield launched_by("offload", offloads, "one_gpu_7b_offload", 1.5, _SHARDED, 0.95)
+        return
+    traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus
+    if strategy == "DDP":
+        yield launched_by("FSDP2", traffic, "fsdp2", 0.15, _SHARDED, share)
+        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED, share)
+    elif strategy in ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"):
+        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED[:2], share)
+    if strategy == "FSDP2":
+        words, file = "FSDP2 with offload", "fsdp2_offload"
+    else:
+        words, file = "ZeRO-3 with offload", "zero3_offload_all"
+    yield launched_by(words, offloads, file, 1.5, _SHARDED, 0.95)
+
+
+def _is_alone(run: PlanRequest, args: HfArguments) -> bool:
+    return run.launch_file is None and not args.deepspeed and not args.fsdp
+
+
+def _adapters(run: PlanRequest, args: HfArguments) -> list[Switch]:
+    """Return the ways to train an adapter: on the base as it is, streamed, or in 4 bits."""
+    source, has_adapter = source_of(run), source_of(run).peft is not None
+    is_quantised = source.quantisation is not None or "quantization_config" in source.config
+    found = []
+    if has_adapter and is_quantised and source.prepares_kbit and source.trainer is None:
+        found.append(switches.UNPREPARED)
+    if has_adapter and run.resident_layers is None and _is_alone(run, args):
+        found.append(switches.STREAMED_BASE)
+    if not has_adapter:
+        found.append(switches.ADAPTER)
+    if not is_quantised and _is_alone(run, args):
+        found.append(switches.BASE_IN_4_BITS if has_adapter else switches.QLORA)
+    return found
