@@ -86,3 +86,31 @@ def test_what_the_cpu_has_no_code_for_ends_by_name(dry_cuda: Run) -> None:
     done = dry_cuda(code, gpu="4GiB", numbers=True)
     assert done.returncode == 1
     assert "the CPU has no code for aten._thnn_fused_gru_cell" in done.stderr
+
+
+SUMS = """
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+shares = torch.full((4,), dist.get_rank() + 1.0, device="cuda")
+print("summed", all_reduce(shares, "sum", dist.group.WORLD).tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_what_ranks_send_each_other_is_not_computed_again(tmp_path: Path, numbers: bool) -> None:
+    """FSDP2 sums norms by a collective that is an operator of torch's."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    words = ["-m", "trainer_plugins.testing.drycuda", "--gpu", "24GiB", "--num-gpus", "2"]
+    command = ["--", "torchrun", "--nproc_per_node", "2", "sums.py"]
+    done = processes.run(
+        [sys.executable, *words, *["--numbers"] * numbers, *command],
+        cwd=tmp_path,
+        environ={**environment(), "PYTHONPATH": str(Path(__file__).parents[2])},
+        fresh="the dry card is loaded by a start of Python",
+    )
+    assert done.stdout.count("summed [3.0, 3.0, 3.0, 3.0]") == 2, done.stdout + done.stderr[-2000:]

@@ -29,6 +29,9 @@ _aten = torch.ops.aten
 _empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _COMPUTES = ("CUDA", "CompositeExplicitAutograd")
+_EXCHANGES = {"c10d", "_c10d_functional"}
+"""The namespaces of operators that NCCL computes."""
+
 _ASKS = {_aten.equal, _aten.allclose}
 """Operators that read their own results on the host."""
 
@@ -77,7 +80,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # an operator of graphs: its body comes back here
         given = list(_tensors((args, kwargs)))
         is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
-        if not is_on_card:
+        if not is_on_card or func.namespace in _EXCHANGES:
             return func(*args, **kwargs)
         if func in IN_PLACE and is_autograds_own(args[0]):
             func = IN_PLACE[func]
