@@ -67,6 +67,9 @@ def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strateg
     class Args:
         deepspeed = fsdp = None
 
-    found = list(_launches(asked(1), Args(), strategy))
+    run = replace(asked(1), deepspeed={"zero_optimization": {"stage": 2}}, environment={"A": "b"})
+    found = list(_launches(run, Args(), strategy))
     assert [Path(each.flags.split()[1]).stem for each in found] == files
+    turned = found[0].turn(run)
+    assert (turned.deepspeed, turned.environment) == (None, {}), "as the file says"
     assert [each.slower for each in found] == sorted(each.slower for each in found)

@@ -297,7 +297,8 @@ def launched_by(
     path = str(configs.path(name))
 
     def turn(run: PlanRequest) -> PlanRequest:
-        return replace(run, launch_file=path)
+        # of the file that was given, nothing is left
+        return replace(run, launch_file=path, environment={}, deepspeed=None)
 
     return Switch(
         words,
