@@ -49,7 +49,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "config": {"architectures": ["Wav2Vec2ForCTC"]},
         **_SOUND,
     },
-    "rehearse/sounds: whisper": {"kind": "whisper", **_SOUND},
+    "rehearse/sounds: whisper": {"kind": "whisper", "seq_length": None, "target_length": 100},
     "rehearse/pictures: ViT": {
         "kind": "vit",
         "config": {"architectures": ["ViTForImageClassification"]},
