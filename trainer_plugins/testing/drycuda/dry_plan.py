@@ -55,7 +55,7 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
     "waiting": "activations",
 }
 
-_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc", re.IGNORECASE)
+_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECASE)
 """What may decide about memory; another function of a library that computes does not."""
 
 _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
