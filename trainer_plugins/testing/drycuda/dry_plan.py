@@ -66,6 +66,11 @@ _MEANS_NOTHING = (
     " generated to the longest, experts get equal shares"
 )
 
+_ONE_RUN = (
+    "one process uses several cards: runs of it free blocks in different orders, and the smallest"
+    " card is that of this run"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
@@ -280,6 +285,7 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
             _MEANS_NOTHING,
             *[alone] * (run.alone and world_size > 1),
             *fullest["notes"],
+            *[_ONE_RUN] * bool(_cards(fullest)),
             about_context(card),
             *[others] * (outside > card.context_bytes),
         ),
