@@ -63,8 +63,12 @@ options = json.loads(options)
 if options.pop("tensor_parallel", None):
     from transformers.distributed import DistributedConfig
     options["distributed_config"] = DistributedConfig(tp_size=2, tp_plan="auto")
+lora = options.pop("lora", None)
 config = transformers.AutoConfig.from_pretrained(name)
 model = getattr(transformers, config.architectures[0]).from_pretrained(name, **options)
+if lora:
+    from peft import LoraConfig, get_peft_model
+    model = get_peft_model(model, LoraConfig(**lora))
 ids = torch.full((2048,), 5)
 row = {"input_ids": ids, "labels": ids}
 if name == "bart":
@@ -108,7 +112,8 @@ CHAT = "{% for each in messages %}{{ each.content }} {% endfor %}"
 _OUT = "--output_dir out --bf16 True --report_to none --per_device_train_batch_size"
 _OWN, _BF16 = "-- python train.py", """'{"dtype": "bfloat16"}'"""
 _REENTRANT = """--gradient_checkpointing_kwargs '{"use_reentrant": true}'"""
-_OVER_CARDS = """--num_processes 1 --model_init_kwargs '{"device_map": "auto"}'"""
+_OVER_CARDS = """'{"dtype": "bfloat16", "device_map": "auto",
+ "lora": {"target_modules": "all-linear"}}' --gradient_checkpointing True"""
 _SFT = f"trl sft --dataset_name sft --max_length 2048 {_OUT} 2 --model_name_or_path"
 _1B, _8B = f"-- {_SFT} 1b", f"-- {_SFT} 8b"
 _LORA = "--use_peft --lora_target_modules all-linear --dtype bfloat16"
@@ -164,7 +169,7 @@ ROWS = {
     "8B QLoRA FSDP2, 0 of 8": f"{_ON_8} 8b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
     "8B QLoRA ZeRO-3, 0 of 8": f"{_ON_8} 8b {_QLORA} {_ZERO3}",
     "70B QLoRA FSDP2, 0 of 8": f"{_ON_8} 70b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
-    "70B LoRA, device_map of 4": f"--num-gpus 4 -- {_SFT} 70b {_LORA} {_OVER_CARDS}",
+    "70B LoRA, device_map of 4": f"--num-gpus 4 {_OWN} 70b {_OVER_CARDS} {_OUT} 2",
     "Mixtral, 4 layers": f"-- {_SFT} mixtral {_EXPERTS}",
     "Qwen3-MoE, 8 layers": f"-- {_SFT} qwen3-moe {_EXPERTS}",
     "LLaMA-Factory 8B LoRA": "-- python {LLAMA_FACTORY}/src/train.py factory.yaml",

@@ -107,6 +107,13 @@ def test_every_expert_gets_its_share(tmp_path: Path) -> None:
     assert plan.moments["optimizer step"].allocated_bytes == pytest.approx(both, rel=0.02)
 
 
+def test_over_several_cards_the_smallest_is_that_of_one_run(tmp_path: Path) -> None:
+    script = TRAINS.replace("dtype=torch.bfloat16)", 'dtype=torch.bfloat16, device_map="balanced")')
+    plan = plan_of(place(tmp_path, script), "--gpu", "24GiB", "--num-gpus", "2")
+    assert len(plan.cards) == 2
+    assert any("one process uses several cards" in line for line in plan.assumptions)
+
+
 def test_a_second_training_counts_and_one_that_does_not_come_is_named(tmp_path: Path) -> None:
     place(tmp_path, _TWO)
     both = plan_of(tmp_path, "--gpu", "80GiB")

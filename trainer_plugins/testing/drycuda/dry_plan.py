@@ -55,7 +55,7 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
     "waiting": "activations",
 }
 
-_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc", re.IGNORECASE)
+_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECASE)
 """What may decide about memory; another function of a library that computes does not."""
 
 _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
@@ -64,6 +64,11 @@ _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Err
 _MEANS_NOTHING = (
     "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
     " generated to the longest, experts get equal shares"
+)
+
+_ONE_RUN = (
+    "one process uses several cards: runs of it free blocks in different orders, and the smallest"
+    " card is that of this run"
 )
 
 
@@ -280,6 +285,7 @@ def _plan(result: _Result, run: DryRun) -> MemoryPlan:
             _MEANS_NOTHING,
             *[alone] * (run.alone and world_size > 1),
             *fullest["notes"],
+            *[_ONE_RUN] * bool(_cards(fullest)),
             about_context(card),
             *[others] * (outside > card.context_bytes),
         ),

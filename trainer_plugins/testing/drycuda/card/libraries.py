@@ -36,6 +36,17 @@ _OURS = {
 _WITH_LIBRARIES = ("bitsandbytes", "torchaudio", "torchvision", "flash_attn", "xformers", "apex")
 """Packages whose compiled code calls CUDA's libraries too."""
 
+_OF_LINEAR_ALGEBRA = {
+    "(sytrf)": (4, 8), "(potrf|getrf)": (5, 7), "(geqrf)": (5, 8), "(gesvd)": (3, 15),
+    "(orgqr|ungqr|(?:syev|heev)(?:d|j|jBatched))": (7, 9), "(ormqr|unmqr|gesvdjBatched)": (11, 13),
+    "(gesvdj)": (12, 14), "(gesvdaStridedBatched)": (16, 18), "(potrfBatched)": (0, 5),
+    "(potrs|potrsBatched)": (0, 8), "(getrs)": (0, 9), "(Xpotrs)": (0, 11), "(Xpotrf)": (8, 12),
+    "(Xgeqrf)": (10, 14), "(Xsytrs|Xsyevd|XsyevBatched)": (11, 15), "(Xgeev)": (17, 21),
+}  # fmt: skip
+"""Of cuSOLVER's functions: the parameter of `_bufferSize` that takes the size of the workspace, and
+the function's own that takes whether it went well (cusolverDn.h of CUDA 12.8 and 13.0). The sizes
+are published nowhere, and are 0 here; all goes well."""
+
 
 def built() -> Path:
     """Return the folder with the libraries for the installed torch, built if necessary.
@@ -160,12 +171,36 @@ def stub_of(name: str, library: Library, written: Iterable[str]) -> str:
     One that returns a text returns an empty one, all others 0. A `...Create` gives a handle.
     """
     lines = ["extern int drycuda_unwritten(const char *, const char *);", "static int handle;"]
+    given = ", ".join(f"long *a{number}" for number in range(22))
     for each in sorted(library.names - set(written)):
         counted = f'drycuda_unwritten("{name}", "{each}")'
         if re.search(r"(String|ErrorName|LastError)$", each):
             lines.append(f'const char *{each}(void) {{ {counted}; return ""; }}')
+        elif zeros := _zeros_of(each):
+            lines.append(f"int {each}({given}) {{ {zeros} return {counted}; }}")
         elif re.search(r"Create(_v2)?$", each):
             lines.append(f"int {each}(void **made) {{ *made = &handle; return {counted}; }}")
         else:
             lines.append(f"int {each}(void) {{ return {counted}; }}")
     return "\n".join(lines) + "\n"
+
+
+def _zeros_of(name: str) -> str:
+    """Return C that sets what a function of linear algebra or cuFFT answers; empty if no such."""
+    if name.startswith("cufft"):  # cufft.h: a plan is an int; the size of a workspace is the 13th
+        return {"cufftCreate": "*(int *)a0 = 1;", "cufftXtMakePlanMany": "*a12 = 0;"}.get(name, "")
+    if found := re.fullmatch(r"cublas[SDCZ](geqrf|getrs|gels)Batched", name):  # cublas_api.h
+        return f"*(int *)a{6 if found[1] == 'geqrf' else 9} = 0;"
+    for pattern, (size, info) in _OF_LINEAR_ALGEBRA.items():
+        found = re.fullmatch(f"cusolverDn[SDCZ]?{pattern}(_bufferSize)?", name)
+        if found is None:
+            continue
+        if found[2]:
+            is_long = found[1].startswith("X")  # of the device, and of the host
+            return f"*a{size} = *a{size + 1} = 0;" if is_long else f"*(int *)a{size} = 0;"
+        if not found[1].endswith("Batched"):
+            return f"*(int *)a{info} = 0;"
+        # The number of matrices is the last parameter; some have one more before it.
+        count = info + (1 if found[1].startswith(("X", "potr")) else 2)
+        return f"for (int at = 0; at < (int)(long)a{count}; at++) ((int *)a{info})[at] = 0;"
+    return ""

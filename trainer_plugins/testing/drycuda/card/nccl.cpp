@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -26,8 +27,13 @@ enum Kind : uint32_t { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatt
 constexpr const char* kNames[] = {"AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AlltoAll", "CommSplit"};
 
 // Of what one rank gives to a collective, and of a message to one other. The file has holes for what is not used.
-size_t largest_bytes() { return dry::kind().has_numbers ? 64 << 20 : 256 << 10; }
-size_t largest_message_bytes() { return largest_bytes() / 4; }
+size_t largest_bytes() { return dry::kind().has_numbers ? 64 << 20 : dry::kind().largest_copy_bytes; }
+size_t largest_message_bytes() { return dry::kind().has_numbers ? 16 << 20 : largest_bytes(); }
+// Bytes are Python's objects (a checkpoint's plan), and come whole; of numbers without a value only a few are moved.
+size_t largest_of(int type, size_t most) {
+  const bool is_bytes = type == 0 || type == 1;
+  return is_bytes || dry::kind().has_numbers ? most : std::min(most, size_t{256 << 10});
+}
 constexpr int kMessages = 8;  // that a sender may be ahead of its receiver
 constexpr int64_t kPatienceNanoseconds = 600'000'000'000;
 
@@ -222,7 +228,7 @@ Result run(const Call& call) {
   Comm& comm = *call.comm;
   dry::count(kNames[call.kind]);
   dry::count("bytes of collectives", call.bytes());
-  if (call.bytes() > largest_bytes()) return not_exchanged(call.bytes(), kNames[call.kind]);
+  if (call.bytes() > largest_of(call.type, largest_bytes())) return not_exchanged(call.bytes(), kNames[call.kind]);
   const size_t bytes = call.bytes();
   std::vector<char> result;
   // A reduction keeps only this rank's share of the result; all others keep whole parts.
@@ -262,10 +268,10 @@ Result done_or_queued(std::vector<std::function<Result()>>& queue, std::function
   return kSuccess;
 }
 
-Result send(Comm& comm, const void* data, size_t bytes, int peer) {
+Result send(Comm& comm, const void* data, size_t bytes, int type, int peer) {
   dry::count("Send");
   dry::count("bytes of collectives", bytes);
-  if (bytes > largest_message_bytes() || comm.file == nullptr) return not_exchanged(bytes, "Send");
+  if (bytes > largest_of(type, largest_message_bytes()) || comm.file == nullptr) return not_exchanged(bytes, "Send");
   Channel& way = comm.channel(comm.rank, peer);
   const uint64_t number = way.sent.load();
   if (!wait_until(comm, [&] { return number - way.received.load() < kMessages; }, "Send")) return kRemoteError;
@@ -274,9 +280,9 @@ Result send(Comm& comm, const void* data, size_t bytes, int peer) {
   return kSuccess;
 }
 
-Result receive(Comm& comm, void* data, size_t bytes, int peer) {
+Result receive(Comm& comm, void* data, size_t bytes, int type, int peer) {
   dry::count("Recv");
-  if (bytes > largest_message_bytes() || comm.file == nullptr) return not_exchanged(bytes, "Recv");
+  if (bytes > largest_of(type, largest_message_bytes()) || comm.file == nullptr) return not_exchanged(bytes, "Recv");
   Channel& way = comm.channel(peer, comm.rank);
   const uint64_t number = way.received.load();
   if (!wait_until(comm, [&] { return way.sent.load(std::memory_order_acquire) > number; }, "Recv")) return kRemoteError;
@@ -446,9 +452,9 @@ EXPORT Result ncclAlltoAll(const void* from, void* to, size_t count, int type, C
 }
 EXPORT Result ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void*) {
   const size_t bytes = count * size_of(type);
-  return done_or_queued(sends, [=] { return send(*comm, data, bytes, peer); });
+  return done_or_queued(sends, [=] { return send(*comm, data, bytes, type, peer); });
 }
 EXPORT Result ncclRecv(void* data, size_t count, int type, int peer, Comm* comm, void*) {
   const size_t bytes = count * size_of(type);
-  return done_or_queued(others, [=] { return receive(*comm, data, bytes, peer); });
+  return done_or_queued(others, [=] { return receive(*comm, data, bytes, type, peer); });
 }

@@ -1,0 +1,67 @@
+"""What CUDA's other libraries answer: sizes of workspaces, that all went well, and objects of other ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer_plugins.testing.drycuda.pytest_plugin import Run, dry_cuda
+
+__all__ = ["dry_cuda"]
+pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
+
+_LINEAR_ALGEBRA = """
+import torch
+for _ in range(50):  # what these leave in the cache is no answer
+    torch.full((256,), 7, device="cuda", dtype=torch.int32)
+full = torch.linalg
+for shape in ((40, 40), (3, 40, 40), (600, 600), (3, 600, 600)):
+    a, b = torch.randn(*shape, device="cuda"), torch.randn(*shape[:-1], 2, device="cuda")
+    for driver in (None, "gesvd", "gesvdj", "gesvda"):
+        full.svd(a, full_matrices=False, driver=driver)
+    full.qr(a), full.eigh(a), full.cholesky(a), full.solve(a, b), full.ldl_factor(a), full.lu(a)
+    torch.cholesky_solve(b, a), torch.svd_lowrank(a), torch.ormqr(a, a[..., 0], a)
+    torch.fft.irfft(torch.fft.rfft(a)), torch.fft.fft2(a)
+weight = torch.randn(600, 600, device="cuda", requires_grad=True)
+(full.svd(weight)[1].sum() + torch.fft.fft2(weight).real.sum()).backward()
+print("gradient of", tuple(weight.grad.shape))
+"""
+
+_OBJECTS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+of = [f"{number}" * (1 << 20) for number in range(2)]
+given = [of[0] if rank == 0 else None]
+dist.broadcast_object_list(given)
+assert given == [of[0]]
+all = [None, None]
+dist.all_gather_object(all, of[rank])
+assert all == of
+all = [None, None] if rank == 0 else None
+dist.gather_object(of[rank], all)
+assert rank == 1 or all == of
+given = [None]
+dist.scatter_object_list(given, of if rank == 0 else None)
+assert given == [of[rank]]
+print("moved")
+"""
+
+
+def test_linear_algebra_and_transforms_run(dry_cuda: Run) -> None:
+    done = dry_cuda(_LINEAR_ALGEBRA, gpu="24GiB")
+    assert "gradient of (600, 600)" in done.stdout, done.stderr[-2000:]
+
+
+def test_objects_larger_than_what_is_exchanged_of_numbers_move(
+    tmp_path: Path, dry_cuda: Run
+) -> None:
+    """A plan of a sharded checkpoint is such an object."""
+    script = tmp_path / "objects.py"
+    script.write_text(_OBJECTS)
+    words = ["--standalone", "--nproc_per_node", "2", str(script)]
+    launch = f"from torch.distributed.run import main; main({words})"
+    done = dry_cuda(launch, gpu="24GiB", num_gpus=2)
+    assert done.stdout.count("moved") == 2, done.stderr[-2000:]
