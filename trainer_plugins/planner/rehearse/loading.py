@@ -66,6 +66,14 @@ def converted(model: Any) -> frozenset[str]:
     return frozenset(name for name in names if apply_converters(name, reverse)[1] is not None)
 
 
+def in_file(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights as a checkpoint has them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+    return found
+
+
 def load(
     model: Any,
     home: torch.device,
@@ -91,10 +99,10 @@ def load(
         for name, each in model.state_dict(keep_vars=True).items()
         if wanted is None or name in wanted
     }
-    in_file = core_model_loading.revert_weight_conversion(model, weights)
+    found = in_file(model, weights)
     if quantizer is not None:
-        in_file = _packed(in_file)
-    state = {name: _InFile(each, stored, shared) for name, each in in_file.items()}
+        found = _packed(found)
+    state = {name: _InFile(each, stored, shared) for name, each in found.items()}
     config = modeling_utils.LoadStateDictConfig(
         device_map={"": home},
         dtype=model.dtype,
