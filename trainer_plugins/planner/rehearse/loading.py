@@ -1,7 +1,7 @@
 """Load a checkpoint that has no bytes, by transformers 5's own loader. Imports torch.
 
 A checkpoint is mapped into main memory, and what is used as it lies in the file is shared by all
-ranks of a machine. What is cast, stacked (experts) or decoded (mxfp4) is made anew, by each rank
+ranks of a machine. What is cast, stacked (experts) or decoded (mxfp4) is made again, by each rank
 for itself and on the device that the weight goes to (transformers/core_model_loading.py).
 """
 
