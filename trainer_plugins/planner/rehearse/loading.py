@@ -43,6 +43,13 @@ def as_quantised() -> AbstractContextManager[None]:
     return made
 
 
+def is_divided() -> bool:
+    """Return whether ZeRO-3 divides the weights of a model as they are made."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return bool(is_deepspeed_zero3_enabled())
+
+
 def dequantiser(quantisation: object) -> Any:
     """Return what decodes a checkpoint in mxfp4, which cannot be trained; None for any other."""
     if not isinstance(quantisation, Mapping) or quantisation.get("quant_method") != "mxfp4":
@@ -88,9 +95,9 @@ def load(
     decodes them: the first rank reads all, and the others get their parts.
     """
     from transformers import core_model_loading, modeling_utils
-    from transformers.integrations import deepspeed
+    from transformers.integrations.deepspeed import _load_state_dict_into_zero3_model
 
-    divides = deepspeed.is_deepspeed_zero3_enabled() and quantizer is None
+    divides = is_divided() and quantizer is None
     if not divides and names is None:
         model.to("meta")
     wanted = frozenset(names) if names is not None else None
@@ -117,7 +124,7 @@ def load(
         if divides:
             with shared():
                 read = {name: each[...] for name, each in state.items()}
-                deepspeed._load_state_dict_into_zero3_model(model, read, config)
+                _load_state_dict_into_zero3_model(model, read, config)
         else:
             core_model_loading.convert_and_load_state_dict_in_model(model, state, config)
             if names is None:

@@ -201,7 +201,7 @@ def _on_one_card(
     decoder = loading.dequantiser(quantisation)
     # the dtype in the file; what is used as it lies there is mapped, and shared by all ranks
     stored = getattr(config, "dtype", None) or dtype
-    is_mapped = stored == dtype and card is not None and maps_files()
+    is_mapped = stored == dtype and card is not None and maps_files() and not loading.is_divided()
     # `from_pretrained` quantises weight by weight: the full base is never in main memory
     if quantisation is not None:
         with torch.device("meta"), loading.as_quantised():

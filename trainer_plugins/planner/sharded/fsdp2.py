@@ -36,7 +36,7 @@ class Fsdp(Ranks):
 
     def patch(self, patches: Patches, tracker: Tracker) -> None:
         self._tracker, self._num_local = tracker, tracker.host.ranks
-        # transformers 5 reads the files in every rank all the same (transformers#43749)
+        # transformers 5 reads the files in every rank nevertheless (transformers#43749)
         if not maps_files() and all(
             os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS
         ):
