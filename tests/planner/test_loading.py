@@ -7,8 +7,9 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+from tests.planner.test_plans import CHECKPOINTING
 from trainer_plugins.cli import app
-from trainer_plugins.units import GIB
+from trainer_plugins.units import GIB, size
 
 IS_TOO_OLD = transformers.__version__.startswith("4.")
 if IS_TOO_OLD:
@@ -51,10 +52,10 @@ IN_MXFP4 = {
 def plan(tmp_path):
     """The plan of a config, as `plan --json` prints it; None if it does not fit."""
 
-    def planned(config, *flags):
+    def planned(config, *flags, adapter=LORA):
         file = tmp_path / "config.json"
         file.write_text(json.dumps(config))
-        asked = ["plan", "--model", str(file), "--seq-length", "32", *LORA, "--json"]
+        asked = ["plan", "--model", str(file), "--seq-length", "32", *adapter, "--json"]
         result = CliRunner().invoke(app, [*asked, *map(str, flags)])
         assert result.exit_code in (0, 3), result.output
         return json.loads(result.stdout)
@@ -104,3 +105,30 @@ def test_mxfp4_is_decoded_by_each_rank_whatever_divides_the_weights_later(plan):
     small = plan(IN_MXFP4, *flags, "--gpu", f"{decoded / GIB:.2f}GiB")
     assert small["fits"] is False
     assert small["failed_request"].endswith("load")
+
+
+def test_what_an_adapter_adds_to_experts_is_made_for_all_of_a_layer(plan):
+    def of(**more):
+        peft = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], **more}
+        flags = ("--peft-config", json.dumps(peft), "--bf16", "True", *CHECKPOINTING)
+        return plan(MIXTURE, adapter=flags)
+
+    experts = of(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    without = of()
+    delta = experts["allocated_peak_bytes"] - without["allocated_peak_bytes"]
+    assert delta > OF_A_LAYER
+    (said,) = (line for line in experts["assumptions"] if "adapter adds to experts" in line)
+    assert size(OF_A_LAYER) in said
+    assert "target_parameters=None" in said
+    assert not any("adapter adds" in line for line in without["assumptions"])
+
+
+def test_a_quantised_mixture_says_what_is_not_quantised_and_what_would_be(plan):
+    found = plan(MIXTURE, "--load-in-4bit", "--no-prepare-kbit", "--dtype", "bf16")
+
+    many = size(LAYERS * OF_A_LAYER)
+    assert f"except {many} of experts in 16 bits" in found["planned"]["quantised"]
+    assert any(many in line and "quantize_moe_experts" in line for line in found["assumptions"])
+    # the stacks of the last layer are made beside all that is loaded already
+    load = found["moments"]["load"]["allocated_bytes"]
+    assert load > LAYERS * OF_A_LAYER + OF_A_LAYER / 3

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.launch.main_memory import HostLimits
@@ -27,6 +29,9 @@ from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
+_DELTA = ("aten::baddbmm", "aten::einsum", "aten::bmm")  # peft/tuners/lora/layer.py, ParamWrapper
+_LESS_DELTA = advice.NO_EXPERTS.flag(Door.CODE)
+_QUANTISED_TOO = advice.QUANTISED_EXPERTS.flag(Door.CODE)
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 # storages that are live at the peak, with the sizes of their blocks
@@ -187,26 +192,37 @@ def _failed_request(on_card: Replay | None) -> str | None:
 def _about_experts(
     request: PlanRequest, watched: Watched, live: _Live
 ) -> tuple[Mapping[str, str], list[str]]:
-    """Return what was planned, and a line about experts that are not quantised."""
+    """Return what was planned, and lines about experts: not quantised, or changed by an adapter."""
     experts = [
-        (storage.dtype, num_bytes)
+        (storage, num_bytes)
         for storage, num_bytes in live
-        if storage.category == "frozen weights"
-        and storage.dtype in _BITS
-        and "experts" in storage.module.split(".")
+        if "experts" in storage.module.split(".")
     ]
-    if "quantised" not in watched.planned or not experts:
-        return watched.planned, []
-    dtype, _ = experts[0]
-    many = f"{size(sum(num_bytes for _, num_bytes in experts))} of experts"
+    lines = []
+    deltas = [num_bytes for each, num_bytes in experts if each.operation in _DELTA]
+    if deltas and (getattr(request.source, "peft", None) or {}).get("target_parameters"):
+        lines.append(
+            f"{size(sum(deltas))} at the peak are what an adapter adds to experts: PEFT makes it"
+            f" for all experts of a layer, however few rows there are; {_LESS_DELTA}"
+        )
+    frozen = [
+        (storage.dtype, num_bytes)
+        for storage, num_bytes in experts
+        if storage.category == "frozen weights" and storage.dtype in _BITS
+    ]
+    if "quantised" not in watched.planned or not frozen:
+        return watched.planned, lines
+    dtype, _ = frozen[0]
+    many = f"{size(sum(num_bytes for _, num_bytes in frozen))} of experts"
     line = (
         f"{many} stay in {_BITS[dtype]} bits: bitsandbytes quantises layers of the class Linear,"
         " and these are one tensor for all experts of a layer"
     )
     if dtype == "float32" and getattr(request.source, "prepares_kbit", False):
         line += "; --no-prepare-kbit leaves them in the dtype that they are loaded in"
+    line += f"; {_QUANTISED_TOO}"
     quantised = f"{watched.planned['quantised']}, except {many} in {_BITS[dtype]} bits"
-    return {**watched.planned, "quantised": quantised}, [line]
+    return {**watched.planned, "quantised": quantised}, [*lines, line]
 
 
 def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list[str]:
