@@ -88,6 +88,7 @@ def test_experts_are_stacked_where_they_go_to_and_each_rank_has_its_own(plan):
     assert load > alone["moments"]["load"]["allocated_bytes"] + OF_A_LAYER / 3
 
 
+@pytest.mark.all
 def test_mxfp4_is_decoded_by_each_rank_whatever_divides_the_weights_later(plan):
     decoded = LAYERS * 4 * OF_A_LAYER
     for flags in (("--num-gpus", "4"), ("--num-gpus", "4", "--accelerate-config", ZERO_3)):
@@ -132,3 +133,21 @@ def test_a_quantised_mixture_says_what_is_not_quantised_and_what_would_be(plan):
     # the stacks of the last layer are made beside all that is loaded already
     load = found["moments"]["load"]["allocated_bytes"]
     assert load > LAYERS * OF_A_LAYER + OF_A_LAYER / 3
+
+
+@pytest.mark.all
+def test_one_memory_for_both_holds_the_process_too_and_the_model_twice_while_it_loads(plan):
+    """As of GB10, Jetson and Apple: the same run on a card of that size, and in one memory."""
+    card, both = plan(MIXTURE, "--gpu", "3GiB"), plan(MIXTURE, "--gpu", "3GiB unified")
+
+    assert card["fits"] is both["fits"] is True
+    outside = both["context_bytes"] - card["context_bytes"]
+    assert outside >= both["host_process_bytes_per_node"] > 0
+    assert both["nvidia_smi_peak_bytes"] - card["nvidia_smi_peak_bytes"] == outside
+    assert any("is the main memory too" in line for line in both["assumptions"])
+    # the stacked experts are in main memory when they are moved
+    load = card["moments"]["load"]["reserved_bytes"] + both["host_moments"]["load"]
+    short = (load + both["host_process_bytes_per_node"] + card["context_bytes"]) / GIB - 0.01
+    small = plan(MIXTURE, "--gpu", f"{short:.3f}GiB unified")
+    assert small["fits"] is False
+    assert "the load needs" in small["host_shortage"]

@@ -11,7 +11,7 @@ from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.cards import Card, about_context, about_size
+from trainer_plugins.planner.cards import Card, about_context, about_size, in_one_memory
 from trainer_plugins.planner.plan import (
     Category,
     MemoryPlan,
@@ -86,14 +86,16 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
     card, trace, versions = request.card, watched.trace, installed()
     unlimited = replay(trace, None, rules)
     on_card, context = None, 0
+    in_main_memory = 0
     if card is not None:
-        context = card.context_bytes
+        in_main_memory = in_one_memory(card, watched.host.process_bytes, trace.host_peaks)
+        context = card.context_bytes + in_main_memory
         on_card = replay(trace, card.capacity_bytes - context, rules)
     fits_card = on_card is not None and on_card.failed is None
     shown = on_card if on_card is not None and fits_card else unlimited
     live = live_at_peak(trace, unlimited)
     planned, said = _about_experts(request, watched, live)
-    shortage = request.host.shortage(watched.host)
+    shortage = request.host.shortage(watched.host) or _load_in_one_memory(card, watched, shown)
     fits = None
     if on_card is not None or request.host != HostLimits():
         fits = shortage is None and (on_card is None or fits_card)
@@ -124,7 +126,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         assumptions=(
             *watched.assumptions,
             *said,
-            *_about_card(card),
+            *_about_card(card, in_main_memory),
             *_about_order(trace, rules, unlimited),
         ),
         known_error=_known_error(request, watched, versions),
@@ -240,8 +242,28 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
     ]
 
 
-def _about_card(card: Card | None) -> list[str]:
+def _load_in_one_memory(card: Card | None, watched: Watched, shown: Replay) -> str | None:
+    """Say what is short while weights are in main memory and on a card that has the same memory."""
+    load = shown.moments.get("load")
+    if card is None or not card.is_unified or load is None:
+        return None
+    in_main_memory = watched.trace.host_peaks.get("load", 0) + watched.host.process_bytes
+    need = load.reserved_bytes + card.context_bytes + in_main_memory
+    if need <= card.capacity_bytes:
+        return None
+    return (
+        f"the load needs {size(need)} of the one memory, which has {size(card.capacity_bytes)}: the"
+        " model is in main memory and on the card. Load it onto the card (device_map)"
+    )
+
+
+def _about_card(card: Card | None, in_main_memory: int) -> list[str]:
     if card is None:
         return []
     lines = [about_size(card), about_context(card) if card.context_bytes else ""]
+    if card.is_unified:
+        lines.append(
+            f"{card.name} is the main memory too: {size(in_main_memory)} of tensors, Python and its"
+            " libraries are counted as outside the allocator, and no other program is"
+        )
     return [line for line in lines if line]

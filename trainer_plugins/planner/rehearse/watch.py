@@ -90,8 +90,10 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         refusals.refuse_arguments(args, kind, request.card)
         strategy, streaming = _strategy_of(request, args, kind), _streaming_of(request, kind)
         with strategy.around(tracker):
-            once = partial(model_of, shared=partial(tracker.host.in_ranks, 1))
-            build = Build(args, kind, request.has_padding, folder, streaming, once)
+            # a mapped file is given up where main memory is short, as it is if the card is it
+            files = 0 if request.card is not None and request.card.is_unified else 1
+            made = partial(model_of, shared=partial(tracker.host.in_ranks, files))
+            build = Build(args, kind, request.has_padding, folder, streaming, made)
             rehearsed = _built(request, build, tracker)
             loaded(max(tracker.allocated_bytes.values(), default=0))
             notes = _run(rehearsed, build, strategy, tracker)
