@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer_plugins.compiled import cache_folder
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import Moment, PlanError
 from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
@@ -55,7 +55,7 @@ def about_context(card: Card) -> str:
     )
 
 
-def in_one_memory(card: Card, process_bytes: int, host_peaks: Mapping[str, int]) -> int:
+def in_one_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, int]) -> int:
     """Return what main memory takes of a card whose memory it is, after the load; else 0.
 
     The weights that are read from a file are given up when they are on the card.
