@@ -313,6 +313,27 @@ def test_a_frozen_base_that_fsdp2_made_float32_is_known(version, frozen, expecte
     assert all("accelerate#3844" in each.evidence for each in found)
 
 
+@pytest.mark.parametrize(("version", "frozen", "issue"), [
+    ("5.23.0", {"uint8": GIB, "bfloat16": 8 * GIB}, "bitsandbytes#1849"),
+    ("4.57.6", {"uint8": GIB, "bfloat16": 8 * GIB}, ""),
+    ("5.23.0", {"bfloat16": 8 * GIB}, "transformers#43749"),
+    ("4.57.6", {"bfloat16": 8 * GIB}, ""),
+])  # fmt: skip
+def test_what_transformers_5_does_to_experts_is_known(version, frozen, issue, tmp_path) -> None:
+    file = tmp_path / "fsdp2.yaml"
+    loads = "fsdp_cpu_ram_efficient_loading: true" if "uint8" not in frozen else "fsdp_version: 2"
+    file.write_text(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  {loads}\n")
+    there = environment(document=read_document(file), versions={"transformers": version})
+    mixture = replace(ADAPTERS, frozen_bytes=frozen, expert_bytes=8 * GIB)
+
+    def found(model):
+        judged = judge(replace(HEALTHY, environment=there, model=model)).findings
+        return [each for each in judged if each.code == "known-version"]
+
+    assert [issue in each.evidence for each in found(mixture)] == [True] * bool(issue)
+    assert not found(replace(mixture, expert_bytes=0))
+
+
 def test_a_check_that_fails_is_a_note_and_costs_no_other() -> None:
     broken = replace(HEALTHY, run=run(auto_find_batch_size=True), main=main(shared=None))
     found = judge(broken).findings

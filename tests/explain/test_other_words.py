@@ -161,6 +161,8 @@ FSDP = "/v/lib/python3.12/site-packages/torch/distributed/fsdp/_flat_param.py"
         (frame("/v/torch/nn/parallel/distributed.py", "_ddp_init_helper", "self.reducer = dist.Reducer("), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/v/transformers/core_model_loading.py", "_materialize_copy", "tensor = tensor.to(device=device, dtype=dtype)"), "load-too-large", "from_pretrained(..., dtype="),
+        (frame("/app/train.py", "main", "from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True))") + frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "quantize_moe_experts: true"),
+        (frame("/v/transformers/integrations/mxfp4.py", "_convert_moe_packed_tensors", "out = torch.empty(rows_total, B * 2,") + frame("/v/transformers/core_model_loading.py", "convert", "x"), "load-too-large", 'from_pretrained("unsloth/gpt-oss-20b-BF16")'),
         (frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", 'delta_weight = torch.einsum("o r e, e r i -> e i o", weight_B, weight_A)'), "adapter-delta", "pip install -U peft"),
         (frame("/v/peft/tuners/lora/model.py", "merge_and_unload", "x") + frame("/v/peft/tuners/lora/layer.py", "get_delta_weight", "x"), "adapter-delta", 'model.to("cpu").merge'),
     ],
@@ -176,6 +178,17 @@ def test_what_is_made_of_weights_is_not_answered_with_fewer_rows(
     # A plan may say how many rows there were.
     advice = [one.do for one in answer.remedies if not one.do.startswith("trainer-plugins plan")]
     assert not [word for word in ("batch_size", "rows", "survive") if word in "\n".join(advice)]
+
+
+def test_a_kill_while_ranks_load_is_one_of_the_load() -> None:
+    killed = "failed (exitcode: -9) local_rank: 3 (pid: 4242) of binary: /opt/py/bin/python"
+    loading = explained(f"Loading weights:  61%|██████    | 322/531 [00:41<00:20]\n{killed}")
+    loaded = explained(f"Loading weights: 100%|██████████| 531/531 [00:41<00:00]\n{killed}")
+
+    assert "in the load" in loading.causes[0].summary
+    assert "zero_stage: 3" in todo(loading)
+    assert "in the load" not in loaded.causes[0].summary
+    assert "zero_stage: 3" not in todo(loaded)
 
 
 @pytest.mark.parametrize(

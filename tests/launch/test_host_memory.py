@@ -29,7 +29,8 @@ def test_plans_are_of_every_file_that_can_be_planned() -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p['file']}-{p['size']}-{p['ranks']}")
 def test_check_says_what_plan_says(plan) -> None:
-    need = host_need(read_document(configs.path(plan["file"])), plan["params"], plan["ranks"])
+    document = read_document(configs.path(plan["file"]))
+    need = host_need(document, plan["params"], plan["ranks"], is_mapped=True)
     assert need.tensor_bytes == pytest.approx(plan["tensors"], rel=0.05)
     # the rounding of each weight depends on the widths of a model
     assert need.pinned_bytes == pytest.approx(plan["pinned"], rel=0.3)
@@ -71,6 +72,20 @@ def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
     assert killed.amount == pytest.approx(248.81, rel=0.01)
     assert without.severity is Severity.WARNING
     assert killed.amount - without.amount == pytest.approx(2 * 9.4e9 / GIB)
+
+
+def test_ranks_that_load_all_weights_each_are_a_warning_where_they_may_share_them() -> None:
+    def found(main_memory: int):
+        limit = HostLimits(total_bytes=main_memory * GIB)
+        return [
+            *judge(read_document(configs.path("ddp")), num_params=30e9, num_ranks=8, host=limit)
+        ]
+
+    assert not found(500)
+    (each_its_own,) = found(200)
+    assert each_its_own.severity is Severity.WARNING
+    assert "while 8 ranks load all weights each" in each_its_own.summary
+    assert [each.severity for each in found(40)] == [Severity.ERROR]
 
 
 def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:

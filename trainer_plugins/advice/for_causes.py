@@ -13,7 +13,14 @@ from trainer_plugins.advice.of_training import *  # noqa: F403
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan", "rehearsal"]
 
 _LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
-_LESS_MAIN_MEMORY = (FEWER_WORKERS, CHECK_LAUNCH_FILE, OFFLOAD_TO_DISK, LOAD_ONCE, MORE_MAIN_MEMORY)
+_LESS_MAIN_MEMORY = (
+    FEWER_WORKERS,
+    CHECK_LAUNCH_FILE,
+    OFFLOAD_TO_DISK,
+    LOAD_ONCE,
+    READ_BY_ONE_RANK,
+    MORE_MAIN_MEMORY,
+)
 _SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
 # What helps where a micro-batch has one row, which cannot be divided.
@@ -59,6 +66,8 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "leak": (EMPTY_CACHE_AFTER_EXCEPT, KEEP_NUMBERS),
     "leftover": (RELEASE_EARLIER_RUNS, RELEASED, RESTART_KERNEL, SMALLER_MICRO_BATCH),
     "load-too-large": (
+        BF16_CHECKPOINT,
+        QUANTISED_EXPERTS,
         UNPREPARED,
         LOAD_ON_ONE_RANK,
         HALF_PRECISION_WEIGHTS,

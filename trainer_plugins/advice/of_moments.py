@@ -127,7 +127,7 @@ LOAD_ON_ONE_RANK = Advice(
     effect="one rank loads the model into main memory, and the others get their shards (in"
     " accelerate's file); do not move the model to a card before",
     price="a slower start",
-    when="where FSDP shards the weights",
+    when="where FSDP shards the weights, with transformers 4; 5 reads in each (transformers#43749)",
     accelerate="fsdp_cpu_ram_efficient_loading: true   # with fsdp_sync_module_states: true",
 )
 LOAD_ONCE = Advice(
@@ -141,6 +141,30 @@ CONVERT_IN_MAIN_MEMORY = Advice(
     price="main memory for the full model; a slower load",
     when="where transformers 5 converts a checkpoint",
     code='from_pretrained(..., device_map="cpu").to("cuda")',
+)
+READ_BY_ONE_RANK = Advice(
+    effect="ZeRO-3: the first rank alone reads and stacks a checkpoint, and the others get parts",
+    price="more traffic between the cards",
+    when="where each rank loads the whole model; not if the checkpoint is quantised",
+    accelerate="distributed_type: DEEPSPEED   # with zero_stage: 3",
+    deepspeed="zero_optimization.stage: 3",
+)
+# LlamaFactory#8872, transformers#43696; integrations/mxfp4.py
+BF16_CHECKPOINT = Advice(
+    effect="a checkpoint in bf16 is read as it lies, and ZeRO-3 divides it meanwhile; of one in"
+    " mxfp4 each rank makes all of the weights in bf16 first",
+    price="a download three times as large",
+    when="where the checkpoint is in mxfp4, as those of gpt-oss",
+    code='from_pretrained("unsloth/gpt-oss-20b-BF16")   # for openai/gpt-oss-20b',
+)
+# axolotl#3374 and #3439, bitsandbytes#1849
+QUANTISED_EXPERTS = Advice(
+    effect="experts, which transformers 5 stores as one tensor, are quantised as well",
+    price="other code; transformers 4 has no newer models",
+    when="where bitsandbytes quantises a mixture of experts",
+    keeps_result=False,
+    code="quantize_moe_experts: true   # in the YAML of axolotl",
+    shell='pip install "transformers<5"   # Mixtral, Qwen3-MoE, GLM-4.5: experts are layers there',
 )
 RELEASED = Advice(
     effect="empties the card of a Trainer of this process, and names what holds the rest",

@@ -1,6 +1,7 @@
 """Judges what surrounds a launch: allocator settings, the launch file, versions."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _DEBUG = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
 SWITCHES = tuple(_DEBUG)
+_LOADS_ON_ONE = "fsdp_cpu_ram_efficient_loading"
 _HALVES = ("bfloat16", "float16")
 
 
@@ -89,6 +91,7 @@ def _wrong_torch(facts: Facts, there: Environment) -> Finding | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownVersions:
     package: str
+    since: tuple[int, ...] = ()  # the first version with the problem
     fixed: tuple[int, ...] | None  # the first version without the problem; None: there is none yet
     applies: Callable[[Facts], bool]
     what: str
@@ -98,7 +101,7 @@ class _KnownVersions:
     def judge(self, there: Environment) -> Finding | None:
         text = there.versions.get(self.package, "")
         number = tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
-        if not number or (self.fixed is not None and number >= self.fixed):
+        if not number or number < self.since or (self.fixed or (sys.maxsize,)) <= number:
             return None
         return Finding.warning(
             code="known-version",
@@ -130,6 +133,19 @@ def _has_frozen_halves_under_fsdp2(facts: Facts) -> bool:
     return is_mixed and _is_fsdp2(facts) and any(frozen.get(each) for each in _HALVES)
 
 
+def _has_experts(facts: Facts) -> bool:
+    return facts.model is not None and facts.model.expert_bytes > 0
+
+
+def _has_whole_experts(facts: Facts) -> bool:
+    frozen = {} if facts.model is None else facts.model.frozen_bytes
+    return _has_experts(facts) and not {"uint8", "int8"}.isdisjoint(frozen)
+
+
+def _asks_one_rank_to_load(facts: Facts) -> bool:
+    return _has_experts(facts) and _in_fsdp_config(facts, _LOADS_ON_ONE) is True
+
+
 def _is_reentrant(facts: Facts) -> bool:
     names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
@@ -145,7 +161,7 @@ _KNOWN = (
         applies=_has_fsdp_checkpointing,
         what="FSDP2's activation checkpointing wraps the parts of a layer one by one, and keeps"
         " all tensors between them",
-        issue="accelerate#4172: 29 of 40.8 GB at 131,072 tokens",
+        issue="accelerate#3897, #4172: 29 of 40.8 GB at 131,072 tokens",
         remedy="pip install -U 'accelerate>=1.15', or"
         f" {advice.CHECKPOINTING.flag(Door.TRAINER)} instead of fsdp_activation_checkpointing",
     ),
@@ -158,6 +174,27 @@ _KNOWN = (
         " 16 bits",
         issue="accelerate#3844",
         remedy="pip install -U 'accelerate>=1.13'",
+    ),
+    _KnownVersions(
+        package="transformers",
+        since=(5,),
+        fixed=None,
+        applies=_has_whole_experts,
+        what="bitsandbytes leaves experts in 16 bits, because one tensor of a layer holds them all",
+        issue="bitsandbytes#1849, axolotl#3374: a run that fitted with 4.57 died in the load",
+        remedy=f"{advice.QUANTISED_EXPERTS.flag(Door.CODE)}; or"
+        f" {advice.QUANTISED_EXPERTS.flag(Door.SHELL)}",
+    ),
+    # modeling_utils.py, _load_pretrained_model, asks no rank: read and run with 5.23.0
+    _KnownVersions(
+        package="transformers",
+        since=(5,),
+        fixed=None,
+        applies=_asks_one_rank_to_load,
+        what=f"{_LOADS_ON_ONE} has no effect: each rank of a machine stacks all experts in main"
+        " memory",
+        issue="transformers#43749, open; seen with 5.0.0",
+        remedy=f"Count the weights once for each rank; or {advice.READ_BY_ONE_RANK.effect}",
     ),
     _KnownVersions(
         package="torch",

@@ -130,6 +130,7 @@ class ModelFacts:
     makes_no_logits: bool = False  # whether a fused loss avoids them
     trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
+    expert_bytes: int = 0  # of experts that one tensor of a layer holds, which is not quantised
     homes: Mapping[str, int] = field(default_factory=dict)  # by the type of device
     others: tuple[OtherModel, ...] = ()
     not_live: str = ""  # why activations are kept although checkpointing is requested; else empty

@@ -140,8 +140,11 @@ def _gathers_on_save(state: Any) -> str:
 def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type: str) -> ModelFacts:
     base: Any = base_model(model)
     trainable, frozen, homes = Counter[str](), Counter[str](), Counter[str]()
-    for parameter in model.parameters():
+    expert_bytes = 0
+    for name, parameter in model.named_parameters():
         local = _local(parameter)
+        if parameter.dim() > 2 and parameter.is_floating_point() and "experts" in name.split("."):
+            expert_bytes += local.nbytes
         dtype = str(parameter.dtype).removeprefix("torch.")
         (trainable if parameter.requires_grad else frozen)[dtype] += local.nbytes
         homes[local.device.type] += local.nbytes
@@ -156,6 +159,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
         makes_no_logits=_has_fused_loss(trainer, base),
         trainable_bytes=trainable,
         frozen_bytes=frozen,
+        expert_bytes=expert_bytes,
         homes=homes,
         others=tuple(_others(trainer, model, device_type)),
         not_live="" if is_live else "no module of the model has it switched on",

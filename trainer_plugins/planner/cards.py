@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer_plugins.compiled import cache_folder
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import Moment, PlanError
 from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
@@ -18,7 +19,7 @@ GUESSED_CONTEXT_BYTES = 512 * MIB
 # an attention kernel, or what torch falls back to
 Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
 
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 """Threads of a multiprocessor; 2048 of what is not here (CUDA C++ Programming Guide, "Technical
 Specifications per Compute Capability")."""
 
@@ -36,6 +37,7 @@ class Card:
     num_multiprocessors: int = 132  # kernels may keep sums for each
     context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
     context_source: str | None = None  # who measured the context; None if it is a guess
+    is_unified: bool = False  # whether its memory is the main memory of its machine
 
     @property
     def num_threads(self) -> int:
@@ -51,6 +53,17 @@ def about_context(card: Card) -> str:
         f"a context of {size(card.context_bytes)} on {card.name} is a guess: "
         "contexts of 141 MiB to 1.3 GiB have been published; --calibrate measures it"
     )
+
+
+def in_one_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, int]) -> int:
+    """Return what main memory takes of a card whose memory it is, after the load; else 0.
+
+    The weights that are read from a file are given up when they are on the card.
+    """
+    if not card.is_unified:
+        return 0
+    later = (num_bytes for moment, num_bytes in host_peaks.items() if moment != "load")
+    return process_bytes + max(later, default=0)
 
 
 def about_size(card: Card) -> str:
@@ -98,6 +111,7 @@ CARDS = (
     ),
     Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
     Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),
+    Card("gb10", int(121.69 * GIB), (12, 1), 48, is_unified=True),  # what vLLM printed on one
 )
 _BY_NAME = {card.name: card for card in CARDS}
 
@@ -107,13 +121,16 @@ def card_of(text: str) -> Card:
 
     >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
     ((9, 0), 24576)
+    >>> card_of("61GiB unified").is_unified  # one memory for both, as of Jetson and Apple
+    True
     """
     name = re.sub(r"[\s_]", "", text).lower()
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if re.match(r"[\d.]+\s*[kmg]i?b$", text.strip(), re.IGNORECASE):
+    sized = re.match(r"([\d.]+\s*[kmg]i?b)([\s_-]unified)?$", text.strip(), re.IGNORECASE)
+    if sized:
         try:
-            return Card(name=text, capacity_bytes=parse_size(text))
+            return Card(text, parse_size(sized[1]), is_unified=sized[2] is not None)
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
     # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.

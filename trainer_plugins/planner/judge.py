@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner import progress
-from trainer_plugins.planner.cards import Card, about_context, about_size
+from trainer_plugins.planner.cards import Card, about_context, about_size, in_one_memory
 from trainer_plugins.planner.plan import (
     Category,
     MemoryPlan,
@@ -27,6 +29,9 @@ from trainer_plugins.planner.tried import installed, known_error, untried
 from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
+_DELTA = ("aten::baddbmm", "aten::einsum", "aten::bmm")  # peft/tuners/lora/layer.py, ParamWrapper
+_LESS_DELTA = advice.NO_EXPERTS.flag(Door.CODE)
+_QUANTISED_TOO = advice.QUANTISED_EXPERTS.flag(Door.CODE)
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 # storages that are live at the peak, with the sizes of their blocks
@@ -81,14 +86,16 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
     card, trace, versions = request.card, watched.trace, installed()
     unlimited = replay(trace, None, rules)
     on_card, context = None, 0
+    in_main_memory = 0
     if card is not None:
-        context = card.context_bytes
+        in_main_memory = in_one_memory(card, watched.host.process_bytes, trace.host_peaks)
+        context = card.context_bytes + in_main_memory
         on_card = replay(trace, card.capacity_bytes - context, rules)
     fits_card = on_card is not None and on_card.failed is None
     shown = on_card if on_card is not None and fits_card else unlimited
     live = live_at_peak(trace, unlimited)
     planned, said = _about_experts(request, watched, live)
-    shortage = request.host.shortage(watched.host)
+    shortage = request.host.shortage(watched.host) or _load_in_one_memory(card, watched, shown)
     fits = None
     if on_card is not None or request.host != HostLimits():
         fits = shortage is None and (on_card is None or fits_card)
@@ -119,7 +126,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         assumptions=(
             *watched.assumptions,
             *said,
-            *_about_card(card),
+            *_about_card(card, in_main_memory),
             *_about_order(trace, rules, unlimited),
         ),
         known_error=_known_error(request, watched, versions),
@@ -187,26 +194,37 @@ def _failed_request(on_card: Replay | None) -> str | None:
 def _about_experts(
     request: PlanRequest, watched: Watched, live: _Live
 ) -> tuple[Mapping[str, str], list[str]]:
-    """Return what was planned, and a line about experts that are not quantised."""
+    """Return what was planned, and lines about experts: not quantised, or changed by an adapter."""
     experts = [
-        (storage.dtype, num_bytes)
+        (storage, num_bytes)
         for storage, num_bytes in live
-        if storage.category == "frozen weights"
-        and storage.dtype in _BITS
-        and "experts" in storage.module.split(".")
+        if "experts" in storage.module.split(".")
     ]
-    if "quantised" not in watched.planned or not experts:
-        return watched.planned, []
-    dtype, _ = experts[0]
-    many = f"{size(sum(num_bytes for _, num_bytes in experts))} of experts"
+    lines = []
+    deltas = [num_bytes for each, num_bytes in experts if each.operation in _DELTA]
+    if deltas and (getattr(request.source, "peft", None) or {}).get("target_parameters"):
+        lines.append(
+            f"{size(sum(deltas))} at the peak are what an adapter adds to experts: PEFT makes it"
+            f" for all experts of a layer, however few rows there are; {_LESS_DELTA}"
+        )
+    frozen = [
+        (storage.dtype, num_bytes)
+        for storage, num_bytes in experts
+        if storage.category == "frozen weights" and storage.dtype in _BITS
+    ]
+    if "quantised" not in watched.planned or not frozen:
+        return watched.planned, lines
+    dtype, _ = frozen[0]
+    many = f"{size(sum(num_bytes for _, num_bytes in frozen))} of experts"
     line = (
         f"{many} stay in {_BITS[dtype]} bits: bitsandbytes quantises layers of the class Linear,"
         " and these are one tensor for all experts of a layer"
     )
     if dtype == "float32" and getattr(request.source, "prepares_kbit", False):
         line += "; --no-prepare-kbit leaves them in the dtype that they are loaded in"
+    line += f"; {_QUANTISED_TOO}"
     quantised = f"{watched.planned['quantised']}, except {many} in {_BITS[dtype]} bits"
-    return {**watched.planned, "quantised": quantised}, [line]
+    return {**watched.planned, "quantised": quantised}, [*lines, line]
 
 
 def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list[str]:
@@ -224,8 +242,28 @@ def _about_order(trace: Trace, rules: AllocatorRules, unlimited: Replay) -> list
     ]
 
 
-def _about_card(card: Card | None) -> list[str]:
+def _load_in_one_memory(card: Card | None, watched: Watched, shown: Replay) -> str | None:
+    """Say what is short while weights are in main memory and on a card that has the same memory."""
+    load = shown.moments.get("load")
+    if card is None or not card.is_unified or load is None:
+        return None
+    in_main_memory = watched.trace.host_peaks.get("load", 0) + watched.host.process_bytes
+    need = load.reserved_bytes + card.context_bytes + in_main_memory
+    if need <= card.capacity_bytes:
+        return None
+    return (
+        f"the load needs {size(need)} of the one memory, which has {size(card.capacity_bytes)}: the"
+        " model is in main memory and on the card. Load it onto the card (device_map)"
+    )
+
+
+def _about_card(card: Card | None, in_main_memory: int) -> list[str]:
     if card is None:
         return []
     lines = [about_size(card), about_context(card) if card.context_bytes else ""]
+    if card.is_unified:
+        lines.append(
+            f"{card.name} is the main memory too: {size(in_main_memory)} of tensors, Python and its"
+            " libraries are counted as outside the allocator, and no other program is"
+        )
     return [line for line in lines if line]

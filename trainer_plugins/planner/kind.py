@@ -94,7 +94,8 @@ def is_quantised(source: ConfigSource | TrainerSource) -> bool:
     if isinstance(source, TrainerSource):  # the pickle names the classes of its layers
         names = (b"bitsandbytes", b"Linear4bit", b"Linear8bitLt")
         return any(name in source.trainer for name in names)
-    return bool(source.quantisation or source.config.get("quantization_config"))
+    given: Any = source.quantisation or source.config.get("quantization_config") or {}
+    return bool(given) and given.get("quant_method") != "mxfp4"  # that is decoded while loading
 
 
 def _wrapper(

@@ -53,6 +53,11 @@ def installed() -> dict[str, str]:
     return found
 
 
+def maps_files() -> bool:
+    """Return whether weights are used as they lie in a mapped file, as transformers 5 does."""
+    return not version("transformers").startswith("4.")
+
+
 def known_error(versions: Mapping[str, str], is_quantised: bool = False) -> str:
     """Say how far plans were from published figures, and whether those had other versions.
 

@@ -7,6 +7,7 @@ tests/launch/host_memory.toml compares it with the planner, which runs the code 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer_plugins import advice
 from trainer_plugins.allocator.pinned import block_bytes
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint.document import Document
@@ -37,6 +38,10 @@ def memory_findings(
     in_file = ranks if isinstance(ranks, int) and ranks > 0 else 1
     need = host_need(document, num_params, num_ranks or in_file)
     shortage = host.shortage(need)
+    least = host_need(document, num_params, num_ranks or in_file, is_mapped=True)
+    if least.tensor_bytes < need.tensor_bytes and host.shortage(least) is None:
+        yield from _loaded_by_each(need, shortage)
+        return
     is_near = host.total_bytes is not None and need.total_bytes > _NEARLY * host.total_bytes
     if shortage is None and not is_near:
         return
@@ -60,11 +65,31 @@ def memory_findings(
     )
 
 
-def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed:
-    """Count what the ranks of one machine need; `num_ranks` are those on all machines."""
+def _loaded_by_each(need: HostNeed, shortage: str | None) -> Iterator[Finding]:
+    """Warn of a load that is too large if the ranks do not share what they read."""
+    if shortage is None:
+        return
+    yield Finding.warning(
+        code="config-host-memory",
+        summary=f"while {need.num_ranks} ranks load all weights each, {shortage}",
+        evidence="so it is if experts are stacked, or weights are cast or decoded while they are"
+        " loaded (transformers 5); used as they lie in the file, they are there once",
+        remedy=f"`trainer-plugins plan` knows which; or {advice.READ_BY_ONE_RANK.effect}",
+        amount=need.total_bytes / GIB,
+    )
+
+
+def host_need(
+    document: Document, num_params: float, num_ranks: int, *, is_mapped: bool = False
+) -> HostNeed:
+    """Count what the ranks of one machine need; `num_ranks` are those on all machines.
+
+    Weights that are mapped from a file are there once for all ranks.
+    """
     machines = document.in_accelerate("num_machines")
     num_local = max(1, num_ranks // machines) if isinstance(machines, int) else num_ranks
     share = num_params / num_ranks
+    is_whole = False
     if document.in_accelerate("distributed_type") == "FSDP":
         start, parts = _fsdp(document, num_params, share)
     elif document.zero_stage == 3:
@@ -73,11 +98,13 @@ def host_need(document: Document, num_params: float, num_ranks: int) -> HostNeed
         parts = [*_zero_3(document, share)]
     else:
         # each rank loads the whole model, and moves it to its card
-        start, parts = num_params * _HALF, [*_zero_2(document, share)]
+        start, parts, is_whole = num_params * _HALF, [*_zero_2(document, share)], True
     pinned = sum(each.pinned_bytes for each in parts)
     steady = pinned + sum(each.num_bytes for each in parts if not each.pinned_bytes)
     return HostNeed(
-        tensor_bytes=int(num_local * max(start, steady)),
+        tensor_bytes=int(
+            max(start if is_mapped and is_whole else num_local * start, num_local * steady)
+        ),
         pinned_bytes=int(num_local * pinned),
         num_ranks=num_local,
         save_bytes=int(_gathered_on_save(document, num_params)),

@@ -6,6 +6,7 @@ backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 
 import importlib
 import sys
+from collections.abc import Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -284,9 +285,17 @@ def stand_in_for_bitsandbytes() -> None:
 
 
 def quantise(
-    model: Any, config: Any, device: torch.device, dtype: torch.dtype, is_packed: bool
+    model: Any,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_packed: bool,
+    later: Collection[str] = (),
 ) -> Any:
-    """Load a model on a device, with the layers that transformers would quantise."""
+    """Load a model on a device, with the layers that transformers would quantise.
+
+    The weights that are named in `later` stay where they are.
+    """
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -305,6 +314,8 @@ def quantise(
     if getattr(config, "bnb_4bit_use_double_quant", False):  # one map of the scales for all layers
         vars(model)["map_of_scales"] = torch.empty(256, device=device)
     for name, parameter in sorted(model.named_parameters(), key=lambda each: _natural(each[0])):
+        if name in later:
+            continue
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         if isinstance(module, _Quantised) and leaf == "weight":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse import refusals
+from trainer_plugins.planner.rehearse import loading, refusals
 from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, wrong_value
 from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.planner.tried import maps_files
 
 # it comes after the model is built; no other files
 _LEFT_OUT = ("quantization_config", "configuration_files")
@@ -49,12 +51,16 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "fl
 
 
 def model_of(
-    source: ConfigSource, card: torch.device | None = None, num_parts: int = 1
+    source: ConfigSource,
+    card: torch.device | None = None,
+    num_parts: int = 1,
+    *,
+    shared: loading.Shared = nullcontext,
 ) -> tuple[torch.nn.Module, list[str]]:
     """Build a model from its config as `from_pretrained` leaves it; also return what was assumed.
 
     It is on the host, but on the card if it is quantised or divided among `num_parts`. Without a
-    card it is neither.
+    card it is neither, and nothing is loaded. What is made in `shared` counts once a machine.
     """
     assumptions: list[str] = []
     is_divided = card is not None and num_parts > 1
@@ -69,7 +75,7 @@ def model_of(
             model = tensors.divided(model, num_parts, card)
             assumptions.append(tensors.said_of(num_parts))
         else:
-            model = _on_one_card(source, config, dtype, card, assumptions)
+            model = _on_one_card(source, config, dtype, card, assumptions, shared)
     except PlanError:
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
@@ -188,19 +194,41 @@ def _on_one_card(
     dtype: torch.dtype,
     card: torch.device | None,
     assumptions: list[str],
+    shared: loading.Shared,
 ) -> torch.nn.Module:
     """Build a model that one card holds, quantised if the config or the user says so."""
     quantisation = quantisation_of(source) if card is not None else None
+    decoder = loading.dequantiser(quantisation)
+    # the dtype in the file; what is used as it lies there is mapped, and shared by all ranks
+    stored = getattr(config, "dtype", None) or dtype
+    is_mapped = stored == dtype and card is not None and maps_files() and not loading.is_divided()
     # `from_pretrained` quantises weight by weight: the full base is never in main memory
-    with torch.device("meta") if quantisation else nullcontext():
-        model: torch.nn.Module = _built(source, config, dtype)
+    if quantisation is not None:
+        with torch.device("meta"), loading.as_quantised():
+            model: torch.nn.Module = _built(source, config, dtype)
+    else:
+        with shared() if is_mapped else nullcontext():
+            model = _built(source, config, dtype)
     if not _is_before(5):  # it loads each weight as one that trains: set_param_for_module
         model.requires_grad_(True)
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
-    if card is None or not quantisation:
+    if card is None:
         return model
-    return _quantised(source, model, quantisation, card, dtype, assumptions)
+    if quantisation is not None and decoder is None:
+        return _quantised(source, model, quantisation, card, dtype, stored, assumptions)
+    if decoder is not None or loading.converted(model):
+        home = torch.device("cpu")
+        if source.trainer is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            home = card  # trl/trainer/utils.py, create_model_from_path: device_map="auto"
+        loading.load(model, home, stored, shared, quantizer=decoder)
+    if decoder is not None:
+        name = str(dtype).removeprefix("torch.")
+        assumptions.append(
+            f"the checkpoint is in mxfp4, which is not trained: each rank makes {name} of it while"
+            " it loads (Mxfp4Config(dequantize=True)), all of it even under FSDP and ZeRO-3"
+        )
+    return model
 
 
 def quantisation_of(source: ConfigSource) -> object:
@@ -237,6 +265,7 @@ def _quantised(
     quantisation: object,
     card: torch.device,
     dtype: torch.dtype,
+    stored: torch.dtype,
     assumptions: list[str],
 ) -> torch.nn.Module:
     """Load the model quantised, and let PEFT prepare it."""
@@ -247,7 +276,10 @@ def _quantised(
     given = refusals.known_quantisation(model, quantisation)
     config = transformers.BitsAndBytesConfig.from_dict(given)
     is_packed = source.quantisation is None
-    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed)
+    made = loading.converted(model)  # experts, which bitsandbytes does not quantise
+    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed, made)
+    if made:
+        loading.load(loaded, card, stored, nullcontext, made)
     if config.load_in_8bit:
         assumptions.append(
             "no activation is an outlier (llm_int8_threshold), which would be copied"

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from trainer_plugins.planner.pretend.as_on_card import (
 )
 from trainer_plugins.planner.rehearse import from_config, refusals
 from trainer_plugins.planner.rehearse.arguments import arguments_of
+from trainer_plugins.planner.rehearse.model_of_config import model_of
 from trainer_plugins.planner.rehearse.refusals import told_in_one_line
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, rehearse
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource, with_nodes
@@ -88,7 +90,10 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         refusals.refuse_arguments(args, kind, request.card)
         strategy, streaming = _strategy_of(request, args, kind), _streaming_of(request, kind)
         with strategy.around(tracker):
-            build = Build(args, kind, request.has_padding, folder, streaming)
+            # a mapped file is given up where main memory is short, as it is if the card is it
+            files = 0 if request.card is not None and request.card.is_unified else 1
+            made = partial(model_of, shared=partial(tracker.host.in_ranks, files))
+            build = Build(args, kind, request.has_padding, folder, streaming, made)
             rehearsed = _built(request, build, tracker)
             loaded(max(tracker.allocated_bytes.values(), default=0))
             notes = _run(rehearsed, build, strategy, tracker)

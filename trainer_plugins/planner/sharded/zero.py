@@ -4,7 +4,7 @@ import base64
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,6 @@ class Zero(Ranks):
         "engine with bytes on CPU, not on a GPU",
         "ZeRO, reserved: a freed block counts as free at once, even if another stream reads it",
     )
-
-    def __init__(self, config: Mapping[str, Any], request: PlanRequest) -> None:
-        super().__init__(request)
-        if config["zero_optimization"]["stage"] == 3:
-            self.not_reliable += ("ZeRO-3, host: reading a checkpoint at load is not counted",)
 
     @contextlib.contextmanager
     def around(self, tracker: Tracker) -> Iterator[None]:
@@ -148,4 +143,4 @@ def zero_strategy(
     refuse_config(config)
     if request.deepspeed is None:  # accelerate completes the batches of a launcher's config
         refuse_batches(config, args)
-    return Ulysses(config, request) if divides_rows else Zero(config, request)
+    return Ulysses(request) if divides_rows else Zero(request)

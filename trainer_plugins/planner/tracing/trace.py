@@ -266,7 +266,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category = self._category
         if category is None:
             is_wide = len(shape) >= 2 and shape[-1] == self.vocabulary
-            category = "logits and loss" if is_wide and self.moment != "load" else "activations"
+            category = "logits and loss" if is_wide else "activations"
+            if self.moment == "load":
+                category = "weights"
         return Storage(
             num_bytes=tensor.untyped_storage().nbytes(),
             stream=self.stream,

@@ -31,14 +31,22 @@ from trainer_plugins.testing.nvml import ScriptedNvml
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
 
-_SHARED_BYTES = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
+_SHARED_BYTES = {
+    (7, 0): 96,
+    (7, 5): 64,
+    (8, 0): 164,
+    (8, 6): 100,
+    (8, 9): 100,
+    (12, 0): 100,
+    (12, 1): 100,
+}
 """Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability")."""
 
 _L2_MIB = {
     "t4": 4, "v100-16gb": 6, "v100-32gb": 6, "rtx3090": 6, "rtx4090": 72, "rtx5090": 96,
     "rtxa6000": 6, "rtx6000ada": 96, "a10g": 6, "l4": 48, "l40s": 96, "a100-40gb": 40,
-    "a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126,
+    "a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126, "gb10": 24,
 }  # fmt: skip
 """The second-level cache in MiB, from NVIDIA's data sheets."""
 

@@ -51,7 +51,7 @@ def why_not(request: PlanRequest) -> str:
         return "a plan without a card (--gpu)"
     if request.resident_layers is not None:
         return "a streamed base"
-    if request.host != HostLimits():
+    if request.host != HostLimits() or request.card.is_unified:
         return "limits of main memory"
     return ""
 

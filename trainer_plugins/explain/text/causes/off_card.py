@@ -61,6 +61,11 @@ def host_limit(facts: TextFacts) -> Cause | None:
     )
 
 
+LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
+_IN_LOAD = "the process was killed because main memory ran out in the load, when each rank reads"
+_IN_LOAD += " the model"
+
+
 def host_kill(facts: TextFacts) -> Cause | None:
     """The kernel killed the process for main memory."""
     if facts.oom.source != "host":
@@ -74,6 +79,7 @@ def host_kill(facts: TextFacts) -> Cause | None:
         "host-kill",
         _words(facts),
         _host_use(facts),
+        summary=_IN_LOAD if not facts.progress and facts.says(LOAD_BAR) else "",
         doubt=f"SIGKILL does not say who sent it: `{advice.FIND_THE_KILL.flag(Door.SHELL)}` settles"
         " it; in a container look at `cat /sys/fs/cgroup/memory.events`",
         is_sure=by_kernel,

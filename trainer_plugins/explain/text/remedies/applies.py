@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
+from trainer_plugins.explain.text.causes.off_card import LOAD_BAR
 from trainer_plugins.explain.text.causes.place import (
     ATTENTION,
     LEAST_QUADRATIC_BYTES,
@@ -79,6 +80,13 @@ _DEEPSPEED = _called("deepspeed|zero3")
 _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
+_MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
+_EXPERTS_IN_16_BITS = _all_of(
+    _called("core_model_loading"),
+    _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
+    _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
+)
+_IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
@@ -100,7 +108,10 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
-    advice.FOUR_BITS: _none_of(_KBIT),
+    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
+    advice.BF16_CHECKPOINT: _MXFP4,
+    advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
+    advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _none_of(_has_workers, _MXFP4)),
     advice.LOAD_ON_ONE_RANK: _called(SHARDING),
     advice.CONVERT_IN_MAIN_MEMORY: _called("core_model_loading"),
     advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
@@ -146,7 +157,7 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
-    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT),
+    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("save-gather", advice.ADAFACTOR): _never,

@@ -1,8 +1,8 @@
 """Weights that are not there: a checkpoint of holes, which transformers loads by its own code.
 
 Where a model's folder has a config and no weights, safetensors files are made whose data are a hole
-of the file system. Their names, shapes and dtype are those of the model that the config describes.
-They take no space, and loading them costs nothing but time for their headers.
+of the file system. Their names, shapes and dtype are those of a checkpoint of the model that the
+config describes. They take no space, and loading them costs nothing but time for their headers.
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.planner.rehearse.loading import converted, in_file
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
 _PART_BYTES = 2 << 30
@@ -81,6 +82,8 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in once.values()
     }
+    if converted(model):  # experts have a tensor each, and are stacked while they are loaded
+        tensors = in_file(model, tensors)
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
     stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"

@@ -1,0 +1,159 @@
+"""Load a checkpoint that has no bytes, by transformers 5's own loader. Imports torch.
+
+A checkpoint is mapped into main memory, and what is used as it lies in the file is shared by all
+ranks of a machine. What is cast, stacked (experts) or decoded (mxfp4) is made again, by each rank
+for itself and on the device that the weight goes to (transformers/core_model_loading.py).
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from trainer_plugins.patched import Patches
+
+Shared = Callable[[], AbstractContextManager[None]]  # what is made inside counts once a machine
+
+_MXFP4_BLOCK = 32  # numbers that share a scale; a byte has two (integrations/mxfp4.py)
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of gpt-oss, by what their names end with
+
+
+class _InFile:
+    """Is a tensor of a safetensors file that is not read yet."""
+
+    def __init__(self, of: torch.Tensor, stored: torch.dtype, shared: Shared) -> None:
+        self._shape, self._shared = of.shape, shared
+        self._dtype = stored if of.is_floating_point() else of.dtype
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        with self._shared():
+            return torch.empty(self._shape, dtype=self._dtype, device="cpu")
+
+    def get_dtype(self) -> str:
+        return "F" if self._dtype.is_floating_point else "U8"
+
+
+def as_quantised() -> AbstractContextManager[None]:
+    """Let ZeRO-3 leave a model whole that is built inside, as it does if it has a quantizer."""
+    from transformers import modeling_utils
+
+    made: AbstractContextManager[None] = modeling_utils.set_quantized_state()
+    return made
+
+
+def is_divided() -> bool:
+    """Return whether ZeRO-3 divides the weights of a model as they are made."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return bool(is_deepspeed_zero3_enabled())
+
+
+def dequantiser(quantisation: object) -> Any:
+    """Return what decodes a checkpoint in mxfp4, which cannot be trained; None for any other."""
+    if not isinstance(quantisation, Mapping) or quantisation.get("quant_method") != "mxfp4":
+        return None
+    from transformers import Mxfp4Config
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    return AutoHfQuantizer.from_config(Mxfp4Config(dequantize=True), pre_quantized=True)
+
+
+def converted(model: Any) -> frozenset[str]:
+    """Return the names of the weights that transformers 5 makes of others in a checkpoint."""
+    try:
+        from transformers.core_model_loading import WeightConverter, apply_converters
+    except ImportError:  # transformers 4 converts nothing
+        return frozenset()
+    reverse = [
+        each.reverse_transform() for each in _mapping(model) if isinstance(each, WeightConverter)
+    ]
+    names = (name for name, _ in model.named_parameters())
+    return frozenset(name for name in names if apply_converters(name, reverse)[1] is not None)
+
+
+def in_file(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights as a checkpoint has them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+    return found
+
+
+def load(
+    model: Any,
+    home: torch.device,
+    stored: torch.dtype,
+    shared: Shared,
+    names: Iterable[str] | None = None,
+    quantizer: Any = None,
+) -> None:
+    """Load the weights of a model: all, or those with these names.
+
+    `stored` is the dtype in the file. Under ZeRO-3 weights are divided already, unless a quantizer
+    decodes them: the first rank reads all, and the others get their parts.
+    """
+    from transformers import core_model_loading, modeling_utils
+    from transformers.integrations.deepspeed import _load_state_dict_into_zero3_model
+
+    divides = is_divided() and quantizer is None
+    if not divides and names is None:
+        model.to("meta")
+    wanted = frozenset(names) if names is not None else None
+    weights = {
+        name: torch.empty(getattr(each, "ds_shape", each.shape), dtype=each.dtype, device="meta")
+        for name, each in model.state_dict(keep_vars=True).items()
+        if wanted is None or name in wanted
+    }
+    found = in_file(model, weights)
+    if quantizer is not None:
+        found = _packed(found)
+    state = {name: _InFile(each, stored, shared) for name, each in found.items()}
+    config = modeling_utils.LoadStateDictConfig(
+        device_map={"": home},
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        hf_quantizer=quantizer,
+        weight_mapping=_mapping(model, quantizer),
+    )
+    with Patches() as patches:
+        patches.set(core_model_loading, "tqdm", lambda each, **_: each)
+        # threads read ahead, which takes no more in the end: all is there before the last is made
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # restored after each prediction
+        if divides:
+            with shared():
+                read = {name: each[...] for name, each in state.items()}
+                _load_state_dict_into_zero3_model(model, read, config)
+        else:
+            core_model_loading.convert_and_load_state_dict_in_model(model, state, config)
+            if names is None:
+                _finish(model, home)
+
+
+def _finish(model: Any, home: torch.device) -> None:
+    """Make what no checkpoint has, and tie weights."""
+    missing = {name for name, each in model.state_dict().items() if each.is_meta}
+    model._move_missing_keys_from_meta_to_device(missing, {"": home}, None, None)
+    model.tie_weights(recompute_mapping=False)
+
+
+def _mapping(model: Any, quantizer: Any = None) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    return mapping
+
+
+def _packed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Let experts be in mxfp4, as in the checkpoints of gpt-oss."""
+    found: dict[str, torch.Tensor] = {}
+    for name, each in weights.items():
+        if not name.endswith(_EXPERTS):
+            found[name] = each
+            continue
+        number, inside, outside = each.shape
+        scales = each.new_empty((number, outside, inside // _MXFP4_BLOCK), dtype=torch.uint8)
+        found[f"{name}_blocks"] = scales.new_empty((*scales.shape, _MXFP4_BLOCK // 2))
+        found[f"{name}_scales"] = scales
+    return found
