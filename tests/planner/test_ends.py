@@ -17,6 +17,7 @@ import pytest
 from transformers import Trainer
 from typer.testing import CliRunner
 
+from tests import processes
 from tests.models import SMALL_GPT2
 from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from trainer_plugins import forks, plan_run
@@ -331,3 +332,23 @@ def test_plans_of_one_process_share_a_server(monkeypatch):
     assert server_after_a_plan() == first
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")
     assert server_after_a_plan() != first
+
+
+NAMED_LIKE_A_LIBRARY = """
+import json
+from pathlib import Path
+from typer.testing import CliRunner
+from trainer_plugins.cli import app
+
+place = Path(__file__).with_name("config.json")
+print(CliRunner().invoke(app, ["plan", "--model", str(place), "--lora-r", "4"]).output, flush=True)
+"""
+
+
+def test_a_script_with_the_name_of_a_library_plans_once(tmp_path: Path) -> None:
+    """Its plan imports it instead of the library: each such plan would begin another."""
+    pytest.importorskip("peft")
+    (tmp_path / "peft.py").write_text(NAMED_LIKE_A_LIBRARY)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
+    done = processes.run([sys.executable, tmp_path / "peft.py"], cwd=Path("/"))
+    assert f"({tmp_path / 'peft.py'})" in done.stdout, done.stdout + done.stderr[-2000:]

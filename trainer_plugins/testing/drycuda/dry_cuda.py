@@ -129,8 +129,9 @@ class DryCuda:
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
-        # DeepSpeed's is "cpu" where it is imported without a card.
+        # DeepSpeed's is "cpu" where it is imported without a card; a script may plan itself.
         hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
+        hidden.add("TRAINER_PLUGINS_IN_A_PLAN")
         return {name: text for name, text in of.items() if name not in hidden} | ours
 
     def __enter__(self) -> "DryCuda":
