@@ -5,6 +5,7 @@ ranks of a machine. What is cast, stacked (experts) or decoded (mxfp4) is made a
 for itself and on the device that the weight goes to (transformers/core_model_loading.py).
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from trainer_plugins.patched import Patches
+from trainer_plugins.planner.plan import NotPredicted
 
 Shared = Callable[[], AbstractContextManager[None]]  # what is made inside counts once a machine
 
+_LOADER_TAKES = ["model", "state_dict", "load_config", "disk_offload_index"]
 _MXFP4_BLOCK = 32  # numbers that share a scale; a byte has two (integrations/mxfp4.py)
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")  # of gpt-oss, by what their names end with
 
@@ -54,6 +57,8 @@ def dequantiser(quantisation: object) -> Any:
     """Return what decodes a checkpoint in mxfp4, which cannot be trained; None for any other."""
     if not isinstance(quantisation, Mapping) or quantisation.get("quant_method") != "mxfp4":
         return None
+    if not _has_loader():
+        raise NotPredicted("a checkpoint in mxfp4 with this transformers: plan it with 5.23")
     from transformers import Mxfp4Config
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -62,10 +67,10 @@ def dequantiser(quantisation: object) -> Any:
 
 def converted(model: Any) -> frozenset[str]:
     """Return the names of the weights that transformers 5 makes of others in a checkpoint."""
-    try:
-        from transformers.core_model_loading import WeightConverter, apply_converters
-    except ImportError:  # transformers 4 converts nothing
+    if not _has_loader():
         return frozenset()
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
     reverse = [
         each.reverse_transform() for each in _mapping(model) if isinstance(each, WeightConverter)
     ]
@@ -136,6 +141,15 @@ def _finish(model: Any, home: torch.device) -> None:
     missing = {name for name, each in model.state_dict().items() if each.is_meta}
     model._move_missing_keys_from_meta_to_device(missing, {"": home}, None, None)
     model.tie_weights(recompute_mapping=False)
+
+
+def _has_loader() -> bool:
+    """Return whether transformers has the loader that is run here: 5.23 has it, 4 has none."""
+    try:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model as loader
+    except ImportError:
+        return False
+    return [*inspect.signature(loader).parameters] == _LOADER_TAKES
 
 
 def _mapping(model: Any, quantizer: Any = None) -> list[Any]:
