@@ -350,6 +350,6 @@ def test_a_script_with_the_name_of_a_library_plans_once(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     (tmp_path / "peft.py").write_text(NAMED_LIKE_A_LIBRARY)
     (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
-    call = [sys.executable, tmp_path / "peft.py"]
+    call: list[str | Path] = [sys.executable, tmp_path / "peft.py"]
     done = processes.run(call, cwd=Path("/"), fresh="what it imports is the question")
     assert f"({tmp_path / 'peft.py'})" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -68,7 +68,7 @@ def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strateg
         deepspeed = fsdp = None
 
     run = replace(asked(1), deepspeed={"zero_optimization": {"stage": 2}}, environment={"A": "b"})
-    found = list(_launches(run, Args(), strategy))
+    found = list(_launches(run, Args(), strategy))  # type: ignore[arg-type]
     assert [Path(each.flags.split()[1]).stem for each in found] == files
     turned = found[0].turn(run)
     assert (turned.deepspeed, turned.environment) == (None, {}), "as the file says"

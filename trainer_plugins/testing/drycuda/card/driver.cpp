@@ -121,6 +121,30 @@ EXPORT Result cuMemCreate(uint64_t* handle, size_t num_bytes, const Place* place
   pages[*handle] = {num_bytes, place->number};
   return cuda::kSuccess;
 }
+// Pages are given to no other process, and a card is not divided. Before torch says OOM, it looks for all of these.
+#define NOT_SUPPORTED(name) \
+  EXPORT Result name() { return cuda::kNotSupported; }
+NOT_SUPPORTED(cuMemExportToShareableHandle)
+NOT_SUPPORTED(cuMemImportFromShareableHandle)
+NOT_SUPPORTED(cuMemGetAddressRange)
+NOT_SUPPORTED(cuMemGetAllocationPropertiesFromHandle)
+NOT_SUPPORTED(cuMemRetainAllocationHandle)
+NOT_SUPPORTED(cuMulticastCreate)
+NOT_SUPPORTED(cuMulticastAddDevice)
+NOT_SUPPORTED(cuMulticastBindMem)
+NOT_SUPPORTED(cuMulticastUnbind)
+NOT_SUPPORTED(cuStreamWriteValue32)
+NOT_SUPPORTED(cuDeviceGetDevResource)
+NOT_SUPPORTED(cuDevSmResourceSplitByCount)
+NOT_SUPPORTED(cuDevResourceGenerateDesc)
+NOT_SUPPORTED(cuGreenCtxCreate)
+NOT_SUPPORTED(cuGreenCtxDestroy)
+NOT_SUPPORTED(cuGreenCtxStreamCreate)
+NOT_SUPPORTED(cuCtxFromGreenCtx)
+NOT_SUPPORTED(cuCtxPushCurrent)
+NOT_SUPPORTED(cuCtxPopCurrent)
+NOT_SUPPORTED(cuLogsUnregisterCallback)
+#undef NOT_SUPPORTED
 EXPORT Result cuMemRelease(uint64_t handle) {
   std::lock_guard<std::mutex> guard(pages_lock);
   const auto found = pages.find(handle);
