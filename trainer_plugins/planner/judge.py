@@ -30,8 +30,6 @@ from trainer_plugins.units import size
 
 _TOP_TENSORS = 10
 _DELTA = ("aten::baddbmm", "aten::einsum", "aten::bmm")  # peft/tuners/lora/layer.py, ParamWrapper
-_LESS_DELTA = advice.NO_EXPERTS.flag(Door.CODE)
-_QUANTISED_TOO = advice.QUANTISED_EXPERTS.flag(Door.CODE)
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 # storages that are live at the peak, with the sizes of their blocks
@@ -205,7 +203,8 @@ def _about_experts(
     if deltas and (getattr(request.source, "peft", None) or {}).get("target_parameters"):
         lines.append(
             f"{size(sum(deltas))} at the peak are what an adapter adds to experts: PEFT makes it"
-            f" for all experts of a layer, however few rows there are; {_LESS_DELTA}"
+            f" for all experts of a layer, however few rows there are;"
+            f" {advice.NO_EXPERTS.flag(Door.CODE)}"
         )
     frozen = [
         (storage.dtype, num_bytes)
@@ -222,7 +221,7 @@ def _about_experts(
     )
     if dtype == "float32" and getattr(request.source, "prepares_kbit", False):
         line += "; --no-prepare-kbit leaves them in the dtype that they are loaded in"
-    line += f"; {_QUANTISED_TOO}"
+    line += f"; {advice.QUANTISED_EXPERTS.flag(Door.CODE)}"
     quantised = f"{watched.planned['quantised']}, except {many} in {_BITS[dtype]} bits"
     return {**watched.planned, "quantised": quantised}, [*lines, line]
 

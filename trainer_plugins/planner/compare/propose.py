@@ -232,7 +232,7 @@ class Proposer:
             if is_safe(tried.plan):
                 self._keep(tried)
                 return tried
-            if not changes and _with_one_row(before, tried) > self._card.capacity_bytes:
+            if not changes and _with_one_row(before, tried) > _DOUBT * self._card.capacity_bytes:
                 return tried
             before = tried
         return tried
