@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from trainer_plugins.cli import app
-from trainer_plugins.cli.foreign.command import read_command
+from trainer_plugins.cli.foreign.pasted import read_command
 from trainer_plugins.cli.plan_inputs import inputs_of
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import value_of

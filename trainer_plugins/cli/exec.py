@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -87,10 +87,7 @@ def exec_(
         for export in exports
         if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
     }
-    if changed:
-        assigned = " ".join(f"{name}={value}" for name, value in changed.items())
-        line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
-        print(printable(line), file=sys.stderr)
+    _say_what_is_set(changed, environment.allocator)
     environ = os.environ | changed | chosen | {"TRAINER_PLUGINS_ATTACH": json.dumps(given)}
     path = os.environ.get("PYTHONPATH")
     # An exec under an exec finds the folder there already.
@@ -102,6 +99,12 @@ def exec_(
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+
+
+def _say_what_is_set(changed: Mapping[str, str], why: str) -> None:
+    if changed:
+        assigned = " ".join(f"{name}={value}" for name, value in changed.items())
+        print(printable(f"trainer-plugins exec sets {assigned}: {why}"), file=sys.stderr)
 
 
 def _chosen(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer_plugins.interrupted import by_any_signal
-from trainer_plugins.plug_in.arguments import VARIABLE
+from trainer_plugins.plug_in.fitted import VARIABLE
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 

@@ -60,7 +60,7 @@ def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> 
                 return None
         except DryCudaUnavailable:
             pass
-    from trainer_plugins.cli.foreign.command import read_command
+    from trainer_plugins.cli.foreign.pasted import read_command
     from trainer_plugins.cli.foreign.reading import tell
 
     _refuse_said_twice(run)

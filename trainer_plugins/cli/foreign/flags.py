@@ -91,7 +91,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _understood(named: dict[str, Any]) -> list[str]:
-    from trainer_plugins.cli.foreign.command import of_file
+    from trainer_plugins.cli.foreign.pasted import of_file
     from trainer_plugins.cli.foreign.reading import Reading, finish, tell
 
     file = named.pop("config", None)

@@ -28,7 +28,7 @@ def _prepare(who, module, function):  # type: (str, str, str) -> object
             import importlib
 
             getattr(importlib.import_module(module), function)()
-        except Exception as error:  # noqa: BLE001 # what is not prepared must not go on as if it were
+        except Exception as error:  # noqa: BLE001 # what is not prepared must not go on
             sys.stderr.write(who + ": " + type(error).__name__ + ": " + str(error) + "\n")
             sys.stderr.flush()
             os._exit(1)
@@ -87,7 +87,7 @@ if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
 
         when_imported("transformers.trainer", _attach)
         if "TRAINER_PLUGINS_ARGUMENTS" in os.environ:
-            changes = ("trainer_plugins.plug_in.arguments", "change_arguments")
+            changes = ("trainer_plugins.plug_in.fitted", "change_arguments")
             when_imported(
                 "transformers.training_args", _prepare("trainer-plugins exec --fit", *changes)
             )
