@@ -36,7 +36,7 @@ this, or than half of the machine, is stopped before the kernel kills another pr
 # judge imports most of the planner, and accelerate DeepSpeed
 _IMPORTS = ("transformers.trainer", "trainer_plugins.planner.judge", "deepspeed")
 
-_IN_A_PLAN = "TRAINER_PLUGINS_IN_A_PLAN"  # set where a plan is made, which makes no other
+IN_A_PLAN = "TRAINER_PLUGINS_IN_A_PLAN"  # set where a plan is made, which makes no other
 _LOOK_EVERY_SECONDS = 0.2
 _GRACE_SECONDS = 10  # a subprocess that does not stop itself in time is killed
 
@@ -228,7 +228,7 @@ class _Work:
 
 def _run(work: _Work, timeout_seconds: float, progress: Progress) -> int | None:
     """Run the subprocess, and kill all that it started; return its exit code, None if late."""
-    if _IN_A_PLAN in os.environ:
+    if IN_A_PLAN in os.environ:
         raise PlanError(
             f"a plan imported {_file_under_import()} instead of a library of that name, and it"
             " plans too: rename it"
@@ -310,7 +310,7 @@ def _environment(request: PlanRequest | SearchRequest) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # do not touch a real card
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cuda",
-        _IN_A_PLAN: "1",
+        IN_A_PLAN: "1",
     }
 
 

@@ -53,9 +53,12 @@ def installed() -> dict[str, str]:
     return found
 
 
-def maps_files() -> bool:
-    """Return whether weights are used as they lie in a mapped file, as transformers 5 does."""
-    return not version("transformers").startswith("4.")
+def is_transformers_4() -> bool:
+    """Return whether transformers 4 is installed.
+
+    5 loads in the dtype of the config, maps the files, and lets every weight train.
+    """
+    return version("transformers").startswith("4.")
 
 
 def known_error(versions: Mapping[str, str], is_quantised: bool = False) -> str:

@@ -17,7 +17,7 @@ from trainer_plugins.planner.request import PlanRequest
 _SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 
 
-def changes_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
+def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> list[Switch]:
     """Return what can be changed in this run."""
     source, optimizer = source_of(run), text_of(args.optim)
     found = [switches.FUSED_LOSS] if plan.breakdown.get("logits and loss") else []
@@ -44,7 +44,7 @@ def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Sw
         return
     offloads = "states and weights in main memory, much slower steps"
     if run.num_gpus == 1:
-        if _is_alone(run, args) and source_of(run).peft is None:
+        if run.launch_file is None and source_of(run).peft is None:
             yield launched_by("offload", offloads, "one_gpu_7b_offload", 1.5, _SHARDED, 0.95)
         return
     traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus

@@ -11,7 +11,7 @@ from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare import switches
-from trainer_plugins.planner.compare.changes import changes_of
+from trainer_plugins.planner.compare.changes import possible_changes
 from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.switches import (
     Switch,
@@ -164,7 +164,7 @@ class Proposer:
     def _for_training(self) -> None:
         """Try fewer rows, then changes and combinations of them, the least costly first."""
         self._fewer_rows()
-        for changes in _combined(changes_of(self._run, self._args, self._plan)):
+        for changes in _combined(possible_changes(self._run, self._args, self._plan)):
             if len(self._found) >= _ENOUGH or self._is_late:
                 return
             if not self._is_covered(changes) and self._may_fit(changes):

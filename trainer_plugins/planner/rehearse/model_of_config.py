@@ -16,7 +16,7 @@ from trainer_plugins.planner.rehearse import loading, refusals
 from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, wrong_value
 from trainer_plugins.planner.request import ConfigSource
-from trainer_plugins.planner.tried import maps_files
+from trainer_plugins.planner.tried import is_transformers_4
 
 # it comes after the model is built; no other files
 _LEFT_OUT = ("quantization_config", "configuration_files")
@@ -201,7 +201,8 @@ def _on_one_card(
     decoder = loading.dequantiser(quantisation)
     # the dtype in the file; what is used as it lies there is mapped, and shared by all ranks
     stored = getattr(config, "dtype", None) or dtype
-    is_mapped = stored == dtype and card is not None and maps_files() and not loading.is_divided()
+    is_old = is_transformers_4()
+    is_mapped = stored == dtype and card is not None and not is_old and not loading.is_divided()
     # `from_pretrained` quantises weight by weight: the full base is never in main memory
     if quantisation is not None:
         with torch.device("meta"), loading.as_quantised():
@@ -209,7 +210,7 @@ def _on_one_card(
     else:
         with shared() if is_mapped else nullcontext():
             model = _built(source, config, dtype)
-    if not _is_before(5):  # it loads each weight as one that trains: set_param_for_module
+    if not is_old:  # it loads each weight as one that trains: set_param_for_module
         model.requires_grad_(True)
     if source.config.get("tie_word_embeddings") is False:
         untie(model)
@@ -316,7 +317,7 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     if given is None:
         # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
         # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
-        if _is_before(5):
+        if is_transformers_4():
             given = "float16" if quantisation_of(source) else "float32"
         else:
             given = str(getattr(config, "dtype", None) or "float32")
@@ -330,12 +331,6 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
         where = "the config's dtype" if source.dtype is None else "--dtype"
         raise PlanError(f"{where} needs float32, bfloat16 or float16, got {given!r}")
     return dtype
-
-
-def _is_before(major: int) -> bool:
-    import transformers
-
-    return int(transformers.__version__.partition(".")[0]) < major
 
 
 def with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:

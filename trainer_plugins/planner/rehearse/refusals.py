@@ -14,6 +14,7 @@ from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.tried import is_transformers_4
 from trainer_plugins.units import size
 
 _Result = TypeVar("_Result")
@@ -173,7 +174,7 @@ def refuse_attention(name: object) -> None:
     """Refuse an attn_implementation if the memory of its kernel is not known here."""
     import transformers
 
-    if name == "flash_attention_2" and transformers.__version__.startswith("4."):
+    if name == "flash_attention_2" and is_transformers_4():
         raise NotPredicted(
             f"{_FLASH_ATTN} with transformers {transformers.__version__}: plan with transformers 5"
         )
@@ -200,7 +201,7 @@ def known_quantisation(model: torch.nn.Module, given: object) -> dict[str, objec
         )
     if not is_of_bitsandbytes:
         raise NotPredicted(_other_kernels(model, str(method), given))
-    if transformers.__version__.startswith("4."):
+    if is_transformers_4():
         raise NotPredicted(
             f"a base quantised by bitsandbytes with transformers {transformers.__version__}, whose "
             "loader is only there with the package installed: plan it with transformers 5"

@@ -20,7 +20,7 @@ from trainer_plugins.planner.sharded.ranks import (
     refuse_optimizers,
 )
 from trainer_plugins.planner.tracing.trace import Tracker
-from trainer_plugins.planner.tried import maps_files
+from trainer_plugins.planner.tried import is_transformers_4
 
 # transformers/integrations/fsdp.py, is_fsdp_enabled: if both are true, only the first rank of a
 # node loads the weights.
@@ -37,7 +37,7 @@ class Fsdp(Ranks):
     def patch(self, patches: Patches, tracker: Tracker) -> None:
         self._tracker, self._num_local = tracker, tracker.host.ranks
         # transformers 5 reads the files in every rank nevertheless (transformers#43749)
-        if not maps_files() and all(
+        if is_transformers_4() and all(
             os.environ.get(name, "").lower() in _TRUE for name in _ONE_LOADS
         ):
             tracker.host.ranks = 1

@@ -21,6 +21,7 @@ import psutil
 
 from trainer_plugins.compiled import cpp_compiler
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.predict import IN_A_PLAN
 from trainer_plugins.plug_in import _site
 from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
@@ -130,8 +131,8 @@ class DryCuda:
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
         # DeepSpeed's is "cpu" where it is imported without a card; a script may plan itself.
-        hidden = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
-        hidden.add("TRAINER_PLUGINS_IN_A_PLAN")
+        own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
+        hidden = {*own, IN_A_PLAN}
         return {name: text for name, text in of.items() if name not in hidden} | ours
 
     def __enter__(self) -> "DryCuda":
