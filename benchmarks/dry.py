@@ -22,7 +22,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
-from trainer_plugins.testing.drycuda import dry_plan
+from trainer_plugins.testing.drycuda.dry_run import DryRun, ran
 from trainer_plugins.units import GIB, MIB
 
 ROOT = Path(__file__).parent.parent
@@ -247,21 +247,21 @@ def difference(options: list[str], command: list[str], plan: MemoryPlan) -> str:
     """Run a command on the card that its plan names and on one of a MiB less; say what differs."""
     if plan.smallest_card_bytes is None:
         return "no smallest card is named"
-    run = dry_plan.DryRun(
+    run = DryRun(
         command=command,
         card=replace(card_of(CARD), capacity_bytes=plan.smallest_card_bytes),
         num_cards=int(options[1]) if options else 1,
         alone="--alone" in options,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    found = dry_plan._seen_of(run, print)
-    if any(each["died"] for each in found.seen):
-        return f"dies on it: {dry_plan._failed_request(found)['failed_request']}"
+    found = ran(run, print)
+    if found.died:
+        return f"dies on it: {found.failed_request[1]}"
     less = replace(run.card, capacity_bytes=run.card.capacity_bytes - MIB)
-    found = dry_plan._seen_of(replace(run, card=less), print)
-    if not any(each["died"] for each in found.seen):
+    found = ran(replace(run, card=less), print)
+    if not found.died:
         return "completes on 1 MiB less"
-    place = dry_plan._failed_request(found)["failed_request"]
+    _, place = found.failed_request
     return "" if place == plan.fails_on_less else f"dies at {place}, not {plan.fails_on_less}"
 
 

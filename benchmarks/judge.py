@@ -260,13 +260,14 @@ def dry_plan_of(
     request: PlanRequest, file: Path, snapshot: Path | None = None
 ) -> tuple[MemoryPlan, Any]:
     """Run a request on a dry card without a limit; return its plan, and all that was seen."""
-    from trainer_plugins.testing.drycuda import dry_plan
+    from trainer_plugins.testing.drycuda.dry_plan import plan_of
     from trainer_plugins.testing.drycuda.dry_request import dry_run_of
+    from trainer_plugins.testing.drycuda.dry_run import ran
 
     run = dry_run_of(request, file, 600)
     run = replace(run, card=replace(run.card, capacity_bytes=4096 << 30), snapshot=snapshot)
-    result = dry_plan._seen_of(run, lambda text: None)
-    return dry_plan._plan(result, run), result
+    result = ran(run, lambda text: None)
+    return plan_of(result, run), result
 
 
 def _dry(request: PlanRequest, folder: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_disabled_torch_dispatch_impl": ("torch._C",),
     "_distributed_c10d": ("torch._C",),
     "_new_process_group_helper": ("torch.distributed.distributed_c10d",),
+    "_DistWrapper": ("torch.distributed.checkpoint.utils",),
+    "_validate_global_plan": ("torch.distributed.checkpoint.default_planner",),
     "_get_dtype_plan": ("transformers.modeling_utils.PreTrainedModel",),
     "_get_resolved_checkpoint_files": (MODEL,),
     "_load_state_dict_into_zero3_model": ("transformers.integrations.deepspeed",),

@@ -24,6 +24,7 @@ fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_state_dict_type: SHARDED_STATE_DICT
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_build")]
@@ -147,7 +148,7 @@ def test_two_ranks_have_a_card_each(plan: MemoryPlan, folder: Path) -> None:
 
 
 def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
-    """FSDP asks the other ranks by NCCL and by gloo."""
+    """FSDP asks the other ranks by NCCL and by gloo; a second process of each resumes."""
     (folder / "fsdp.yaml").write_text(FSDP)
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml")
     command = ("--", *launcher, "train.py", "model", "out")
@@ -156,6 +157,8 @@ def test_rank_0_alone_needs_what_it_needs_beside_others(folder: Path) -> None:
     alone = plan_of(folder, *cards, "--alone", command=command)
     assert alone.num_gpus == both.num_gpus == 2
     assert alone.moments == both.moments
+    # Half of the weights in fp32, and of the two states of AdamW, which torch holds twice there.
+    assert both.moments["resume"].allocated_bytes >= (4 + 2 * 8) // 2 * both.num_parameters
     assert any("rank 0 of 2 ran alone" in line for line in alone.assumptions)
     assert alone.host_process_bytes_per_node == pytest.approx(
         both.host_process_bytes_per_node, rel=0.3

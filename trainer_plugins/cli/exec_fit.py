@@ -38,7 +38,7 @@ def variables_to_fit(
         DoesNotFit: nothing that was tried fits.
     """
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.dry_plan import DryRun
+    from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
     if unknown := {*may} - {*MAY}:

@@ -123,7 +123,7 @@ def variations_of(
     """
     from trainer_plugins.planner.cards import card_of, with_measured_context
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.dry_plan import DryRun
+    from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
     machine = run.machine

@@ -74,6 +74,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
     for name, place, function in (
         ("torch", "start", "start"),
         ("safetensors.torch", "safety", "save_holes"),
+        ("torch.distributed.checkpoint.filesystem", "safety", "load_no_parts"),
         ("transformers.training_args", "safety", "protect_arguments"),
         ("transformers.trainer", "observe", "watch_trainers"),
         ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),

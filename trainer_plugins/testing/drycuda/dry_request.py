@@ -13,7 +13,8 @@ from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import GPUS_PER_NODE, PlanRequest, TrainerSource
-from trainer_plugins.testing.drycuda.dry_plan import DryRun, dry_plan
+from trainer_plugins.testing.drycuda.dry_plan import dry_plan
+from trainer_plugins.testing.drycuda.dry_run import DryRun
 
 _PROGRAM = "trainer_plugins.testing.drycuda.inside.of_request"
 

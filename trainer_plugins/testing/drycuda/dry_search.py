@@ -25,7 +25,8 @@ from trainer_plugins.planner.compare.switches import (
 )
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.tried import margin_bytes
-from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, DryRun, dry_plan
+from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, dry_plan
+from trainer_plugins.testing.drycuda.dry_run import DryRun
 from trainer_plugins.units import size
 
 _ENOUGH = 2

@@ -1,11 +1,14 @@
-"""Draws the memory of a run as a line of few points, from what the allocator has recorded."""
+"""Makes of what the allocator has recorded what is told: a line of points, the user's stacks."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer_plugins.testing.drycuda.inside.named import numbered
 
 _MOST_POINTS = 400
+_OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
+_BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 _ALLOCATED = {"alloc": 1, "free_completed": -1}
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -49,3 +52,16 @@ def beginnings_of(
         while waiting and waiting[0][0] <= event.get("time_us", 0):
             found.append((number, waiting.pop(0)[1]))
     return found
+
+
+def leave_out_the_dry_run(snapshot: dict[str, Any]) -> None:
+    """Leave the frames of the dry run itself out of the stacks.
+
+    A stack that had no others is one of autograd's thread, which has no Python below it.
+    """
+    segments = (block for segment in snapshot["segments"] for block in segment["blocks"])
+    for each in (*segments, *(event for card in snapshot["device_traces"] for event in card)):
+        frames = each.get("frames")
+        if frames:
+            left = [frame for frame in frames if not _OURS.search(frame["filename"])]
+            each["frames"] = left or [_BACKWARD]

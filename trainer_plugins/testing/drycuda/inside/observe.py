@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import pickle
-import re
 import resource
 import sys
 import threading
@@ -24,11 +23,16 @@ import psutil
 import torch
 
 from trainer_plugins.testing.drycuda.inside import alone
-from trainer_plugins.testing.drycuda.inside.drawn import beginnings_of, timeline_of
+from trainer_plugins.testing.drycuda.inside.drawn import (
+    beginnings_of,
+    leave_out_the_dry_run,
+    timeline_of,
+)
 from trainer_plugins.testing.drycuda.inside.later import later_training
 from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
 from trainer_plugins.testing.drycuda.inside.process import counters, outside_bytes, say
 
+_RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
 _MICRO_STEPS = 2
 _NCCL_LOOKS_SECONDS = 0.15
 """A step takes longer than the interval in which NCCL's group looks for what has ended, to free its
@@ -38,8 +42,6 @@ _GOES_ON_TIMES = 3
 """A program that has another training to come to gets this many times what it has taken so far."""
 
 _MOST_EVENTS = 1_000_000
-_OURS = re.compile(r"trainer_plugins/(?:testing/drycuda|plug_in)/|torch/_ops\.py$")
-_BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 
 @dataclass(slots=True)
@@ -60,6 +62,9 @@ class Seen:
     """Of the longest row; 0 if rows have none."""
 
     notes: list[str] = field(default_factory=list)
+    resumes_apart: bool = False
+    """Whether another process has to resume: under FSDP and DeepSpeed a model is wrapped once."""
+
     num_ooms: int = 0
     died: bool = False
     """Whether the program ended because it was out of memory."""
@@ -169,6 +174,7 @@ class _Observer:
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
         self._names: list[Names] = []
+        self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
         if (before := _Observer.last) is not None:
             self._seen.moments, self._names = before._seen.moments, before._names
@@ -183,9 +189,10 @@ class _Observer:
         )
 
         trainer, args = self._trainer, self._trainer.args
-        evaluates = args.eval_strategy != "no" and trainer.eval_dataset is not None
-        saves = args.save_strategy != "no"
-        resumes = saves and not args.save_only_model
+        trains = _RESUMES not in os.environ
+        evaluates = trains and args.eval_strategy != "no" and trainer.eval_dataset is not None
+        saves = trains and args.save_strategy != "no"
+        resumes = args.save_strategy != "no" and not args.save_only_model
         args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
         args.eval_on_start = False
         once = OnceInTheEnd(evaluates=evaluates, saves=saves)
@@ -193,27 +200,31 @@ class _Observer:
         take_the_longest_rows(trainer, self._seen.notes)
         self._watch_moments()
         self._skip_like_micro_steps()
-        result = train()
+        result = train() if trains else None
         once.do_what_is_left(trainer)  # another callback may have ended the training
-        if resumes:
+        if resumes and self._is_saved:
             self._resume(train)
         return result
 
     def _resume(self, train: Callable[..., object]) -> None:
         """Train one more step from the checkpoint, as a process would that has just loaded."""
+        from transformers.trainer_utils import get_last_checkpoint
+
         trainer, args = self._trainer, self._trainer.args
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            self._seen.notes.append("resuming is not run under FSDP and DeepSpeed")
-            return
-        folder = f"{args.output_dir}/checkpoint-{trainer.state.global_step}"
-        trainer.accelerator.free_memory()
-        for holder in (trainer, trainer.callback_handler):
-            holder.optimizer = holder.lr_scheduler = None
-        trainer.model.zero_grad(set_to_none=True)
-        gc.collect()
-        args.max_steps, args.ignore_data_skip = trainer.state.global_step + 1, True
+        if _RESUMES not in os.environ:
+            if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+                self._seen.resumes_apart = True
+                return
+            trainer.accelerator.free_memory()
+            for holder in (trainer, trainer.callback_handler):
+                holder.optimizer = holder.lr_scheduler = None
+            trainer.model.zero_grad(set_to_none=True)
+            gc.collect()
+        folder = get_last_checkpoint(args.output_dir)
+        args.max_steps, args.ignore_data_skip = int(folder.rpartition("-")[2]) + 1, True
         self._enter("resume")
-        train(resume_from_checkpoint=folder)
+        with alone.without_others("resuming", self._seen.notes):
+            train(resume_from_checkpoint=folder)
 
     def _skip_like_micro_steps(self) -> None:
         """Skip micro-steps that repeat the one before, not the last: there ranks reduce."""
@@ -261,6 +272,7 @@ class _Observer:
         def saved(*args: Any, **kwargs: Any) -> None:
             with alone.without_others("the save", self._seen.notes):
                 save(*args, **kwargs)
+                self._is_saved = True
 
         trainer._save_checkpoint = saved
         self._around(trainer, "evaluate", "evaluation")
@@ -283,7 +295,7 @@ class _Observer:
             outer = self._moment
             if moment == "forward":
                 self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
-            self._name("weights" if outer == "load" else "optimizer states", outer)
+            self._name("weights" if outer in ("load", "resume") else "optimizer states", outer)
             is_inside = outer == "evaluation" and moment not in ("generation", "save")
             stays = outer == "resume" or is_inside
             with self._at(outer if stays else moment):
@@ -298,7 +310,7 @@ class _Observer:
 
     def _name(self, what: str, moment: str) -> None:
         """Name the tensors of the model where they have come to lie."""
-        if moment in ("load", "backward", "optimizer step"):
+        if moment in ("load", "resume", "backward", "optimizer step"):
             self._names.append(names_of(self._trainer, what))
 
     @contextmanager
@@ -353,25 +365,12 @@ def _write(
         )
     seen.timeline = timeline_of(events, began)
     seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
-    _clean(snapshot)
+    leave_out_the_dry_run(snapshot)
     with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
         pickle.dump(snapshot, file)
     draft = folder / f"seen-{seen.rank}.draft"
     draft.write_text(json.dumps(asdict(seen), default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")
-
-
-def _clean(snapshot: dict[str, Any]) -> None:
-    """Leave the frames of the dry run itself out of the stacks.
-
-    A stack that had no others is one of autograd's thread, which has no Python below it.
-    """
-    segments = (block for segment in snapshot["segments"] for block in segment["blocks"])
-    for each in (*segments, *(event for card in snapshot["device_traces"] for event in card)):
-        frames = each.get("frames")
-        if frames:
-            left = [frame for frame in frames if not _OURS.search(frame["filename"])]
-            each["frames"] = left or [_BACKWARD]
 
 
 def _peaks() -> list[tuple[int, int]]:

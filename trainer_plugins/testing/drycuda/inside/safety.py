@@ -8,10 +8,12 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer_plugins.patched import Patches
+from trainer_plugins.testing.drycuda.inside.alone import is_alone
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 from trainer_plugins.testing.drycuda.inside.process import has_numbers
 
@@ -67,6 +69,37 @@ def save_no_bytes() -> None:
 
     torch.save = torch.serialization.save = saved
     torch.load = torch.serialization.load = mapped
+
+
+def load_no_parts() -> None:
+    """Let torch.distributed.checkpoint read the tensors that it has written: `saved` wrote some."""
+    if has_numbers():
+        return
+    from torch.distributed.checkpoint import default_planner, utils
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if is_alone():  # there are no parts of the other ranks, and nobody to ask for them
+        Patches().wrap(
+            utils._DistWrapper,
+            "__init__",
+            lambda begin, wrapper, group, _, rank: begin(wrapper, group, False, rank),
+        )
+        Patches().wrap(
+            default_planner,
+            "_validate_global_plan",
+            lambda check, _, metadata: check([], replace(metadata, state_dict_metadata={})),
+        )
+
+    def read(read_data: Callable[..., Any], reader: Any, plan: Any, planner: Any) -> Any:
+        left = []
+        for item in plan.items:
+            if reader.storage_data[item.storage_index].length:
+                left.append(item)
+            else:
+                planner.commit_tensor(item, planner.resolve_tensor(item))
+        return read_data(reader, replace(plan, items=left), planner)
+
+    Patches().wrap(FileSystemReader, "read_data", read)
 
 
 def save_holes() -> None:
