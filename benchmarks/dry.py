@@ -5,8 +5,8 @@
 plans all, or those whose name begins with one of the words, each by `plan --json --gpu 80GiB --
 COMMAND`. Then it runs the command on the smallest card that was named, where it must complete, and
 on one of a MiB less, where it must die of the request that was named. It prints the table of
-docs/dry.md. Programs are those of the PATH. All files are made here, and nothing is fetched: a row
-of a program that is not installed as a package is run if a variable names its checkout.
+docs/dry.md. Programs are those of the PATH, and all files are made here. A row of a program that is
+not installed as a package is run if a variable names its checkout.
 """
 
 import json
@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
+from benchmarks.prediction import equip_dry_cards
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.testing.drycuda.dry_run import DryRun, ran
@@ -173,7 +174,7 @@ ROWS = {
     "Mixtral, 4 layers": f"-- {_SFT} mixtral {_EXPERTS}",
     "Qwen3-MoE, 8 layers": f"-- {_SFT} qwen3-moe {_EXPERTS}",
     "LLaMA-Factory 8B LoRA": "-- python {LLAMA_FACTORY}/src/train.py factory.yaml",
-    "run_clm.py 1.2B": "-- python {RUN_CLM} --model_name_or_path 1b --torch_dtype bfloat16"
+    "run_clm.py 1.2B": "-- python {RUN_CLM} --model_name_or_path 1b --dtype bfloat16"
     " --train_file rows.txt --validation_file rows.txt --do_train --block_size 2048"
     f" {_OUT} 2",
     "open-unlearning 1.2B": _UNLEARN,
@@ -285,6 +286,7 @@ def told(name: str) -> str:
 
 def main(names: list[str]) -> None:
     """Print the lines of all rows, or of those whose name begins with one of the words."""
+    equip_dry_cards()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()

@@ -2,10 +2,11 @@
 
 Configurations are drawn from a seed. Each is planned twice, with the same torch: on fake tensors,
 and on the dry card. Compared are the allocated and the reserved bytes of each moment, and the
-blocks that are alive at the peak. Ctrl-C ends it, and prints what is known. It needs torch's build
-for CUDA, and bitsandbytes in the same folder (docs/dry.md).
+blocks that are alive at the peak. Ctrl-C ends it, and prints what is known. What it needs is
+fetched into a cache.
 
-Use: scripts/bench judge, or `python -m benchmarks.judge [NUMBERS]`, as in `0-299` or `7`.
+Use: scripts/bench judge, which then runs the published rows (`benchmarks.prediction`), or
+`python -m benchmarks.judge NUMBERS`, as in `0-299` or `7`.
 """
 
 import json
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import prediction
 from trainer_plugins import forks
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
@@ -363,6 +365,7 @@ def report(lines: list[dict[str, Any]]) -> str:
 def main(numbers: list[int]) -> None:
     """Judge configurations, two at once, and print how far they are apart."""
     lines: list[dict[str, Any]] = []
+    prediction.equip_dry_cards()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         cases = [drawn(number, folder) for number in numbers]
@@ -381,3 +384,5 @@ if sys.argv[1:2] == ["--watched"]:
 elif __name__ == "__main__":
     _first, _, _last = (sys.argv[1] if sys.argv[1:] else "0-299").partition("-")
     main([*range(int(_first), int(_last or _first) + 1)])
+    if not sys.argv[1:]:
+        prediction.main([])

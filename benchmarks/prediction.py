@@ -25,6 +25,7 @@ from statistics import mean, median
 from benchmarks.prediction_peers import PEERS
 from benchmarks.published import CARDS, Row, published
 from trainer_plugins.compiled import cache_folder
+from trainer_plugins.testing.drycuda.cuda_build import fetch
 
 ROOT = Path(__file__).parents[1]
 CACHE = cache_folder() / "prediction"
@@ -130,6 +131,13 @@ class Predicted:
 
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+
+
+def equip_dry_cards() -> None:
+    """Fetch torch's build for CUDA, and bitsandbytes for what runs on dry cards."""
+    fetch(lambda line: print(line, file=sys.stderr))
+    ours = installed(["--no-deps", f"bitsandbytes=={BITSANDBYTES}"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.getenv("PYTHONPATH")]))
 
 
 def asked_for(row: Row) -> list[str]:

@@ -3,8 +3,7 @@
     python -m benchmarks.stand_ins [NAME...]
 
 `benchmarks.judge` draws text models at random; here is one case for each file of planner/pretend
-and planner/sharded that it does not draw. It needs what the judge needs, and the optimizers of
-other packages.
+and planner/sharded that it does not draw.
 """
 
 import json
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.judge import _FSDP, _ZERO, Drawn, _config, _flags, compared, judged
+from benchmarks.prediction import equip_dry_cards
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs
 
 _ARGUMENTS: dict[str, object] = {
@@ -175,5 +175,6 @@ def _lines(wanted: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    equip_dry_cards()
     for each in _lines(sys.argv[1:]):
         print(each, flush=True)
