@@ -193,6 +193,7 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
         "--gpu",
         "--num-gpus",
         "--accelerate-config",
+        "--verbose",
         "--json",
         "--host-memory",
         "--help",

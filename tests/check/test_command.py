@@ -53,6 +53,10 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
     assert "[config-unknown-key]" in done.stdout
     assert "[allocator-bad-value]" in done.stdout
     assert "errors" in done.stdout.splitlines()[-1]
+    assert not any("  ok  " in line for line in done.stdout.splitlines())
+    more = check("--accelerate-config", file, "--verbose")
+    assert any("  ok  " in line for line in more.stdout.splitlines())
+    assert "--verbose" not in more.stdout
 
 
 @pytest.mark.parametrize(

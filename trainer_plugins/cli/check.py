@@ -27,6 +27,7 @@ _SHOWN = (
     "gpu",
     "num_gpus",
     "accelerate_config",
+    "verbose",
     "as_json",
     "host_memory",
 )
@@ -34,7 +35,7 @@ _SHOWN = (
 
 @with_options(shown=_SHOWN)
 def check(
-    context: typer.Context, run: RunOptions, refused: AnswerOptions, as_json: AsJson = False
+    context: typer.Context, run: RunOptions, answer: AnswerOptions, as_json: AsJson = False
 ) -> None:
     """Check this machine, and with --model a run, before it is launched.
 
@@ -52,8 +53,8 @@ def check(
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        for name, value in asdict(refused).items():
-            if value:
+        for name, value in asdict(answer).items():
+            if value and name != "verbose":
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         details, inputs = inputs_of(run, context.args)
         model, seconds = run.model.model, run.machine.timeout
@@ -61,16 +62,16 @@ def check(
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
-    _show(checklist, as_json)
+    _show(checklist, answer.verbose, as_json)
     raise typer.Exit(_EXIT_CODES[checklist.worst])
 
 
-def _show(checklist: "Checklist", as_json: bool) -> None:
+def _show(checklist: "Checklist", verbose: bool, as_json: bool) -> None:
     if not as_json:
         from trainer_plugins.report.check import check_report
         from trainer_plugins.report.page import show
 
-        show(check_report(checklist))
+        show(check_report(checklist, verbose))
         return
     groups = {
         name: [

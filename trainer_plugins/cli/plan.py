@@ -49,7 +49,7 @@ class AnswerOptions:
         panel=MOST_USED,
     )
     verbose: bool = option(
-        "Print all figures, the largest tensors, assumptions and every change that fits.",
+        "Print everything: figures, tensors, assumptions and changes, or what is well.",
         default=False,
         panel=MOST_USED,
     )

@@ -1,4 +1,4 @@
-"""Renders a checklist for the terminal: one line a check, with findings and remedies."""
+"""Renders a checklist for the terminal: what was found, with remedies, and how much is well."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,18 @@ _MARKS = {
 }
 
 
-def check_report(checklist: Checklist) -> RenderableType:
-    """Render all groups, then how many errors and warnings there are."""
+def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
+    """Render what was found, if `verbose` also what is well, then how much there is of each."""
     table = Table.grid(padding=(0, 2))
+    num_well = 0
     for name, lines in checklist.groups:
-        for number, row in enumerate(row for line in lines for row in _rows(line)):
+        shown = [line for line in lines if line.findings or verbose]
+        num_well += len(lines) - len(shown)
+        for number, row in enumerate(row for line in shown for row in _rows(line)):
             table.add_row(Text("" if number else name, style="bold"), *row)
-    return Group(table, Text(_total(checklist), style="bold"))
+    well = f" {num_well} checks are ok: --verbose lists them." if num_well else ""
+    total = Text(_total(checklist) + well, style="bold")
+    return Group(table, total) if table.rows else total
 
 
 def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:

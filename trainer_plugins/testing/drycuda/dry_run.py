@@ -112,7 +112,7 @@ class DryResult:
 
 
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
-    """Run a command on dry cards; where it cannot resume by itself, once more to resume.
+    """Run a command on dry cards; where it cannot resume by itself, a second time to resume.
 
     Args:
         run: the command and its cards; it may start several processes.

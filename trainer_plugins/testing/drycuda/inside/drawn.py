@@ -1,4 +1,4 @@
-"""Makes of what the allocator has recorded what is told: a line of points, the user's stacks."""
+"""Makes an answer of what the allocator has recorded: a line of points, the user's stacks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -78,7 +78,7 @@ def load_no_parts() -> None:
     from torch.distributed.checkpoint import default_planner, utils
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if is_alone():  # there are no parts of the other ranks, and nobody to ask for them
+    if is_alone():  # the other ranks and their parts are missing
         Patches().wrap(
             utils._DistWrapper,
             "__init__",
