@@ -242,6 +242,30 @@ def test_a_program_that_died_is_not_told_that_it_built_no_trainer(tmp_path: Path
     assert done.stderr.endswith("No module named 'no_such_module'\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("caught", ["", "with suppress(RuntimeError): "])
+def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, caught: str) -> None:
+    """Of two ranks that both fail, one; a program that goes on has none."""
+    text = SCRIPT[: SCRIPT.index("facts =")].replace(
+        "use_cpu=True", "per_device_train_batch_size=64"
+    )
+    text = text.replace("trainer.train()", f"{caught}trainer.train()")
+    (tmp_path / "train.py").write_text(f"from contextlib import suppress{text}")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+
+    done = execute(
+        *OBSERVE, "--", *(torchrun if not caught else (sys.executable,)), *simgpu, cwd=tmp_path
+    )
+
+    records = [*(tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json")]
+    assert len(records) == (1 if caught else 2), done.stderr
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("Why  ") for line in lines) == (not caught)
+    assert sum(line.startswith("Do   ") for line in lines) == (not caught)
+    assert (done.returncode == 0) == bool(caught)
+
+
 def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("")

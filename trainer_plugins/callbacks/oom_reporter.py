@@ -1,6 +1,9 @@
 """OOMReporter: a run that dies of an out-of-memory error leaves what an explanation needs."""
 
+import atexit
 import logging
+import sys
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,8 @@ from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run, write_new
+from trainer_plugins.record.folder import folder_of_run, output_dir_of, write_new
+from trainer_plugins.record.oom_record import read_oom_record
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
@@ -39,6 +43,9 @@ from trainer_plugins.upkeep.post_mortem import (
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE_SECONDS = 60
+"""Ranks that run out of memory within this time are taken to have one cause."""
+
 
 class OOMReporter(RunCallback):
     """Writes down why `train()`, `evaluate()` or `predict()` ran out of memory.
@@ -47,7 +54,8 @@ class OOMReporter(RunCallback):
     and never replaces an older one: the error's words and numbers, the frames, step and moment,
     what was alive and what holds it, the batch's shapes, the last readings, the other ranks, the
     host. One line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it.
-    The error goes on unchanged, even if nothing can be written.
+    The error goes on unchanged, even if nothing can be written. If it ends the program, the
+    explanation is below the traceback, of the lowest rank that failed.
 
     When training begins, rank 0 writes `run.json` there: arguments and the model's config without
     secrets, the strategy in force, versions, card, driver and limits.
@@ -102,6 +110,9 @@ class OOMReporter(RunCallback):
             )
             self.timeline_for(trainer.args).add(failure)
             self.end_run()
+            if failure.record:
+                folder = folder_of_run(Path(trainer.args.output_dir))
+                atexit.register(_explain_if_it_ended_the_program, folder / failure.record, time())
 
     def _record(
         self, trainer: HfTrainer, call: str, error: BaseException, found: OutOfMemory
@@ -147,6 +158,25 @@ def _write(folder: Path, facts: RunFacts) -> None:
             printable(folder),
             error.strerror or error,
         )
+
+
+def _explain_if_it_ended_the_program(path: Path, time_seconds: float) -> None:
+    """Write the explanation below the traceback: of the lowest rank that failed, of all at once."""
+    from trainer_plugins.explain.run import explain_record
+
+    with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
+        others = path.parent.glob("oom-rank*.json")
+        lower = (each for each in others if _rank_of(each) < _rank_of(path))
+        if any(each.stat().st_mtime > time_seconds - _AT_ONCE_SECONDS for each in lower):
+            return
+        record = read_oom_record(path)
+        if hasattr(sys, "last_type") and record is not None:
+            for line in explain_record(record, output_dir_of(path.parent)).brief():
+                sys.stderr.write(f"{printable(str(line))}\n")
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.split("-")[1].removeprefix("rank"))
 
 
 def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:

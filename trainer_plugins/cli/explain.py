@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
-from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.answer import Cause, Explanation
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
     from trainer_plugins.report.page import Indented
 
 _NO_OOM = 1
-_SHOWN_EVIDENCE = 2  # lines, without --verbose: the first, and the one with these words
-_NUMBERS = "asked for "
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
 
@@ -157,7 +155,7 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         when = "Do this first: " if number == 0 else ""
         if remedy.cause != first.code:
             when = f"If it is {remedy.cause}: "
-        effect = f"{when}{_effect(remedy)} ({GRADES[remedy.grade]})"
+        effect = f"{when}{remedy.words} ({GRADES[remedy.grade]})"
         parts.append(Indented(Text(printable(effect)), 7))
     for line in answer.unknown:
         parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
@@ -165,26 +163,16 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
 
 
 def _print_briefly(answer: Explanation) -> None:
-    """Print the cause, what shows it best, and what to do first; and how much more is known."""
     from rich.console import Group
     from rich.text import Text
 
     from trainer_plugins.report.page import Indented, show
 
-    first = answer.causes[0]
-    parts = [_why(first)]
-    known = sorted((*first.evidence[1:], *answer.facts), key=lambda line: _NUMBERS not in line)
-    evidence = (*first.evidence[:1], *known)
-    parts += [Indented(Text(printable(line)), 5) for line in evidence[:_SHOWN_EVIDENCE]]
-    left = len(answer.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
-    left += len(answer.remedies[1:]) + len(answer.unknown) + bool(first.doubt)
-    more = f" (more: --verbose, {left} line{'s' if left > 1 else ''})" if left else ""
-    if not answer.remedies:
-        parts.append(Indented(Text(f"no remedy is known here{more}", "dim"), 5))
-    else:
-        remedy = answer.remedies[0]
-        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, Text("Do", "bold")))
-        parts.append(Indented(Text(f"{printable(_effect(remedy))}{more}"), 7))
+    parts = []
+    for label, text in answer.brief():
+        style = "bold green" if label == "Do" else ""
+        indent = 7 if text.startswith("  ") else 5
+        parts.append(Indented(Text(printable(text.strip()), style), indent, Text(label, "bold")))
     show(Group(*parts))
 
 
@@ -195,7 +183,3 @@ def _why(cause: Cause) -> "Indented":
 
     summary = Text(printable(cause.summary)).append(f"  [{cause.grade}: {cause.code}]", "dim")
     return Indented(summary, 5, Text("Why"))
-
-
-def _effect(remedy: Remedy) -> str:
-    return f"{remedy.effect}; it costs: {remedy.price}" if remedy.price else remedy.effect

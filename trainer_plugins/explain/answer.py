@@ -1,12 +1,26 @@
 """Explanation: causes in order, with evidence, and remedies, with where their effect is from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
 # or from practice and not checked here.
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
+
+_SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
+_NUMBERS = "asked for "
+
+
+class BriefLine(NamedTuple):
+    """Holds a line of a brief answer, and the word before it."""
+
+    label: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.label:5}{self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +44,11 @@ class Remedy:
     price: str = ""  # what it costs in speed or exactness; empty if nothing
     cause: str = ""  # the code of the cause that it answers
 
+    @property
+    def words(self) -> str:
+        """The effect and the price as one line."""
+        return f"{self.effect}; it costs: {self.price}" if self.price else self.effect
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
@@ -40,3 +59,21 @@ class Explanation:
     remedies: tuple[Remedy, ...]  # the first is the one to try first
     facts: tuple[str, ...] = ()  # what else is known: numbers, categories, the largest tensors
     unknown: tuple[str, ...] = ()  # what is not known, and why
+
+    def brief(self) -> Iterator[BriefLine]:
+        """Yield the cause, what shows it best, and what to do first; and how much more is known."""
+        first = self.causes[0]
+        yield BriefLine("Why", f"{first.summary}  [{first.grade}: {first.code}]")
+        known = sorted((*first.evidence[1:], *self.facts), key=lambda line: _NUMBERS not in line)
+        evidence = (*first.evidence[:1], *known)
+        for line in evidence[:_SHOWN_EVIDENCE]:
+            yield BriefLine("", line)
+        left = len(self.causes) - 1 + len(evidence[_SHOWN_EVIDENCE:])
+        left += len(self.remedies[1:]) + len(self.unknown) + bool(first.doubt)
+        more = f" (more: --verbose, {left} line{'s' if left > 1 else ''})" if left else ""
+        if not self.remedies:
+            yield BriefLine("", f"no remedy is known here{more}")
+            return
+        remedy = self.remedies[0]
+        yield BriefLine("Do", remedy.do)
+        yield BriefLine("", f"  {remedy.words}{more}")
