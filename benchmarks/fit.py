@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 LAUNCHES = {"one card": "", "DDP": "", "FSDP2": "--fsdp full_shard --fsdp_config fsdp.json"}
 _FSDP2 = '{"version": 2, "reshard_after_forward": true, "state_dict_type": "FULL_STATE_DICT"}'
 _USUAL = "--output_dir out --max_steps 2 --report_to none --logging_strategy no --save_strategy no"
+_BEFORE = "--output_dir before --use_cpu True --max_steps 1 --save_strategy steps --save_steps 1"
 _DIED = re.compile(r"OutOfMemoryError: .* Tried to allocate ([\d.]+ \w+)")
 _SAID = re.compile(r"exec --fit: (.*?)(?:: [\d.]+ \w+ to spare.*)?$", re.MULTILINE)
 
@@ -57,6 +58,9 @@ CASES = {
     ),
     "batch, and it saves": Case(
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1", "1200MiB"
+    ),
+    "batch, resumed": Case(
+        "--per_device_train_batch_size 8 --resume_from_checkpoint before/checkpoint-1", "1200MiB"
     ),
     "batch, little room": Case("--per_device_train_batch_size 8", "900MiB"),
 }
@@ -145,6 +149,9 @@ def _closed(case: Case, launch: str) -> str:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         (folder / "fsdp.json").write_text(_FSDP2)
+        if "before" in case.flags:
+            words = f"llama {_USUAL} {_BEFORE}".split()
+            subprocess.run([sys.executable, "train.py", *words], cwd=folder, check=True)
         whole = _run(folder, case, launch, "80GiB")
         expected = _weights(folder)
         if not expected:

@@ -274,10 +274,6 @@ CASES: dict[str, tuple] = {
         {"trainer_class": OwnStep},
         "OwnStep.training_step never calls compute_loss",
     ),
-    "auto_find_batch_size": (
-        {"auto_find_batch_size": True},
-        "auto_find_batch_size restarts training",
-    ),
 }
 
 

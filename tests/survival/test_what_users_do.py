@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import find_executable_batch_size
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -28,7 +29,7 @@ from tests.survival.failing import (
     survive,
     weights_by_rounding,
 )
-from trainer_plugins import survive_oom
+from trainer_plugins import SurviveOOM, survive_oom
 from trainer_plugins.survival.memo import memo_of
 
 
@@ -42,6 +43,11 @@ class WithPenalty(Trainer):
         loss = loss + 5e-5 * sum(parameter.square().sum() for parameter in model.parameters())
         self.accelerator.backward(loss)
         return loss.detach()
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss ** 2
 
 
 class CallsBackward(Trainer):
@@ -327,3 +333,50 @@ def test_a_run_that_stopped_in_mid_accumulation_is_resumed_as_if_it_had_not(tmp_
         assert weights_by_rounding(again.weights, whole.weights, steps=4) <= 1
         assert again.allocations.num_failed == 1
         shutil.rmtree(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("by", ["call", "callback"])
+def test_it_takes_the_place_of_the_batch_size_finder(tmp_path, caplog, by: str) -> None:
+    """The finder would begin again with 3 rows, and steps of 6."""
+
+    def finding():
+        return small_trainer(tmp_path, auto_find_batch_size=True)
+
+    whole = Run(small_trainer(tmp_path))
+    trainer = finding()
+    if by == "call":
+        survive_oom(trainer)
+    else:
+        trainer.add_callback(SurviveOOM(on_refusal="error"))
+    survived = Run(trainer, {0: [whole.num_allocations[0] // 2]})
+
+    assert survived.allocations.num_failed == 1
+    assert gradients_off_by(survived, whole) <= 1e-12
+    assert trainer._train_batch_size == 4
+    assert "survival takes the place of auto_find_batch_size" in caplog.text
+    assert trainer.args.auto_find_batch_size  # it is the user's again
+
+    alone = Run(finding(), {0: [whole.num_allocations[0] // 2]})
+    assert alone.trainer._train_batch_size < 4
+
+
+def test_where_it_cannot_help_the_finder_goes_on(tmp_path, caplog) -> None:
+    trainer = small_trainer(tmp_path, auto_find_batch_size=True, trainer_class=OwnLoss)
+    trainer.add_callback(SurviveOOM())
+    Run(trainer, {0: [20]})
+    assert caplog.text.count("[out-of-memory-refused]") == 1
+    assert trainer._train_batch_size < 4
+
+
+def test_a_finder_around_the_trainer_finds_the_first_size(tmp_path) -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def trained(batch_size: int) -> Trainer:
+        tried.append(batch_size)
+        trainer = small_trainer(tmp_path, per_device_train_batch_size=batch_size)
+        survive_oom(trainer)
+        return Run(trainer, {0: [20]}).trainer
+
+    assert trained().state.global_step == 2
+    assert tried == [4]

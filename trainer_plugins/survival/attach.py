@@ -7,9 +7,16 @@ from typing import Any
 
 from transformers import Trainer
 
-from trainer_plugins.callbacks._run import RunCallback, callback_of, calling_trainer
+from trainer_plugins.callbacks._run import (
+    Method,
+    RunCallback,
+    callback_of,
+    calling_trainer,
+    wrap_once,
+)
 from trainer_plugins.callbacks.stream_base import StreamBase
 from trainer_plugins.hf_trainer import HfArguments, HfState
+from trainer_plugins.patched import Patches
 from trainer_plugins.survival.engine import Engine
 from trainer_plugins.survival.exact.finality import holds_here
 from trainer_plugins.survival.exact.losses import Family, family_of
@@ -94,6 +101,7 @@ def survive_oom(
             is changed then.
     """
     check_options(min_micro_batch, ladder, on_refusal)
+    wrap_once("train", Survival, _instead_of_the_finder)
     reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
     if not holds_here():
         reasons.append("a trial showed that this torch finishes no gradients one by one: report it")
@@ -161,9 +169,10 @@ class SurviveOOM(RunCallback):
     ) -> None:
         super().__init__()
         check_options(min_micro_batch, ladder, on_refusal)
+        wrap_once("train", Survival, _instead_of_the_finder)
         # Streams a base that does not fit when the Trainer moves it.
         self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
-        self._attach = partial(
+        self.attach = partial(
             survive_oom,
             min_micro_batch=min_micro_batch,
             ladder=tuple(ladder),
@@ -180,5 +189,27 @@ class SurviveOOM(RunCallback):
             logger.warning(
                 "SurviveOOM does nothing in this run: it was not called by a transformers.Trainer"
             )
-        elif callback_of(trainer, SurvivalMemo) is None:
-            self._attach(trainer)
+        elif callback_of(trainer, SurvivalMemo) is None and not args.auto_find_batch_size:
+            self.attach(trainer)
+
+
+def _instead_of_the_finder(train: Method) -> Method:
+    """Leave the batch size to survival where it helps: transformers' finder would restart."""
+
+    def call(self: Trainer, *args: object, **kwargs: object) -> object:
+        if not self.args.auto_find_batch_size:
+            return train(self, *args, **kwargs)
+        survival = callback_of(self, SurviveOOM)
+        if survival is not None and callback_of(self, SurvivalMemo) is None:
+            survival.attach(self)
+        if callback_of(self, SurvivalMemo) is None:  # it cannot help, and has said why
+            return train(self, *args, **kwargs)
+        logger.warning(
+            "survival takes the place of auto_find_batch_size in this training: a micro-batch that"
+            " does not fit is divided, and batch, steps and schedule stay"
+        )
+        with Patches() as patches:
+            patches.set(self.args, "auto_find_batch_size", False)
+            return train(self, *args, **kwargs)
+
+    return call

@@ -98,8 +98,11 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
-    if trainer.args.auto_find_batch_size:
-        yield "auto_find_batch_size restarts training after an OOM: use one of the two"
+    if trainer.args.auto_find_batch_size and trainer.is_in_train:
+        yield (
+            "auto_find_batch_size is at work already, and restarts training after an OOM: call"
+            " survive_oom before train(), or give SurviveOOM to the Trainer before"
+        )
     if getattr(trainer.args, "activation_offloading", False):
         yield "activation_offloading counts tensors, and a failed attempt upsets the count"
 
