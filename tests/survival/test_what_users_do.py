@@ -371,12 +371,12 @@ def test_where_it_cannot_help_the_finder_goes_on(tmp_path, caplog) -> None:
 def test_a_finder_around_the_trainer_finds_the_first_size(tmp_path) -> None:
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=4)
     def trained(batch_size: int) -> Trainer:
         tried.append(batch_size)
         trainer = small_trainer(tmp_path, per_device_train_batch_size=batch_size)
         survive_oom(trainer)
         return Run(trainer, {0: [20]}).trainer
 
-    assert trained().state.global_step == 2
+    found = find_executable_batch_size(trained, starting_batch_size=4)
+    assert found().state.global_step == 2
     assert tried == [4]

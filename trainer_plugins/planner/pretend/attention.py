@@ -78,6 +78,7 @@ def cuda_attention(
             result = aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]
+    del attn_mask  # in C++ it is released before what autocast has made around it
     return result[..., :size] if missing else result
 
 

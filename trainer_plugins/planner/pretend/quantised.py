@@ -6,9 +6,9 @@ backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 
 import importlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -87,13 +87,15 @@ def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) 
     """Compute on the full weight, as for more than 1536 tokens (_dequant_linear_fallback).
 
     What scales are decoded to, and their sum with the offset, live while the product is computed.
+    autocast changes nothing inside an operator of bitsandbytes.
     """
     scales = state.absmax
     if state.offset is not None:
         decoded = torch.empty_like(scales, dtype=torch.float32)
         scales = decoded + state.offset
     whole = torch.empty(state.shape, dtype=x.dtype, device=scales.device)
-    return functional.linear(x, whole, bias)
+    with torch.autocast("cuda", enabled=False):
+        return functional.linear(x, whole, bias)
 
 
 class _Product8Bit(torch.autograd.Function):
@@ -290,11 +292,11 @@ def quantise(
     device: torch.device,
     dtype: torch.dtype,
     is_packed: bool,
-    later: Collection[str] = (),
+    made: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> Any:
     """Load a model on a device, with the layers that transformers would quantise.
 
-    The weights that are named in `later` stay where they are.
+    The weights in `made` are loaded by the functions there, each in its turn.
     """
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -314,7 +316,8 @@ def quantise(
     if getattr(config, "bnb_4bit_use_double_quant", False):  # one map of the scales for all layers
         vars(model)["map_of_scales"] = torch.empty(256, device=device)
     for name, parameter in sorted(model.named_parameters(), key=lambda each: _natural(each[0])):
-        if name in later:
+        if name in made:
+            made[name]()
             continue
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)

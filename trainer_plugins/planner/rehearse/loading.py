@@ -7,8 +7,9 @@ for itself and on the device that the weight goes to (transformers/core_model_lo
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,54 +87,76 @@ def in_file(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return found
 
 
+def each_alone(
+    model: Any, home: torch.device, stored: torch.dtype, names: Iterable[str]
+) -> dict[str, Callable[[], None]]:
+    """Return what loads each of these weights; the file is known before the first is loaded."""
+    return {
+        name: partial(_convert, model, _in_file_of(model, stored, nullcontext, {name}), home)
+        for name in names
+    }
+
+
 def load(
-    model: Any,
-    home: torch.device,
-    stored: torch.dtype,
-    shared: Shared,
-    names: Iterable[str] | None = None,
-    quantizer: Any = None,
+    model: Any, home: torch.device, stored: torch.dtype, shared: Shared, quantizer: Any = None
 ) -> None:
-    """Load the weights of a model: all, or those with these names.
+    """Load the weights of a model.
 
     `stored` is the dtype in the file. Under ZeRO-3 weights are divided already, unless a quantizer
     decodes them: the first rank reads all, and the others get their parts.
     """
-    from transformers import core_model_loading, modeling_utils
-    from transformers.integrations.deepspeed import _load_state_dict_into_zero3_model
-
     divides = is_divided() and quantizer is None
-    if not divides and names is None:
+    if not divides:
         model.to("meta")
-    wanted = frozenset(names) if names is not None else None
+    state = _in_file_of(model, stored, shared, model.state_dict().keys(), quantizer)
+    if divides:
+        from transformers.integrations.deepspeed import _load_state_dict_into_zero3_model
+
+        with shared():
+            read = {name: each[...] for name, each in state.items()}
+            _load_state_dict_into_zero3_model(model, read, _config(model, home, quantizer))
+    else:
+        _convert(model, state, home, quantizer)
+        _finish(model, home)
+
+
+def _in_file_of(
+    model: Any, stored: torch.dtype, shared: Shared, names: Collection[str], quantizer: Any = None
+) -> dict[str, _InFile]:
     weights = {
         name: torch.empty(getattr(each, "ds_shape", each.shape), dtype=each.dtype, device="meta")
         for name, each in model.state_dict(keep_vars=True).items()
-        if wanted is None or name in wanted
+        if name in names
     }
     found = in_file(model, weights)
     if quantizer is not None:
         found = _packed(found)
-    state = {name: _InFile(each, stored, shared) for name, each in found.items()}
-    config = modeling_utils.LoadStateDictConfig(
+    return {name: _InFile(each, stored, shared) for name, each in found.items()}
+
+
+def _convert(
+    model: Any, state: dict[str, _InFile], home: torch.device, quantizer: Any = None
+) -> None:
+    from transformers import core_model_loading
+
+    with Patches() as patches:
+        patches.set(core_model_loading, "tqdm", lambda each, **_: each)
+        # threads read ahead, which takes no more in the end: all is there before the last is made
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # restored after each prediction
+        config = _config(model, home, quantizer)
+        core_model_loading.convert_and_load_state_dict_in_model(model, state, config)
+
+
+def _config(model: Any, home: torch.device, quantizer: Any) -> Any:
+    from transformers import modeling_utils
+
+    return modeling_utils.LoadStateDictConfig(
         device_map={"": home},
         dtype=model.dtype,
         dtype_plan=model._get_dtype_plan(model.dtype),
         hf_quantizer=quantizer,
         weight_mapping=_mapping(model, quantizer),
     )
-    with Patches() as patches:
-        patches.set(core_model_loading, "tqdm", lambda each, **_: each)
-        # threads read ahead, which takes no more in the end: all is there before the last is made
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # restored after each prediction
-        if divides:
-            with shared():
-                read = {name: each[...] for name, each in state.items()}
-                _load_state_dict_into_zero3_model(model, read, config)
-        else:
-            core_model_loading.convert_and_load_state_dict_in_model(model, state, config)
-            if names is None:
-                _finish(model, home)
 
 
 def _finish(model: Any, home: torch.device) -> None:

@@ -278,9 +278,8 @@ def _quantised(
     config = transformers.BitsAndBytesConfig.from_dict(given)
     is_packed = source.quantisation is None
     made = loading.converted(model)  # experts, which bitsandbytes does not quantise
-    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed, made)
-    if made:
-        loading.load(loaded, card, stored, nullcontext, made)
+    in_turn = loading.each_alone(model, card, stored, made)
+    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed, in_turn)
     if config.load_in_8bit:
         assumptions.append(
             "no activation is an outlier (llm_int8_threshold), which would be copied"
