@@ -60,6 +60,7 @@ CASES = {
     "batch, and it saves": Case(
         "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1", "1200MiB"
     ),
+    "batch, Adafactor": Case("--per_device_train_batch_size 8 --optim adafactor", "1100MiB"),
     "batch, resumed": Case(
         f"--per_device_train_batch_size 8 --resume_from_checkpoint before/checkpoint-1 {_CONSTANT}",
         "1200MiB",
@@ -117,11 +118,14 @@ trainer.save_model("end")
 """
 
 
+def _launcher(launch: str) -> list[str]:
+    return [sys.executable] if launch == "one card" else ["torchrun", "--nproc_per_node", "2"]
+
+
 def _run(
     folder: Path, case: Case, launch: str, card: str, fit: bool = False
 ) -> "subprocess.CompletedProcess[str]":
-    launcher = ["torchrun", "--nproc_per_node", "2"] if launch != "one card" else [sys.executable]
-    command = [*launcher, "train.py", case.words or "llama"]
+    command = [*_launcher(launch), "train.py", case.words or "llama"]
     command += f"{_USUAL} {case.flags} {LAUNCHES[launch]}".split()
     if fit:
         command = ["trainer-plugins", "exec", "--fit", "--", *command]
@@ -152,8 +156,9 @@ def _closed(case: Case, launch: str) -> str:
         (folder / "train.py").write_text(SCRIPT)
         (folder / "fsdp.json").write_text(_FSDP2)
         if "before" in case.flags:
-            words = f"llama {_USUAL} {_BEFORE}".split()
-            subprocess.run([sys.executable, "train.py", *words], cwd=folder, check=True)
+            words = f"llama {_USUAL} {_BEFORE} {LAUNCHES[launch]}".split()
+            command = [*_launcher(launch), "train.py", *words]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
         whole = _run(folder, case, launch, "80GiB")
         expected = _weights(folder)
         if not expected:

@@ -31,6 +31,8 @@ _LT_HAS_ITS_OWN = _TORCH < [2, 12]
 _MULTIPLIES_OUTER = _TORCH == [2, 13]
 _CUBLASLT_WORKSPACE_BYTES = 1024 * KIB  # CublasHandlePool.cpp, parseCUDABlasLtWorkspaceSize
 _FOREACH_CHUNK = 65536  # elements: kChunkSize of MultiTensorApply.cuh
+_SORTED_IN_A_BLOCK = 4096
+_RADIX_TILE = {8: 3840, 9: 4608}  # by the first number of a compute capability
 _CUDNN_ENGINE_BYTES = 256  # of attention, with torch 2.11 on an H100 (docs/on_a_card.md)
 
 
@@ -218,6 +220,44 @@ def _power_of_2(number: int, most: int) -> int:
     return most if number >= most else 1 << max(0, number.bit_length() - 1)
 
 
+def _as_integers(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count what is summed as int64: native/ReduceOpsUtils.h, make_reduction_from_out_ty."""
+    summed = args[0]
+    is_wide = summed.dtype == torch.int64 or summed.is_floating_point()
+    return [] if is_wide else [8 * summed.numel()]
+
+
+def _grouped(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count pointers, shapes and strides of the groups, and what describes their tiles.
+
+    native/cuda/GroupMM.cu, bf16bf16_grouped_gemm_impl_sm90_sm100; CUTLASS keeps four descriptors of
+    128 bytes for each multiprocessor. Compared with torch 2.13 on the dry card, of capability 9.
+    """
+    if rules.capability[0] != 9 or args[0].dtype != torch.bfloat16:
+        return []
+    groups = next((len(each) for each in args[:2] if each.dim() == 3), 0) or len(args[2])
+    return [
+        3 * 8 * (groups + groups % 2) + (12 + 3 * 8) * groups,
+        4 * 128 * rules.num_multiprocessors,
+    ]
+
+
+def _sort(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count positions, and what CUB's radix sort needs of 64-bit numbers in one row.
+
+    native/cuda/Sort.cpp, sort_cuda_kernel: up to 4096 are sorted in a block. CUB's cub/device/
+    dispatch/tuning/tuning_radix_sort.cuh has the tile of each capability. As on the dry card.
+    """
+    numbers = args[0]
+    if numbers.dim() != 1 or numbers.dtype != torch.int64:
+        return []
+    positions = 8 * len(numbers)
+    if len(numbers) <= _SORTED_IN_A_BLOCK:
+        return [positions]
+    tiles = -(-len(numbers) // _RADIX_TILE.get(rules.capability[0], _RADIX_TILE[9]))
+    return [positions, 2 * (-(-positions // 256) * 256) + 66 * 256 + 1024 * tiles - 1]
+
+
 def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count `tmp = grad * output`: native/cuda/SoftMax.cu, softmax_backward_cuda_out."""
     gradient, output = args[0], args[1]
@@ -262,7 +302,11 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._foreach_norm.Scalar: _norms,
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.sum.default: _as_integers,
     aten.sum.dim_IntList: _sum,
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+    aten._grouped_mm.default: _grouped,
     aten.mean.dim: _sum,
     aten._scaled_dot_product_cudnn_attention.default: _cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,

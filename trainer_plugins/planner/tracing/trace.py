@@ -156,7 +156,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def transient(self, sizes: Iterable[int], operation: str, card: int = 0) -> None:
         """Count what a kernel takes from a card while it runs, each size in bytes."""
         made = [self.keep_workspace(size, operation, card) for size in sizes if size]
-        for each in made:
+        for each in reversed(made):  # as C++ leaves its variables
             self._free(each)
 
     def keep_workspace(self, num_bytes: int, operation: str, card: int = 0) -> int:
