@@ -118,14 +118,11 @@ trainer.save_model("end")
 """
 
 
-def _launcher(launch: str) -> list[str]:
-    return [sys.executable] if launch == "one card" else ["torchrun", "--nproc_per_node", "2"]
-
-
 def _run(
     folder: Path, case: Case, launch: str, card: str, fit: bool = False
 ) -> "subprocess.CompletedProcess[str]":
-    command = [*_launcher(launch), "train.py", case.words or "llama"]
+    launcher = [sys.executable] if launch == "one card" else ["torchrun", "--nproc_per_node", "2"]
+    command = [*launcher, "train.py", case.words or "llama"]
     command += f"{_USUAL} {case.flags} {LAUNCHES[launch]}".split()
     if fit:
         command = ["trainer-plugins", "exec", "--fit", "--", *command]
@@ -156,9 +153,8 @@ def _closed(case: Case, launch: str) -> str:
         (folder / "train.py").write_text(SCRIPT)
         (folder / "fsdp.json").write_text(_FSDP2)
         if "before" in case.flags:
-            words = f"llama {_USUAL} {_BEFORE} {LAUNCHES[launch]}".split()
-            command = [*_launcher(launch), "train.py", *words]
-            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+            words = f"llama {_USUAL} {_BEFORE}".split()
+            subprocess.run([sys.executable, "train.py", *words], cwd=folder, check=True)
         whole = _run(folder, case, launch, "80GiB")
         expected = _weights(folder)
         if not expected:
