@@ -17,8 +17,8 @@ _LESS_MAIN_MEMORY = (
     FEWER_WORKERS,
     CHECK_LAUNCH_FILE,
     OFFLOAD_TO_DISK,
-    LOAD_ONCE,
     READ_BY_ONE_RANK,
+    LOAD_ONCE,
     MORE_MAIN_MEMORY,
 )
 _SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
@@ -33,7 +33,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "capacity": _LESS_OF_THE_BATCH,
     "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
     "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
-    "ddp-gpu0": (LOAD_INTO_MAIN_MEMORY, OWN_CARD_FIRST),
+    "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY),
     "engine-share": (
         SHORTER_REQUESTS,
         SMALLER_ENGINE_SHARE,
@@ -47,10 +47,11 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "eval-batch": (NO_GRAD, SMALLER_EVAL_BATCH, OUTPUTS_TO_MAIN_MEMORY, SURVIVE),
     "eval-logits": (ARGMAX_LOGITS, OUTPUTS_TO_MAIN_MEMORY, LOSS_ONLY),
     "eval-metrics": (METRICS_ON_CPU,),
-    "foreign": (LIST_PROCESSES, OTHER_CARD, END_PROCESS),
+    "foreign": (SHOW_HOLDERS, LIST_PROCESSES, OTHER_CARD, END_PROCESS),
     "fragmentation": (EXPANDABLE_SEGMENTS, PAD_TO_FEW_LENGTHS, *_LESS_OF_THE_BATCH),
     "generate-cache": (SMALLER_EVAL_BATCH, SHORTER_ANSWERS, OFFLOADED_CACHE),
     "host-alloc": (
+        SEARCH_BY_FAISS,
         SDPA_ATTENTION,
         SMALLER_MICRO_BATCH,
         PRINT_BATCH,
@@ -70,9 +71,10 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         QUANTISED_EXPERTS,
         UNPREPARED,
         LOAD_ON_ONE_RANK,
+        ROOM_IN_THE_MAP,
+        CONVERT_IN_MAIN_MEMORY,
         HALF_PRECISION_WEIGHTS,
         FOUR_BITS,
-        CONVERT_IN_MAIN_MEMORY,
         PLAN_THE_RUN,
     ),
     "logits-loss": (LIGER, SMALLER_MICRO_BATCH, SURVIVE, PLAN_THE_RUN),
@@ -82,7 +84,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "optimizer-state": (*_SMALLER_STATES, PLAN_THE_RUN),
     "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
     "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *_LESS_OF_THE_BATCH),
-    "resume-load": (LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
+    "resume-load": (RESUME_GUARD, LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
     "save-gather": (
         COPY_IN_MAIN_MEMORY,
         SHARDED_SAVE,

@@ -81,11 +81,16 @@ _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
 _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
+_CONVERTS = _called("core_model_loading")
 _EXPERTS_IN_16_BITS = _all_of(
-    _called("core_model_loading"),
+    _CONVERTS,
     _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
+_MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
+_HIDES_HOLDERS = _says("No running processes found")
+_RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
+_FSDP2_STATES = _called("load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict")
 _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
@@ -111,9 +116,15 @@ APPLIES: Mapping[Advice, Test] = {
     advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
-    advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _none_of(_has_workers, _MXFP4)),
+    advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
     advice.LOAD_ON_ONE_RANK: _called(SHARDING),
-    advice.CONVERT_IN_MAIN_MEMORY: _called("core_model_loading"),
+    advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
+    advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
+    advice.SEARCH_BY_FAISS: _called("mine_hard_negatives"),
+    advice.SHOW_HOLDERS: _HIDES_HOLDERS,
+    advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
+    advice.OWN_CARD_FIRST: _none_of(_called(r"torch\.load|serialization\.py")),
+    advice.RESUME_GUARD: _FSDP2_STATES,
     advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
     advice.COPY_IN_MAIN_MEMORY: _never,
     advice.SHARDED_SAVE: _all_of(_FSDP, _none_of(_DEEPSPEED)),
@@ -128,7 +139,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
-    advice.FIND_THE_KILL: _none_of(_says("(?i)dataloader|offload|cpu_?adam")),
+    advice.FIND_THE_KILL: _none_of(_says("(?i)dataloader|offload|cpu_?adam"), _says(LOAD_BAR)),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.LOAD_ONCE: _loads_twice,
@@ -160,6 +171,8 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
+    ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),
+    ("resume-load", advice.DROP_THE_COPY): _none_of(_FSDP2_STATES),
     ("save-gather", advice.ADAFACTOR): _never,
     ("save-gather", advice.EIGHT_BIT_ADAMW): _never,
     ("save-gather", advice.FUSED_ADAMW): _never,

@@ -11,9 +11,10 @@ from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import size
+from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_OF_THE_REST = 0.95  # a card's context and pieces take the other part
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
 
 
@@ -124,6 +125,15 @@ def _load_into_main_memory(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, Door.CODE, one.effect + shown, by_arithmetic=stray)
 
 
+def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
+    asked, total = facts.asked, facts.total
+    if not asked or not total or asked >= total / 2:
+        return remedy(one, Door.CODE)
+    most = f"{int(_OF_THE_REST * (total - asked) / GIB)}GiB"
+    effect = f"{one.effect}: {size(asked)} were asked for at once"
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, size=most)
+
+
 def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
     effect = f"frees {size(facts.live)}, if it is left from before" if facts.live else ""
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
@@ -168,6 +178,7 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.OTHER_CARD: _other_card,
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
+    advice.ROOM_IN_THE_MAP: _room_in_the_map,
     advice.RESTART_KERNEL: _restart_kernel,
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
