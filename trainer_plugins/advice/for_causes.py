@@ -60,7 +60,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         *_LESS_MAIN_MEMORY,
     ),
     "host-commit": (FEWER_WORKERS, LARGER_PAGING_FILE),
-    "host-kill": (FIND_THE_KILL, *_LESS_MAIN_MEMORY),
+    "host-kill": (SAVE_WITHOUT_GATHER, FIND_THE_KILL, *_LESS_MAIN_MEMORY),
     "host-limit": (MORE_SLURM_MEMORY, MORE_MAIN_MEMORY, *_LESS_MAIN_MEMORY),
     "image-size": (FEWER_PATCHES, FLASH_ATTENTION),
     "impossible-size": (PRINT_SHAPES,),

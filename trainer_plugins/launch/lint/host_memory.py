@@ -24,6 +24,10 @@ _REMEDY = (
     " to false, since pinned tensors take powers of two; put the optimizer on NVMe"
     " (zero3_offload_nvme); or train adapters"
 )
+_FOR_FSDP2 = (
+    "FSDP2 begins with float32 copies of all weights on each rank: use ZeRO-3 (zero3), or bf16"
+    " weights without --bf16, whose small updates are rounded away; or spread it over more machines"
+)
 _FOR_NVME = (
     'Write "sub_group_size": 1e8, "max_in_cpu": 0, and a "buffer_size" of the largest weight:'
     " DeepSpeed keeps several of each in main memory for the drive"
@@ -69,9 +73,16 @@ def memory_findings(
         severity=Severity.WARNING if shortage is None else Severity.ERROR,
         summary=shortage or nearly,
         evidence=f"{', '.join(parts)}, with {of_machine}",
-        remedy=_FOR_NVME if "nvme" in document.offload_devices.values() else _REMEDY,
+        remedy=_remedy(document),
         amount=need.total_bytes / GIB,
     )
+
+
+def _remedy(document: Document) -> str:
+    if "nvme" in document.offload_devices.values():
+        return _FOR_NVME
+    is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
+    return _FOR_FSDP2 if is_second and not document.offload_devices else _REMEDY
 
 
 def _loaded_by_each(need: HostNeed, shortage: str | None) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
-from trainer_plugins.explain.text.causes.off_card import LOAD_BAR
+from trainer_plugins.explain.text.causes.off_card import LOAD_BAR, SAVE_LINE
 from trainer_plugins.explain.text.causes.place import (
     ATTENTION,
     LEAST_QUADRATIC_BYTES,
@@ -81,6 +81,8 @@ _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
 _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
+# docs/survival.md: what survival refuses whatever the loss is
+_DIVIDED_TRL = _all_of(_called(r"trl[/\\]"), _called("fsdp|deepspeed"))
 _CONVERTS = _called("core_model_loading")
 _EXPERTS_IN_16_BITS = _all_of(
     _CONVERTS,
@@ -95,7 +97,7 @@ _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
-    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival)),
+    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival, _DIVIDED_TRL)),
     advice.CHECKPOINTING: _none_of(_says(r"gradient_checkpointing[\"']?[ =:]{1,4}[Tt]rue")),
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.called(LOADING),
     advice.PRINT_THE_OOM: lambda facts: facts.has_tried_one_row,
@@ -164,7 +166,8 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
     ("host-alloc", advice.SDPA_ATTENTION): _all_of(_called(ATTENTION, innermost=3), _is_large),
     ("host-alloc", advice.SMALLER_MICRO_BATCH): _called(r"\bforward\b|backward|loss", innermost=4),
-    ("host-kill", advice.FEWER_WORKERS): _has_workers,
+    ("host-kill", advice.FEWER_WORKERS): _all_of(_has_workers, _none_of(_says(SAVE_LINE))),
+    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_says(SAVE_LINE), _says("(?i)zero_?-?3")),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import ceil
 
 from trainer_plugins import advice
@@ -45,7 +46,11 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 def _survive(one: Advice, facts: TextFacts) -> Remedy:
     if facts.called(r"hydra[/\\]"):
         return remedy(one, f"{facts.launched} {one.flag(Door.HYDRA)}")
-    return _relaunched(one, facts)
+    found = _relaunched(one, facts)
+    if facts.has_tried_one_row:
+        without = "take auto_find_batch_size out, which begins again with fewer rows"
+        return replace(found, effect=f"{found.effect}; {without}")
+    return found
 
 
 def _relaunched(one: Advice, facts: TextFacts) -> Remedy:
@@ -96,7 +101,8 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
-    return remedy(one, Door.SHELL, f"{one.effect} ({pids})")
+    then = "end what is yours, or take another card"
+    return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 
 def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
