@@ -50,7 +50,8 @@ change that ends it. In {helps} it helps, {nothing} are not answered. Most are i
 
 `tests/situations.toml` has each command in full with its input: the text of the issue where it
 shows one, else one as the library of that time writes it. A test runs each command and looks for
-cause and change. No change was tried on the machine of an issue's author, or on a GPU here.
+cause and change; where another version or another launch has to be there, a test of the package
+stands for the command. No change was tried on the machine of an issue's author, or on a GPU here.
 """
 VERDICTS = ("solved", "helps", "not")
 GROUPS = (

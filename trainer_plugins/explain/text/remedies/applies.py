@@ -90,7 +90,8 @@ _EXPERTS_IN_16_BITS = _all_of(
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
 _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
-_HIDES_HOLDERS = _says("No running processes found")
+# Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
+_HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
 _FSDP2_STATES = _called("load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict")
 _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
