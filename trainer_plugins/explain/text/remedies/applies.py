@@ -84,9 +84,11 @@ _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
 # docs/survival.md: what survival refuses whatever the loss is
 _DIVIDED_TRL = _all_of(_called(r"trl[/\\]"), _called("fsdp|deepspeed"))
 _CONVERTS = _called("core_model_loading")
+_STACKS_EXPERTS = _all_of(
+    _CONVERTS, _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts"))
+)
 _EXPERTS_IN_16_BITS = _all_of(
-    _CONVERTS,
-    _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
+    _STACKS_EXPERTS,
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
 _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
@@ -116,7 +118,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
-    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
+    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
@@ -172,7 +174,8 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
-    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
+    # transformers 5, which alone converts, loads the dtype of the checkpoint
+    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),
