@@ -83,7 +83,7 @@ _KBIT = _called("prepare_model_for_kbit_training")
 _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
 # docs/survival.md: what survival refuses whatever the loss is
 _DIVIDED_TRL = _all_of(_called(r"trl[/\\]"), _called("fsdp|deepspeed"))
-_CONVERTS = _called("core_model_loading")
+_CONVERTS = _called(r"core_model_loading.*\bconvert\b")
 _STACKS_EXPERTS = _all_of(
     _CONVERTS, _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts"))
 )
