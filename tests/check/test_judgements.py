@@ -218,6 +218,19 @@ def test_one_change_gives_one_finding(facts: Facts, code: str, severity: Severit
     assert judge(facts).worst == severity
 
 
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (Machine(is_wsl=True), "Headroom(leave_fraction=0.05)"),  # WSL#11050: it has no such policy
+        (Machine(is_windows=True), "Prefer No Sysmem Fallback"),
+    ],
+)
+def test_a_card_that_spills_under_wsl_gets_a_limit_of_torchs(machine: Machine, said: str) -> None:
+    (found,) = judge(replace(HEALTHY, environment=environment(machine=machine))).findings
+    assert "very slow" in found.summary
+    assert said in found.remedy
+
+
 def test_a_streamed_base_that_would_fit_is_told_beside_the_plan() -> None:
     base = Streamed(
         num_layers=32,

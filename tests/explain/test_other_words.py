@@ -159,7 +159,7 @@ FSDP = "/v/lib/python3.12/site-packages/torch/distributed/fsdp/_flat_param.py"
         (frame("/v/torch/distributed/tensor/placement_types.py", "_select_shard", "return shards[shard_index].clone()"), "load-too-large", "fsdp_cpu_ram_efficient_loading"),
         (frame("/v/accelerate/utils/fsdp_utils.py", "fsdp2_load_full_state_dict", "sharded_tensor = distribute_tensor("), "load-too-large", "fsdp_cpu_ram_efficient_loading"),
         (frame("/v/torch/nn/parallel/distributed.py", "_ddp_init_helper", "self.reducer = dist.Reducer("), "load-too-large", "from_pretrained(..., dtype="),
-        (frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "from_pretrained(..., dtype="),
+        (frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", 'from_pretrained(..., device_map="cpu")'),
         (frame("/v/transformers/core_model_loading.py", "_materialize_copy", "tensor = tensor.to(device=device, dtype=dtype)"), "load-too-large", "from_pretrained(..., dtype="),
         (frame("/app/train.py", "main", "from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True))") + frame("/v/transformers/core_model_loading.py", "convert", "merged[target_pattern] = torch.stack(tensors, dim=self.dim)"), "load-too-large", "quantize_moe_experts: true"),
         (frame("/v/transformers/integrations/mxfp4.py", "_convert_moe_packed_tensors", "out = torch.empty(rows_total, B * 2,") + frame("/v/transformers/core_model_loading.py", "convert", "x"), "load-too-large", 'from_pretrained("unsloth/gpt-oss-20b-BF16")'),

@@ -143,6 +143,7 @@ BAD: tuple[tuple[str, str, str], ...] = (
         "d.json",
         zero2(', "offload_optimizer": {"device": "cpu", "ratio": 0.5}'),
     ),
+    ("config-elastic-checkpoint", "a.json", zero2(', "elastic_checkpoint": true')),
     ("config-offload-stage", "e.json", zero3(', "offload_optimizer": {"pin_memory": true}')),
     ("config-offload-stage", "f.yaml", deepspeed("zero_stage: 2\noffload_param_device: cpu")),
     ("config-nvme-path", "g.json", zero3(', "offload_optimizer": {"device": "nvme"}')),

@@ -88,6 +88,25 @@ def test_ranks_that_load_all_weights_each_are_a_warning_where_they_may_share_the
     assert [each.severity for each in found(40)] == [Severity.ERROR]
 
 
+def test_buffers_for_a_drive_are_counted_as_deepspeed_makes_them(tmp_path: Path) -> None:
+    """DeepSpeed#4571: killed with 26 GB in use, though everything was to wait on a drive."""
+
+    def need(**of_zero):
+        drive = {"device": "nvme", "nvme_path": "/drive"}
+        weights = {**drive, "buffer_count": 5, "buffer_size": of_zero.pop("buffer_size")}
+        weights["max_in_cpu"] = of_zero.pop("max_in_cpu")
+        zero = {"stage": 3, "offload_optimizer": drive, "offload_param": weights, **of_zero}
+        file = tmp_path / "nvme.json"
+        file.write_text(json.dumps({"zero_optimization": zero}))
+        return host_need(read_document(file), 6.7e9, 1)
+
+    gradients = 16 * GIB  # 13.4e9 bytes, pinned in a power of two
+    large = need(buffer_size=1e9, max_in_cpu=1e9)
+    assert large.tensor_bytes == gradients + 4 * 4e9 + 5 * 2e9 + 2 * GIB
+    small = need(buffer_size=2e8, max_in_cpu=0, sub_group_size=1e8)
+    assert small.tensor_bytes == pytest.approx(gradients + 4 * 4e8 + 5 * 4e8)
+
+
 def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:
     file = configs.path("fsdp2")
     few, many = (

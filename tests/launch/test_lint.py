@@ -113,7 +113,8 @@ def test_a_missing_accumulation_is_one_and_clashes_with_eight(tmp_path: Path) ->
         ("one_gpu_7b_offload", 64, Severity.ERROR),
         ("one_gpu_7b_offload", 128, Severity.WARNING),
         ("one_gpu_7b_offload", 160, None),
-        ("zero3_offload_nvme", 64, Severity.WARNING),
+        ("zero3_offload_nvme", 64, Severity.ERROR),
+        ("zero3_offload_nvme", 80, Severity.WARNING),
         ("zero3_offload_nvme", 96, None),
         ("zero3", 8, Severity.ERROR),  # weights pass through it at the start
         ("zero3", 32, Severity.WARNING),

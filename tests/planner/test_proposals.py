@@ -73,3 +73,17 @@ def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strateg
     turned = found[0].turn(run)
     assert (turned.deepspeed, turned.environment) == (None, {}), "as the file says"
     assert [each.slower for each in found] == sorted(each.slower for each in found)
+
+
+def test_beside_vllm_a_smaller_share_is_proposed_before_the_training_changes() -> None:
+    flags = ("--num_generations", "4", "--max_completion_length", "40")
+    vllm = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.9")
+    asked = request(
+        MODEL, *flags, *vllm, rows=4, gpu="6GiB", trainer="grpo", dtype=None, sequence_length=64
+    )
+    (plan,) = predict_all([replace(asked, proposes=True)])
+    assert isinstance(plan, MemoryPlan)
+    assert plan.fits is False
+    first = plan.proposals[0]
+    assert first.changes[-1].startswith("vLLM's share ")
+    assert "--vllm_gpu_memory_utilization 0." in first.flags

@@ -54,6 +54,11 @@ LIST_PROCESSES = Advice(
     effect="shows which processes hold the card",
     shell="nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv",
 )
+SHOW_HOLDERS = Advice(
+    effect="lists who has the card open, also in other containers; on the host, not in a container",
+    when="where nvidia-smi lists no process",
+    shell="sudo fuser -v /dev/nvidia*",
+)
 SHOW_CARDS = Advice(
     effect="shows how full each card is",
     shell="nvidia-smi --query-gpu=index,memory.used,memory.total --format=csv",
@@ -248,6 +253,13 @@ PRINT_BATCH = Advice(
     " model is not on a card",
     when="where one huge tensor was asked of main memory",
     code="print(model.device, {name: rows.shape for name, rows in batch.items()})",
+)
+# sentence_transformers/util/hard_negatives.py
+SEARCH_BY_FAISS = Advice(
+    effect="the scores of all queries with all documents are never in memory at once",
+    price="needs faiss; or pip install -U sentence-transformers, which makes them in parts",
+    when="where sentence-transformers mines hard negatives",
+    code="mine_hard_negatives(..., use_faiss=True)",
 )
 LOOK_AT = Advice(
     effect="shows what was made there",

@@ -117,6 +117,11 @@ DROP_THE_COPY = Advice(
     when="where the script loads it",
     code="del checkpoint; gc.collect(); torch.cuda.empty_cache()  # after load_state_dict",
 )
+RESUME_GUARD = Advice(
+    effect="FSDP2 does not hold the optimizer states twice while it loads them",
+    when="where FSDP2 loads a checkpoint in a Trainer",
+    code="callbacks=[trainer_plugins.ResumeGuard()]",
+)
 RESUME_WITHOUT_STATES = Advice(
     effect="the states are not loaded in addition to those that are there",
     price="the optimizer starts from scratch",
@@ -141,6 +146,14 @@ CONVERT_IN_MAIN_MEMORY = Advice(
     price="main memory for the full model; a slower load",
     when="where transformers 5 converts a checkpoint",
     code='from_pretrained(..., device_map="cpu").to("cuda")',
+)
+# transformers#47404: accelerate counts the weights alone
+ROOM_IN_THE_MAP = Advice(
+    effect="the weights leave each card room for what else is made there",
+    price="all cards together have to hold the weights in less",
+    when="where device_map spreads a model over several cards",
+    code='from_pretrained(..., device_map="auto",'
+    ' max_memory=dict.fromkeys(range(torch.cuda.device_count()), "SIZE"))',
 )
 READ_BY_ONE_RANK = Advice(
     effect="ZeRO-3: the first rank alone reads and stacks a checkpoint, and the others get parts",

@@ -127,7 +127,7 @@ def batch_size(facts: Facts) -> Line | None:
         code="auto-find-batch-size",
         summary=f"{name} restarts training with a smaller batch at each OOM",
         evidence="batch and number of steps change, earlier steps are lost (accelerate#1934)",
-        remedy=f"Use {advice.SURVIVE.flag(Door.CODE)} instead: it keeps the batch and the step",
+        remedy=f"Leave it out; {advice.SURVIVE.flag(Door.CODE)} keeps the batch and the step",
     )
     return Line("batch size", "", (finding,))
 

@@ -10,6 +10,11 @@ from trainer_plugins.units import GIB, MIB, size
 from trainer_plugins.watch.pressure import Budget, host_pressure, shared_memory
 
 _PREFETCH = 2  # batches that each worker holds ready: `prefetch_factor` of torch's DataLoader
+_NO_SPILL = (
+    "Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's control panel"
+)
+# microsoft/WSL#11050: under WSL that policy has no effect
+_NO_SPILL_IN_WSL = f"{advice.HEADROOM.flag(Door.CODE)} makes an OOM of it"
 _SMALL_LOCK_BYTES = 64 * MIB  # `ulimit -l` is usually 64 KiB to 8 MiB, by distribution
 
 
@@ -91,8 +96,8 @@ def wsl(facts: Facts) -> Line | None:
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
         summary="Windows moves memory of a full card to main memory: very slow; WSL can pin little",
         evidence=f"{'WSL' if machine.is_wsl else 'Windows'} (microsoft/WSL#11050, unsloth#338)",
-        remedy="Set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback' in NVIDIA's"
-        f" control panel; {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
+        remedy=f"{_NO_SPILL_IN_WSL if machine.is_wsl else _NO_SPILL};"
+        f" {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
     )
     return Line("Windows", "", (finding,))
 

@@ -16,7 +16,7 @@ SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 def brief_report(plan: MemoryPlan) -> RenderableType:
     """Render the answer in five lines: the verdict, what fills the card, what to do, how sure."""
     parts = [*_verdicts(plan), *map(Text, _weights_alone(plan))]
-    parts.append(_labelled("Peak", _filled_by(plan)))
+    parts.append(_labelled("Peak", filled_by(plan)))
     parts += _what_to_do(plan)
     if plan.not_predicted:
         parts.append(_labelled("Without", "; ".join(plan.not_predicted)))
@@ -74,7 +74,7 @@ def verdict(plan: MemoryPlan) -> str:
     return f"Does not fit on {card}: {short}, in the {moment_of(plan)}"
 
 
-def _filled_by(plan: MemoryPlan) -> str:
+def filled_by(plan: MemoryPlan) -> str:
     """Name the three categories that take most of the peak."""
     most = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])[:3]
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= SHOWN_BYTES)

@@ -170,6 +170,13 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
             "they belong to stage 3",
             "Remove them, or write stage 3",
         )
+    if zero.get("elastic_checkpoint") is True:
+        yield Finding.warning(
+            code="config-elastic-checkpoint",
+            summary="to resume, each rank reads the optimizer states of all ranks to main memory",
+            evidence="elastic_checkpoint (deepspeed/runtime/engine.py; DeepSpeed#1111)",
+            remedy="Remove it, and resume with as many ranks as have saved",
+        )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
         yield _rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
     if document.in_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:

@@ -17,6 +17,21 @@ from trainer_plugins.units import GIB, size
 _NEARLY = 0.8
 _HALF, _FULL = 2.0, 4.0  # bytes of a number with 16 bits, and with 32
 _SUB_GROUP = 1_000_000_000  # deepspeed/runtime/zero/config.py, sub_group_size
+# deepspeed/runtime/zero/offload_config.py: the numbers of buffers, and elements
+_STATE_BUFFERS, _PARAM_BUFFERS, _PARAM_BUFFER, _IN_CPU = 4, 5, 100_000_000, 1_000_000_000
+_REMEDY = (
+    "Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); set pin_memory"
+    " to false, since pinned tensors take powers of two; put the optimizer on NVMe"
+    " (zero3_offload_nvme); or train adapters"
+)
+_FOR_FSDP2 = (
+    "FSDP2 begins with float32 copies of all weights on each rank: use ZeRO-3 (zero3), or bf16"
+    " weights without --bf16, whose small updates are rounded away; or spread it over more machines"
+)
+_FOR_NVME = (
+    'Write "sub_group_size": 1e8, "max_in_cpu": 0, and a "buffer_size" of the largest weight:'
+    " DeepSpeed keeps several of each in main memory for the drive"
+)
 # Pinned blocks by the size of their tensors, for weights one by one: 1.1 to 1.33 in the models of
 # host_memory.toml, by the width of their layers.
 _ROUNDED = 1.3
@@ -58,11 +73,16 @@ def memory_findings(
         severity=Severity.WARNING if shortage is None else Severity.ERROR,
         summary=shortage or nearly,
         evidence=f"{', '.join(parts)}, with {of_machine}",
-        remedy="Spread it over more machines; keep bf16 states (the config one_gpu_7b_offload); "
-        "set pin_memory to false, since pinned tensors take powers of two; put the optimizer on "
-        "NVMe (zero3_offload_nvme); or train adapters",
+        remedy=_remedy(document),
         amount=need.total_bytes / GIB,
     )
+
+
+def _remedy(document: Document) -> str:
+    if "nvme" in document.offload_devices.values():
+        return _FOR_NVME
+    is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
+    return _FOR_FSDP2 if is_second and not document.offload_devices else _REMEDY
 
 
 def _loaded_by_each(need: HostNeed, shortage: str | None) -> Iterator[Finding]:
@@ -141,15 +161,24 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
     master = _HALF if has_bf16_master else _FULL
     state = _HALF if has_bf16_states else _FULL
     is_pinned = document.in_deepspeed(f"{zero}.offload_optimizer.pin_memory") is not False
+    group = _number(document, f"{zero}.sub_group_size", _SUB_GROUP) or _SUB_GROUP
     if "optimizer" in offloads:
         yield _part(share * _HALF, is_pinned)  # gradients
     if offloads.get("optimizer") == "cpu":
         yield _Part(share * (master + 2 * state))
-        group = document.in_deepspeed(f"{zero}.sub_group_size")
-        group = group if isinstance(group, (int, float)) and group > 0 else _SUB_GROUP
         for _ in range(int(share // group)):  # gradients for the optimizer, group by group
             yield _part(group * master, is_pinned)
         yield _part(share % group * master, is_pinned)
+    if offloads.get("optimizer") == "nvme":  # runtime/swap_tensor/optimizer_utils.py
+        count = _number(document, f"{zero}.offload_optimizer.buffer_count", _STATE_BUFFERS)
+        yield _Part(count * min(share, group) * master)
+    if offloads.get("param") == "nvme":  # runtime/swap_tensor/partitioned_param_swapper.py
+        count = _number(document, f"{zero}.offload_param.buffer_count", _PARAM_BUFFERS)
+        yield _Part(
+            count * _number(document, f"{zero}.offload_param.buffer_size", _PARAM_BUFFER) * _HALF
+        )
+        in_cpu = _number(document, f"{zero}.offload_param.max_in_cpu", _IN_CPU)
+        yield _part(min(share, in_cpu) * _HALF, is_pinned=True)
     if offloads.get("param") == "cpu":
         yield _part(share * _HALF, is_pinned=True)
         if document.in_deepspeed(f"{zero}.offload_param.pin_memory") is not False:
@@ -165,6 +194,11 @@ def _zero_2(document: Document, share: float) -> Iterator[_Part]:
     for width in (_FULL, _HALF, _FULL):  # weights, their copy with 16 bits, gradients
         yield _part(share * width, pins)
     yield _Part(2 * share * _FULL)
+
+
+def _number(document: Document, key: str, default: float) -> float:
+    found = document.in_deepspeed(key)
+    return found if isinstance(found, (int, float)) and found >= 0 else default
 
 
 def _part(num_bytes: float, is_pinned: bool) -> _Part:

@@ -131,6 +131,8 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 
     >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
     {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
+    >>> training_arguments(["--gradient_checkpointing_kwargs", '{"use_reentrant": true}'])
+    {'gradient_checkpointing_kwargs': {'use_reentrant': True}}
     """
     found: dict[str, object] = {}
     waiting: str | None = None  # the name of a flag whose value may follow
@@ -152,7 +154,8 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 
 def _value(text: str) -> object:
     try:
-        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+        is_power = "e" in text.lower() and not text.startswith("{")
+        return float(text) if is_power else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError, RecursionError):
         return yaml.safe_load(text) if text.lower() in ("true", "false") else text
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from trainer_plugins import advice
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import (
@@ -13,7 +14,9 @@ from trainer_plugins.planner.compare.switches import (
 from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import Category, MemoryPlan
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tried import margin_bytes
 
+_SPARE_SHARE = 0.05  # what is left free of a card besides the planner's margin
 _SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
 
 
@@ -28,6 +31,8 @@ def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> l
         found.append(switches.OFFLOADED_ACTIVATIONS)
     if optimizer == "adamw_torch" and plan.moment == "optimizer step":
         found.append(switches.FUSED_OPTIMIZER)
+    if plan.breakdown.get("vLLM"):
+        found += _engine(args, plan)
     if "8bit" not in optimizer:
         found.append(switches.EIGHT_BIT_OPTIMIZER)
     if source.sequence_length > 1:
@@ -36,6 +41,17 @@ def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> l
     if strategy.startswith("FSDP"):  # fewer rows at once are more micro-batches
         found.append(switches.REDUCED_EACH_TIME)
     return [*found, *_launches(run, args, strategy), *_adapters(run, args)]
+
+
+def _engine(args: HfArguments, plan: MemoryPlan) -> Iterator[Switch]:
+    """Yield a smaller share of the card for vLLM, and its sleep while the training computes."""
+    now, capacity = float(getattr(args, "vllm_gpu_memory_utilization", 0)), plan.capacity_bytes
+    if now and capacity:
+        spare = plan.nvidia_smi_peak_bytes + margin_bytes(capacity) - capacity
+        share = advice.smaller_share(now, max(0, spare) / capacity + _SPARE_SHARE)
+        yield switches.smaller_engine_share(share, 1 - share / now)
+    if not getattr(args, "vllm_enable_sleep_mode", False):
+        yield switches.SLEEPING_ENGINE
 
 
 def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Switch]:

@@ -328,7 +328,7 @@ def _at_step(plan: MemoryPlan, changes: Sequence[Switch]) -> int:
     """Return about what an optimizer step needs; 0 if these changes alter what is trained."""
     if any("gradients" in each.frees for each in changes) or "optimizer step" not in plan.moments:
         return 0
-    there = {"weights", "frozen weights", "optimizer states"}
+    there = {"weights", "frozen weights", "optimizer states", "vLLM"}
     if plan.moment == "optimizer step":
         there.add("activations")  # temporaries of the optimizer
     freed = sum(

@@ -268,6 +268,25 @@ UNPREPARED = Switch(
 )
 
 
+SLEEPING_ENGINE = replace(
+    of_flags(
+        "vLLM sleeps",
+        advice.SLEEP_MODE.price,
+        **flags_in(advice.SLEEP_MODE.flag(Door.TRL)),
+    ),
+    frees={"vLLM": 1.0},
+    subject="engine",
+    slower=0.1,
+)
+
+
+def smaller_engine_share(share: float, freed: float) -> Switch:
+    """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
+    flag = advice.SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share)
+    change = of_flags(f"vLLM's share {share}", advice.SMALLER_ENGINE_SHARE.price, **flags_in(flag))
+    return replace(change, frees={"vLLM": freed}, subject="engine", slower=0.05)
+
+
 def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"

@@ -66,6 +66,11 @@ _IN_LOAD = "the process was killed because main memory ran out in the load, when
 _IN_LOAD += " the model"
 
 
+# DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
+SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
+_IN_SAVE = "the process was killed because main memory ran out while a checkpoint was saved"
+
+
 def host_kill(facts: TextFacts) -> Cause | None:
     """The kernel killed the process for main memory."""
     if facts.oom.source != "host":
@@ -79,11 +84,17 @@ def host_kill(facts: TextFacts) -> Cause | None:
         "host-kill",
         _words(facts),
         _host_use(facts),
-        summary=_IN_LOAD if not facts.progress and facts.says(LOAD_BAR) else "",
+        summary=_killed_in(facts),
         doubt=f"SIGKILL does not say who sent it: `{advice.FIND_THE_KILL.flag(Door.SHELL)}` settles"
         " it; in a container look at `cat /sys/fs/cgroup/memory.events`",
         is_sure=by_kernel,
     )
+
+
+def _killed_in(facts: TextFacts) -> str:
+    if facts.says(SAVE_LINE):
+        return _IN_SAVE
+    return _IN_LOAD if not facts.progress and facts.says(LOAD_BAR) else ""
 
 
 def host_commit(facts: TextFacts) -> Cause | None:

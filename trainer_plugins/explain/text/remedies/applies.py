@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
-from trainer_plugins.explain.text.causes.off_card import LOAD_BAR
+from trainer_plugins.explain.text.causes.off_card import LOAD_BAR, SAVE_LINE
 from trainer_plugins.explain.text.causes.place import (
     ATTENTION,
     LEAST_QUADRATIC_BYTES,
@@ -81,16 +81,26 @@ _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
 _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
+# docs/survival.md: what survival refuses whatever the loss is
+_DIVIDED_TRL = _all_of(_called(r"trl[/\\]"), _called("fsdp|deepspeed"))
+_CONVERTS = _called(r"core_model_loading.*\bconvert\b")
+_STACKS_EXPERTS = _all_of(
+    _CONVERTS, _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts"))
+)
 _EXPERTS_IN_16_BITS = _all_of(
-    _called("core_model_loading"),
-    _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
+    _STACKS_EXPERTS,
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
+_MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
+# Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
+_HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
+_RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
+_FSDP2_STATES = _called("load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict")
 _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
-    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival)),
+    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival, _DIVIDED_TRL)),
     advice.CHECKPOINTING: _none_of(_says(r"gradient_checkpointing[\"']?[ =:]{1,4}[Tt]rue")),
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.called(LOADING),
     advice.PRINT_THE_OOM: lambda facts: facts.has_tried_one_row,
@@ -108,12 +118,18 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
-    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
+    advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
-    advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _none_of(_has_workers, _MXFP4)),
+    advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
     advice.LOAD_ON_ONE_RANK: _called(SHARDING),
-    advice.CONVERT_IN_MAIN_MEMORY: _called("core_model_loading"),
+    advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
+    advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
+    advice.SEARCH_BY_FAISS: _called("mine_hard_negatives"),
+    advice.SHOW_HOLDERS: _HIDES_HOLDERS,
+    advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
+    advice.OWN_CARD_FIRST: _none_of(_called(r"torch\.load|serialization\.py")),
+    advice.RESUME_GUARD: _FSDP2_STATES,
     advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
     advice.COPY_IN_MAIN_MEMORY: _never,
     advice.SHARDED_SAVE: _all_of(_FSDP, _none_of(_DEEPSPEED)),
@@ -128,7 +144,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
-    advice.FIND_THE_KILL: _none_of(_says("(?i)dataloader|offload|cpu_?adam")),
+    advice.FIND_THE_KILL: _none_of(_says("(?i)dataloader|offload|cpu_?adam"), _says(LOAD_BAR)),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.LOAD_ONCE: _loads_twice,
@@ -153,13 +169,17 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
     ("host-alloc", advice.SDPA_ATTENTION): _all_of(_called(ATTENTION, innermost=3), _is_large),
     ("host-alloc", advice.SMALLER_MICRO_BATCH): _called(r"\bforward\b|backward|loss", innermost=4),
-    ("host-kill", advice.FEWER_WORKERS): _has_workers,
+    ("host-kill", advice.FEWER_WORKERS): _all_of(_has_workers, _none_of(_says(SAVE_LINE))),
+    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_says(SAVE_LINE), _says("(?i)zero_?-?3")),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
-    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _EXPERTS_IN_16_BITS),
+    # transformers 5, which alone converts, loads the dtype of the checkpoint
+    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
+    ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),
+    ("resume-load", advice.DROP_THE_COPY): _none_of(_FSDP2_STATES),
     ("save-gather", advice.ADAFACTOR): _never,
     ("save-gather", advice.EIGHT_BIT_ADAMW): _never,
     ("save-gather", advice.FUSED_ADAMW): _never,

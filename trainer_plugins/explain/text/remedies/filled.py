@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import ceil
 
 from trainer_plugins import advice
@@ -11,9 +12,10 @@ from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import size
+from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+_OF_THE_REST = 0.95  # a card's context and pieces take the other part
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
 
 
@@ -44,7 +46,11 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 def _survive(one: Advice, facts: TextFacts) -> Remedy:
     if facts.called(r"hydra[/\\]"):
         return remedy(one, f"{facts.launched} {one.flag(Door.HYDRA)}")
-    return _relaunched(one, facts)
+    found = _relaunched(one, facts)
+    if facts.has_tried_one_row:
+        without = "take auto_find_batch_size out, which begins again with fewer rows"
+        return replace(found, effect=f"{found.effect}; {without}")
+    return found
 
 
 def _relaunched(one: Advice, facts: TextFacts) -> Remedy:
@@ -95,7 +101,8 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
-    return remedy(one, Door.SHELL, f"{one.effect} ({pids})")
+    then = "end what is yours, or take another card"
+    return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 
 def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -122,6 +129,15 @@ def _load_into_main_memory(one: Advice, facts: TextFacts) -> Remedy:
     stray = sum(each.num_bytes for each in facts.processes if each.card == first)
     shown = f"; nvidia-smi shows {size(stray)} on card {first}" if stray else ""
     return remedy(one, Door.CODE, one.effect + shown, by_arithmetic=stray)
+
+
+def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
+    asked, total = facts.asked, facts.total
+    if not asked or not total or asked >= total / 2:
+        return remedy(one, Door.CODE)
+    most = f"{int(_OF_THE_REST * (total - asked) / GIB)}GiB"
+    effect = f"{one.effect}: {size(asked)} were asked for at once"
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, size=most)
 
 
 def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
@@ -168,6 +184,7 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.OTHER_CARD: _other_card,
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
+    advice.ROOM_IN_THE_MAP: _room_in_the_map,
     advice.RESTART_KERNEL: _restart_kernel,
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
