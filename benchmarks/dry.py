@@ -170,6 +170,7 @@ ROWS = {
     "8B QLoRA FSDP2, 0 of 8": f"{_ON_8} 8b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
     "8B QLoRA ZeRO-3, 0 of 8": f"{_ON_8} 8b {_QLORA} {_ZERO3}",
     "70B QLoRA FSDP2, 0 of 8": f"{_ON_8} 70b {_QLORA} --bnb_4bit_quant_storage bfloat16 {_FSDP2}",
+    "8B LoRA, device_map of 4": f"--num-gpus 4 {_OWN} 8b {_OVER_CARDS} {_OUT} 2",
     "70B LoRA, device_map of 4": f"--num-gpus 4 {_OWN} 70b {_OVER_CARDS} {_OUT} 2",
     "Mixtral, 4 layers": f"-- {_SFT} mixtral {_EXPERTS}",
     "Qwen3-MoE, 8 layers": f"-- {_SFT} qwen3-moe {_EXPERTS}",
