@@ -198,7 +198,9 @@ def _sum(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """
     summed, dims = args[0], [dim % args[0].dim() for dim in args[1] or ()]
     last = summed.dim() - 1
-    if not dims or last in dims or not summed.is_floating_point() or not summed.numel():
+    if not summed.is_floating_point():
+        return _as_integers(rules, args)
+    if not dims or last in dims or not summed.numel():
         return []
     rows = math.prod(summed.shape[dim] for dim in dims)
     sums = summed.numel() // rows
@@ -258,6 +260,13 @@ def _sort(rules: KernelRules, args: OperatorArgs) -> list[int]:
     return [positions, 2 * (-(-positions // 256) * 256) + 66 * 256 + 1024 * tiles - 1]
 
 
+def _safe_softmax(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count which scores are masked, and which rows: native/transformers/attention.cpp."""
+    scores = args[0]
+    rows = scores.numel() // scores.shape[args[1]]
+    return [scores.numel(), rows, scores.element_size()]
+
+
 def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     """Count `tmp = grad * output`: native/cuda/SoftMax.cu, softmax_backward_cuda_out."""
     gradient, output = args[0], args[1]
@@ -299,10 +308,12 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
     aten.native_layer_norm.default: _copied_input,
     aten.convolution.default: _copied_input,
+    aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._foreach_norm.Scalar: _norms,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.sum.default: _as_integers,
+    aten.cumsum.default: _as_integers,
     aten.sum.dim_IntList: _sum,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
