@@ -46,7 +46,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """The effect and the price as one line."""
+        """Return the effect and the price as one line."""
         return f"{self.effect}; it costs: {self.price}" if self.price else self.effect
 
 

@@ -86,8 +86,8 @@ class _Product4Bit(torch.autograd.Function):
 def _linear_4bit(x: torch.Tensor, bias: torch.Tensor | None, state: QuantState) -> torch.Tensor:
     """Compute on the full weight, as for more than 1536 tokens (_dequant_linear_fallback).
 
-    What scales are decoded to, and their sum with the offset, live while the product is computed.
-    autocast changes nothing inside an operator of bitsandbytes.
+    What scales are decoded to, and their sum with the offset, live while the product is computed;
+    autocast changes nothing inside.
     """
     scales = state.absmax
     if state.offset is not None:
@@ -294,10 +294,7 @@ def quantise(
     is_packed: bool,
     made: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> Any:
-    """Load a model on a device, with the layers that transformers would quantise.
-
-    The weights in `made` are loaded by the functions there, each in its turn.
-    """
+    """Load a model quantised as transformers would; `made` has what loads some weights, in turn."""
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -101,12 +101,12 @@ class DryResult:
 
     @property
     def died(self) -> bool:
-        """Whether a process ended because it was out of memory."""
+        """Return whether a process ended because it was out of memory."""
         return any(each["died"] for each in self.seen)
 
     @property
     def failed_request(self) -> tuple[int, str | None]:
-        """What the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
+        """Return what the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
         oom = self.case.oom
         return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
 
