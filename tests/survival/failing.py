@@ -1,17 +1,21 @@
 """What the tests of survival share: small runs, errors at a chosen allocation, and what a run is made of."""
 
+import contextlib
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests import rounding
 from tests.models import tiny_llama
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.ranks.alone import Together
+from trainer_plugins.upkeep.agreement import Agreement
 
 TERMS = rounding.terms_of(num_layers=2, width=64)  # of tiny_llama and models of its size
 LEARNING_RATE = 1e-3
@@ -112,6 +116,27 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@contextlib.contextmanager
+def votes_fit():
+    """Let no vote fail, and no exchange of ranks that vote: these take some bytes of the CPU."""
+
+    def apart(function):
+        def called(*args, **kwargs):
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return called
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (Agreement, "highest_of"),
+            (Together, "_gather"),
+            (Together, "_reduce"),
+        ):
+            stack.enter_context(patch.object(owner, name, apart(getattr(owner, name))))
+        yield
+
+
 @cache
 def returns_something_new(func) -> bool:
     """A number read from a tensor is none, nor is what ranks exchange, which is there already."""
@@ -175,15 +200,27 @@ class Run:
 
     @property
     def logged(self) -> list[dict[str, float]]:
-        untold = ["runtime", "per_second", "out_of_memory", "_time", "memory/"]
-        if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
-            untold.append(
-                "logits/"
-            )  # it exchanges a mean over tokens, and they are put together by pairs
-        return [
-            {k: v for k, v in logs.items() if not any(u in k for u in untold)}
-            for logs in self.trainer.state.log_history
-        ]
+        return logged_by(self.trainer)
+
+
+def logged_by(trainer: Trainer) -> list[dict[str, float]]:
+    """What a Trainer logged, except times and what survival adds."""
+    untold = ["runtime", "per_second", "out_of_memory", "_time", "memory/"]
+    if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
+        untold.append(
+            "logits/"
+        )  # it exchanges a mean over tokens, and they are put together by pairs
+    return [
+        {k: v for k, v in logs.items() if not any(u in k for u in untold)}
+        for logs in trainer.state.log_history
+    ]
+
+
+def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
+    """The largest difference of what was logged, relative to 1 or the number."""
+    assert [list(logs) for logs in ours] == [list(logs) for logs in theirs]
+    pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in b]
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs if isinstance(b, float | int))
 
 
 def survive(make, where: dict[int, float], **options) -> tuple[Run, Run]:

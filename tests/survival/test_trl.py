@@ -14,6 +14,7 @@ from tests.models import longrope_phi3, tiny_llama
 from tests.survival.failing import Run, gradients_by_rounding, survive
 from trainer_plugins import survive_oom
 
+peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
@@ -43,16 +44,33 @@ def made(trainer_class, config, tmp_path, model, columns, into_trainer=(), **opt
     rows = datasets.Dataset.from_list(
         [{name: column(n) for name, column in columns.items()} for n in range(32)]
     )
+    if options.get("precompute_ref_log_probs"):  # all ranks read what one of them has written
+        rows = on_disk(rows, tmp_path / "rows")
     settings = {
         "max_steps": options.pop("steps", 2), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
         "bf16": False, "dataloader_pin_memory": False, "gradient_checkpointing": False, "learning_rate": 1e-3,
     }  # fmt: skip
+    into_trainer = dict(into_trainer)
+    if (lora := options.pop("lora", None)) is not None:
+        into_trainer["peft_config"] = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **lora
+        )
+        into_trainer.pop("ref_model", None)  # it is the model without its adapter
     args = config(str(tmp_path), **{**settings, **options})
     tokenizer = ByT5Tokenizer(extra_ids=0)
     return trainer_class(
-        model=model, args=args, train_dataset=rows, processing_class=tokenizer, **dict(into_trainer)
+        model=model, args=args, train_dataset=rows, processing_class=tokenizer, **into_trainer
     )
+
+
+def on_disk(rows, folder):
+    alone = not torch.distributed.is_initialized()
+    if alone or torch.distributed.get_rank() == 0:
+        rows.save_to_disk(folder)
+    if not alone:
+        torch.distributed.barrier()
+    return datasets.load_from_disk(folder)
 
 
 def sft(tmp_path, model=None, **options):
@@ -64,8 +82,8 @@ def sft(tmp_path, model=None, **options):
     return made(trl.SFTTrainer, trl.SFTConfig, tmp_path, model, columns, **options)
 
 
-def sft_packed(tmp_path):
-    return sft(tmp_path, padding_free=True)
+def sft_packed(tmp_path, **options):
+    return sft(tmp_path, padding_free=True, **options)
 
 
 PREFERENCES = {"prompt": lambda n: sentence(n, 2), "chosen": lambda n: sentence(n + 1, 1 + n % 5),

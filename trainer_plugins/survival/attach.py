@@ -79,7 +79,7 @@ def survive_oom(
 
     Args:
         trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in
-            one process, under DDP, and the first two under FSDP2 and DeepSpeed ZeRO.
+            one process, under DDP, FSDP2 and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
         ladder: what to switch on, in order, when even the smallest piece does not fit:
             "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2

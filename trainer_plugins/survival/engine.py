@@ -216,7 +216,7 @@ class Engine:
         if run is None or run.is_refused:
             return run
         if run.has_met_batch:
-            run.ranks.prepare(partial(run.tiny_pass, inputs, num_items))
+            run.ranks.prepare(partial(run.tiny_pass, inputs, num_items), run.gathers.apart)
         else:
             run.has_met_batch = True
             self._meet_first_batch(run, inputs, num_items)
@@ -235,7 +235,7 @@ class Engine:
             run.ranks.end()
             self._attached.refuse(reasons)
             return
-        run.ranks.prepare(partial(run.tiny_pass, inputs, num_items))
+        run.ranks.prepare(partial(run.tiny_pass, inputs, num_items), run.gathers.apart)
         try:
             run.layout_of(inputs)
         except IndivisibleError as error:  # the ladder can still help

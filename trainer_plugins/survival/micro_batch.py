@@ -32,6 +32,7 @@ class Piece:
     factor: float = 1.0  # what its loss is multiplied by in the loss of the micro-batch
     share: float = 1.0  # how much of the micro-batch it is, for the metrics
     final: set[nn.Parameter] = field(default_factory=set)  # have these examples' gradient
+    is_idle: bool = False  # whether it counts as 0, and only keeps step with other ranks
 
     @property
     def num_cells(self) -> int:

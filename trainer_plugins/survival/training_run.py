@@ -74,7 +74,7 @@ class TrainingRun:
     def __init__(self, attached: Attached, model: nn.Module) -> None:
         self.attached, self.wrapped = attached, model
         self.ranks = kind_of(attached.trainer, model)(attached.trainer, model)
-        self.gathers = Gathers(attached.trainer)
+        self.gathers = Gathers(attached.trainer, self.ranks)
         self.model = self.ranks.bare
         self.card = self.memo.card_for(attached.trainer.args)
         self.certificate = Certificate(self.ranks, attached.family, self.full_state)
@@ -151,7 +151,7 @@ class TrainingRun:
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
-        with self.attached.trainer.compute_loss_context_manager():
+        with self.gathers.held(), self.attached.trainer.compute_loss_context_manager():
             loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)
         self.attached.backward(loss)
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -48,17 +48,33 @@ class Agreement:
     def highest_of(self, values: Sequence[int]) -> list[int] | None:
         if not has_peers():
             return list(values)
+        votes = torch.tensor(values)
+        is_agreed = self._met(lambda group: dist.all_reduce(votes, dist.ReduceOp.MAX, group=group))
+        return [int(vote) for vote in votes] if is_agreed else None
+
+    def gathered(self, value: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return the tensors of all ranks, on the CPU and of one shape; None as `highest` does."""
+        if not has_peers():
+            return [value]
+        # As bytes: gloo does not know every type.
+        here = value.contiguous().reshape(-1).view(torch.uint8)
+        found = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+        if not self._met(lambda group: dist.all_gather(found, here, group=group)):
+            return None
+        return [one.view(value.dtype).reshape(value.shape) for one in found]
+
+    def _met(self, meet: Callable[[dist.ProcessGroup], object]) -> bool:
+        """Tell whether all ranks took part in a collective, and in all those before."""
         if self._world is not dist.group.WORLD:
             self._world, self._group, self._broken = dist.group.WORLD, None, False
         if self._broken:
-            return None
+            return False
         try:
             if self._group is None:
                 self._group = dist.new_group(
                     backend="gloo", timeout=self.timeout, use_local_synchronization=True
                 )
-            votes = torch.tensor(values)
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+            meet(self._group)
         except RuntimeError as error:  # dist.DistError and gloo's time-outs are RuntimeErrors too
             self._broken = True
             logger.warning(
@@ -68,8 +84,8 @@ class Agreement:
                 self.timeout.total_seconds(),
                 str(error).splitlines()[0],
             )
-            return None
-        return [int(vote) for vote in votes]
+            return False
+        return True
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_world": None, "_group": None}

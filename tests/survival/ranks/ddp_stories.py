@@ -32,6 +32,7 @@ from tests.survival.failing import (
     Run,
     gradients_by_rounding,
     gradients_off_by,
+    numbers_off_by,
     off_by,
     off_by_steps,
     padded,
@@ -195,13 +196,6 @@ def same_as(name: str) -> str:
     return next(
         n for n, s in STORIES.items() if (s.make, s.settings) == (story.make, story.settings)
     )
-
-
-def numbers_off_by(ours: list[dict], theirs: list[dict]) -> float:
-    """The largest difference of what was logged, relative to 1 or the number."""
-    assert [list(logs) for logs in ours] == [list(logs) for logs in theirs]
-    pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in b]
-    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs if isinstance(b, float | int))
 
 
 def facts_of(survived: Run, whole: Run, planned: int) -> dict:

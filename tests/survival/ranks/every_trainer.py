@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.models import tiny_llama
 from tests.survival import test_trl
-from tests.survival.failing import off_by, small_trainer
+from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 
@@ -62,7 +62,30 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "ORPOTrainer": partial(preference, ORPOTrainer, ORPOConfig),
     "OnlineDPOTrainer": online_dpo,
 }
-SETTINGS = {"steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+
+
+def uneven(path, **options):
+    """Rank 1 has two rows where rank 0 has four: fewer than there are pieces."""
+    trainer = test_trl.sft(path, **options)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: collate(rows[:2] if trainer.args.process_index else rows)
+    return trainer
+
+
+VARIANTS: dict[str, Callable[..., Trainer]] = {
+    "SFT with an adapter": partial(test_trl.sft, lora={}),
+    "SFT without padding": test_trl.sft_packed,
+    "SFT with other rows on each rank": uneven,
+    "DPO with an adapter": partial(test_trl.dpo, lora={}),
+    "DPO, precomputed": partial(test_trl.dpo, precompute_ref_log_probs=True),
+    "Reward with an adapter": partial(test_trl.reward, lora={}),
+    "GRPO with an adapter": partial(test_trl.grpo, lora={}),
+    "GRPO with a reference": partial(test_trl.grpo, beta=0.1, loss_type="bnpo"),
+    "RLOO with an adapter": partial(test_trl.rloo, lora={}),
+}
+SETTINGS = {"steps": 1, "optim": "sgd", "learning_rate": 100.0, "max_grad_norm": 0.0}
+"""A step so large that rounding the weights, as float32 in ZeRO, is nothing beside it."""
+
 WRAP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 ZERO = {
     **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
@@ -71,7 +94,7 @@ ZERO = {
 }
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int, **more: Any) -> dict[str, Any]:
     whole = {
         "stage3_gather_16bit_weights_on_model_save": True,
         "stage3_param_persistence_threshold": 0,
@@ -79,7 +102,7 @@ def zero(stage: int) -> dict[str, Any]:
     return {
         "deepspeed": {
             **ZERO,
-            "zero_optimization": {"stage": stage, **(whole if stage == 3 else {})},
+            "zero_optimization": {"stage": stage, **(whole if stage == 3 else {}), **more},
         }
     }
 
@@ -91,7 +114,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "FSDP2": {"fsdp": True, "fsdp_config": {"version": 2, **WRAP}},
     "ZeRO-2": zero(2),
     "ZeRO-3": zero(3),
+    "ZeRO-3 offloaded": zero(
+        3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
+    ),
 }
+OF_TABLE = ("1 card", "DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
+OF_VARIANTS = ("FSDP2", "ZeRO-2", "ZeRO-3 offloaded")
 initialise = PartialState.__init__
 
 
@@ -130,8 +158,12 @@ def cell(make) -> dict[str, Any]:
     except ValueError as error:
         return {"refused": str(error)}
     trainer.add_callback(KnownLimit(trainer))
-    divided, whole = trained(trainer), trained(make())
+    divided = trained(trainer)
+    alike = make()
+    whole = trained(alike)
     return {
+        "logged_off_by": numbers_off_by(logged_by(trainer), logged_by(alike)),
+        "num_logged": max(map(len, logged_by(trainer))),
         "wrapped": type(trainer.model_wrapped).__name__,
         "world_size": trainer.args.world_size,
         "zero": getattr(trainer.model_wrapped, "zero_optimization_stage", int)(),
@@ -140,14 +172,20 @@ def cell(make) -> dict[str, Any]:
     }
 
 
-def cells(folder: Path, strategy: str) -> dict[str, dict[str, Any]]:
+def made(make: Callable[..., Trainer], folder: Path, strategy: str) -> Trainer:
+    unset_hf_deepspeed_config()  # of the trainer before, by which a model would be made in parts
+    return make(folder, **SETTINGS, **STRATEGIES[strategy])
+
+
+def cells(
+    folder: Path, strategy: str, trainers: Mapping[str, Callable[..., Trainer]] = TRAINERS
+) -> dict[str, dict[str, Any]]:
     """What becomes of every trainer under one strategy."""
     facts = {}
-    for name, make in TRAINERS.items():
+    for name, make in trainers.items():
         AcceleratorState._reset_state(reset_partial_state=True)
-        unset_hf_deepspeed_config()
         gc.collect()
-        facts[name] = cell(partial(make, folder / name, **SETTINGS, **STRATEGIES[strategy]))
+        facts[name] = cell(partial(made, make, folder / name, strategy))
     return facts
 
 
@@ -155,7 +193,9 @@ def main(folder: Path, rank: str) -> None:
     facts = {}
     for strategy in [*STRATEGIES][1:]:
         PartialState.__init__ = initialise_for_fsdp if "FSDP" in strategy else initialise
-        facts[strategy] = cells(folder / strategy, strategy)
+        facts[strategy] = {} if strategy not in OF_TABLE else cells(folder / strategy, strategy)
+        if strategy in OF_VARIANTS:
+            facts[strategy] |= cells(folder / strategy, strategy, VARIANTS)
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
     dist.barrier()
     sys.stdout.flush()

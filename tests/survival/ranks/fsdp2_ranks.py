@@ -24,21 +24,22 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
+from tests.survival import test_trl
 from tests.survival.failing import (
     Allocations,
     Recentred,
+    logged_by,
     off_by,
     padded,
     ragged_rows,
     small_trainer,
+    votes_fit,
 )
 from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
-from tests.survival.test_trl import sft
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import Card as RealCard
@@ -112,8 +113,9 @@ class Run:
         self.trainer, self.allocations, self.gradients = trainer, Allocations(), Gradients()
         self.num_allocations: list[int] = []
         self.fail_at = fail_at or {}
-        self._training_step = trainer.training_step
-        trainer.training_step = self.training_step
+        self._planned: list[int] = []
+        self._training_step, self._prepare_inputs = trainer.training_step, trainer._prepare_inputs
+        trainer.training_step, trainer._prepare_inputs = self.training_step, self.prepare_inputs
         trainer.add_callback(self.gradients)
         self.num_forwards, self.ended = 0, ""
         trainer.model.register_forward_pre_hook(self.count_forward)
@@ -137,12 +139,20 @@ class Run:
         self.num_forwards += torch.is_grad_enabled()
 
     def training_step(self, *args, **kwargs):
-        self.allocations.begin(list(self.fail_at.get(len(self.num_allocations), [])))
+        self._planned = list(self.fail_at.get(len(self.num_allocations), []))
+        self.allocations.begin(self._planned)
         try:
             return self._training_step(*args, **kwargs)
         finally:
             self.num_allocations.append(self.allocations.num)
             self.allocations.begin([])
+
+    def prepare_inputs(self, *args, **kwargs):
+        """Counted from behind here: the batch is on the device, and completions are generated."""
+        self.allocations.begin([])
+        inputs = self._prepare_inputs(*args, **kwargs)
+        self.allocations.begin(self._planned)
+        return inputs
 
 
 def make(folder: Path, case: dict):
@@ -153,6 +163,12 @@ def make(folder: Path, case: dict):
     folder = folder / str(RANK) if case.get("own_folders") else folder
     if case.get("sync_each_batch"):
         settings["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if "trl" in case:
+        trainer = getattr(test_trl, case["trl"])(folder, **settings)
+        if "rows" in case:
+            collate = trainer.data_collator
+            trainer.data_collator = lambda rows: collate(rows[: case["rows"][RANK]])
+        return trainer
     # Other rows on each rank, and of other lengths: 64 rows are dealt out by the Trainer.
     settings.setdefault("train_dataset", ragged_rows(case.get("num_rows", 64)))
     if "rows" in case:  # so many of each micro-batch, by rank
@@ -210,20 +226,16 @@ def as_torch_says(naive: bool):
 
 @contextlib.contextmanager
 def counted_votes():
-    """What was voted, and how long it took.
-
-    A vote takes its four bytes of the CPU, so it never fails.
-    """
+    """What was voted, and how long it took."""
     highest, votes = Agreement.highest, []
 
     def counted(agreement, value):
         started = perf_counter()
-        with _disable_current_modes():
-            found = highest(agreement, value)
+        found = highest(agreement, value)
         votes.append(perf_counter() - started)
         return found
 
-    with patch.object(Agreement, "highest", counted):
+    with votes_fit(), patch.object(Agreement, "highest", counted):
         yield votes
 
 
@@ -266,19 +278,18 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         as_torch_says(case.get("naive", False)),
         counted_votes() as votes,
     ):
-        survived = Run(trainer, fail_at, only_attempts="and" in case.get("sweep", {}), **resume)
+        sweep = case.get("sweep", {})
+        survived = Run(trainer, fail_at, only_attempts="and" in sweep or "trl" in case, **resume)
     memo = next(c for c in trainer.callback_handler.callbacks if isinstance(c, SurvivalMemo))
     anew.survival.detach()
     logged = list(
-        zip(
-            trainer.state.log_history,
-            reference.trainer.state.log_history,
-            strict=survived.ended == "",
-        )
+        zip(logged_by(trainer), logged_by(reference.trainer), strict=survived.ended == "")
     )
+    models = [trainer.model, getattr(trainer, "ref_model", None) or torch.nn.Module()]
     groups = [
         group
-        for unit in units_of(trainer.model)
+        for model in models
+        for unit in units_of(model)
         for group in unit._get_fsdp_state()._fsdp_param_groups
     ]
     comms = [(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups]
@@ -297,13 +308,14 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
         "weights": 0.0 if survived.ended else off_by(survived.weights, reference.weights),
         "logged_off_by": max(
             (
-                abs(ours[k] - theirs[k])
+                abs(ours[k] - theirs[k]) / max(1.0, abs(theirs[k]))
                 for ours, theirs in logged
                 for k in theirs
-                if k in ("loss", "learning_rate")
+                if k in ours and ("trl" in case or k in ("loss", "learning_rate"))
             ),
             default=0.0,
         ),
+        "logged": sorted({name for logs in logged_by(trainer) for name in logs}),
         "num_to_fail": sum(map(len, fail_at.values())),
         "num_failed": survived.allocations.num_failed,
         "num_survived": memo.num_survived,
@@ -367,7 +379,7 @@ def run_late(folder: Path) -> dict:
 
 def run_refusal(folder: Path, case: dict) -> dict:
     with pytest.MonkeyPatch.context() as patched:
-        trainer = sft(folder) if "trainer" in case else make(folder, case)
+        trainer = make(folder, case)
         trainer.accelerator.state.fsdp_plugin.fsdp_version = case.get("fsdp_version", 2)
         if "without" in case:
             patched.delattr(FSDPModule, case["without"], raising=False)

@@ -122,10 +122,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "refused_as": "no reset_iter_state: use 2.13 or newer",
         "without": "reset_iter_state",
     },
-    "TRL": {
-        "refused_as": "SFTTrainer.compute_loss gathers metrics",
-        "trainer": "SFTTrainer",
-    },
     # The last: it ends both ranks. Not even a short example fits.
     "one rank cannot go on": {"fail": {"1": {"1": [0.5]}}, "again": 4},
 }

@@ -2,11 +2,13 @@
 
 Other ranks take part once a micro-batch. So what each piece would send is noted, and the last piece
 sends it together, but nothing twice: its code, and so the metrics, see the numbers of the whole.
+Ranks that divide together exchange on the CPU (`Together.exchanges`), which cannot fail half way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -19,14 +21,25 @@ Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
 Exchange = Callable[..., torch.Tensor]
 
 
+class Exchanging(Protocol):
+    """Is how ranks exchange: `survival.ranks`."""
+
+    is_finishing: bool
+    exchanges: Mapping[str, Exchange]
+
+    def may_exchange(self) -> bool: ...
+
+
 class Gathers:
     """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
 
-    def __init__(self, trainer: HfTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: HfTrainer, ranks: Exchanging | None = None) -> None:
+        self._trainer, self._ranks = trainer, ranks
         self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
-        self._brought: list[torch.Tensor] | None = None  # by this piece; None: it exchanges
+        # By this piece, or by the one that has failed and whose collectives this rank still makes;
+        # None: it exchanges.
+        self._brought: list[torch.Tensor] | None = None
         self._share = 1.0
         self._merges: list[Merge] = []
         self._index = 0
@@ -38,7 +51,7 @@ class Gathers:
         return self._trainer.accelerator
 
     def begin(self) -> None:
-        self._answers, self._pieces = [], []
+        self._answers, self._pieces, self._brought = [], [], None
 
     def forget_pieces(self) -> None:
         self._pieces = []
@@ -48,10 +61,10 @@ class Gathers:
         """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
         before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
         self._index = 0
+        of_ranks = self._ranks.exchanges if self._ranks is not None else {}
         for name in _EXCHANGES:
-            setattr(
-                self._accelerator, name, partial(self._exchange, getattr(self._accelerator, name))
-            )
+            exchange = of_ranks.get(name) or getattr(self._accelerator, name)
+            setattr(self._accelerator, name, partial(self._exchange, exchange))
         try:
             yield
         finally:
@@ -61,25 +74,22 @@ class Gathers:
                     setattr(self._accelerator, name, replaced)
 
     @contextmanager
-    def piece(self, share: float, is_last: bool) -> Iterator[None]:
+    def piece(self, share: float, is_last: bool, *, is_idle: bool = False) -> Iterator[None]:
         """Surround a piece, with its share of the micro-batch; the last one exchanges for all."""
         self._share, self._brought = share, None if is_last else []
-        try:
-            yield
-            if self._brought is not None:
-                self._pieces.append((share, self._brought))
-        finally:
-            self._brought = None
+        yield
+        if self._brought is not None and not is_idle:
+            self._pieces.append((share, self._brought))
 
     @contextmanager
     def apart(self) -> Iterator[list[torch.Tensor]]:
         """Surround passes that reach no other rank; gives what they would have sent."""
-        brought: list[torch.Tensor] = []
+        before, brought = self._brought, list[torch.Tensor]()
         self._brought = brought
         try:
             yield brought
         finally:
-            self._brought = None
+            self._brought = before
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -102,13 +112,17 @@ class Gathers:
             self._brought.append(value.detach())
             return value  # metrics of a piece are thrown away
         if index < len(self._answers):
-            return self._answers[index]
-        if self._pieces:
+            return self._answers[index].to(value.device)
+        if self._pieces and not (self._ranks is not None and self._ranks.is_finishing):
             shares = [*(share for share, _ in self._pieces), self._share]
             value = self._merges[index](
                 [*(brought[index] for _, brought in self._pieces), value.detach()], shares
             )
-        is_shared = self._accelerator.use_distributed
+        is_shared, device = self._accelerator.use_distributed, value.device
+        if self._ranks is not None and self._ranks.exchanges:
+            value = value.detach().cpu()
+        if self._ranks is not None and not self._ranks.may_exchange():
+            return value.to(device)  # a rank has failed: what is computed now is thrown away
         self._is_exchanging = True
         try:
             answer = exchange(value, *args, **options)
@@ -122,7 +136,7 @@ class Gathers:
         else:
             if is_shared:  # one process gets back what it gave, and the graph with it
                 self._answers.append(answer)
-            return answer
+            return answer.to(device)
         finally:
             self._is_exchanging = False
         raise RuntimeError(f"survive_oom could not help: {said}")

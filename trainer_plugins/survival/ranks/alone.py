@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
@@ -37,6 +37,11 @@ class Ranks:
     measures_together = False  # whether ranks judge together; they measure gradients then
     micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
     options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
+    is_finishing = (
+        False  # whether this rank has failed, and makes only the rest of a pass's collectives
+    )
+    # What replaces the accelerator's exchanges between ranks while a loss is computed, by name.
+    exchanges: Mapping[str, Callable[..., torch.Tensor]] = {}
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model, self.micros = trainer, model, []
@@ -61,8 +66,19 @@ class Ranks:
         """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""
         return ""
 
-    def prepare(self, tiny: Callable[[], object]) -> None:
-        """Learn of the next micro-batch; `tiny` runs a pass over a few tokens of it."""
+    def prepare(
+        self,
+        tiny: Callable[[], object],
+        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Learn of the next micro-batch; `tiny` runs a pass over a few tokens of it.
+
+        Inside `apart` a pass exchanges no metrics.
+        """
+
+    def may_exchange(self) -> bool:
+        """Tell, the same on all ranks, whether they exchange the next metric; all of them ask."""
+        return True
 
     def begin(self, micro: MicroBatch) -> None:
         """Begin a micro-batch."""
@@ -178,6 +194,7 @@ class Together(Ranks):
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self._votes = Agreement(trainer.args.ddp_timeout)
+        self.exchanges = {"gather": self._gather, "reduce": self._reduce}
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         missing = roll_call.missing(_WAIT_IF_MET_SECONDS if is_met else _WAIT_SECONDS)
@@ -190,6 +207,26 @@ class Together(Ranks):
 
     def highest(self, value: int) -> int:
         found = self._votes.highest(value)
+        if found is None:
+            raise RuntimeError(self._no_answer())
+        return found
+
+    def _gather(self, value: torch.Tensor) -> torch.Tensor:
+        """Do what accelerate's `gather` does, with a tensor on the CPU."""
+        return torch.cat(self._of_all(value.reshape(1) if value.dim() == 0 else value))
+
+    def _reduce(
+        self, value: torch.Tensor, reduction: str = "sum", scale: float = 1.0
+    ) -> torch.Tensor:
+        """Do what accelerate's `reduce` does, with a tensor on the CPU."""
+        values = torch.stack(self._of_all(value))
+        if reduction == "max":
+            return values.amax(0)
+        total = values.sum(0)
+        return total / len(values) if reduction == "mean" else total
+
+    def _of_all(self, value: torch.Tensor) -> list[torch.Tensor]:
+        found = self._votes.gathered(value)
         if found is None:
             raise RuntimeError(self._no_answer())
         return found

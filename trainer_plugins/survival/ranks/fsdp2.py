@@ -11,6 +11,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.limit.limit import most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.survival.ranks.alone import HowToRecover, Together
+from trainer_plugins.survival.ranks.ledger import Counted, Ledger
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
@@ -40,56 +42,6 @@ _NEEDED = (
 )
 
 
-class Ledger:
-    """Lists the collectives that this rank has taken part in since a micro-batch began."""
-
-    def __init__(self) -> None:
-        self._sent: list[object] = []
-        self._next = 0
-        self.fail_at: int | None = None  # collectives before one fails, for a trial
-        self.reduced: list[torch.Tensor] | None = None  # what this rank brings, if collected
-
-    def clear(self) -> None:
-        self._sent.clear()
-        self._next = 0
-
-    def rewind(self) -> None:
-        self._next = 0
-
-    def is_sent(self, collective: object) -> bool:
-        """Tell whether the next collective went out in the pass that failed; if not, list it."""
-        is_sent = self._next < len(self._sent)
-        if is_sent and self._sent[self._next] is not collective:
-            raise RuntimeError(
-                "survive_oom cannot finish the collectives of this rank: a short micro-batch has "
-                "them in another order. Training stops here; detach survive_oom for this model"
-            )
-        if not is_sent:
-            if len(self._sent) == self.fail_at:
-                raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
-            self._sent.append(collective)
-        self._next += 1
-        return is_sent
-
-
-class _Counted:
-    """Lists an all-gather or reduce-scatter of FSDP; one that is not sent again gives zeros."""
-
-    def __init__(self, collective: Any, ledger: Ledger) -> None:
-        self.collective, self._ledger = collective, ledger
-        self.allocate = collective.allocate
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object
-    ) -> object:
-        if self._ledger.is_sent(self):
-            output_tensor.zero_()
-            return None
-        if "op" in kwargs and self._ledger.reduced is not None:
-            self._ledger.reduced.append(input_tensor.cpu().double())
-        return self.collective(output_tensor=output_tensor, input_tensor=input_tensor, **kwargs)
-
-
 class FSDP2(Together):
     """Handles ranks that hold a part of each weight."""
 
@@ -99,17 +51,28 @@ class FSDP2(Together):
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
         self._tiny: Callable[[], object] = list
+        self._apart: Callable[[], AbstractContextManager[object]] = nullcontext
         self._step, self._is_tried = -1, False
+        self._is_spoilt = False  # whether a rank has failed in this pass
         self._ledger = Ledger()
+        # TRL's second model gathers inside `compute_loss` too.
+        reference = getattr(trainer, "ref_model", None)
+        self._roots: list[Any] = [one for one in (model, reference) if isinstance(one, FSDPModule)]
         # Several modules may share what they gather, as accelerate wraps the last norm and the
         # head.
         units: dict[int, Any] = {
-            id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)
+            id(m._get_fsdp_state()): m
+            for root in self._roots
+            for m in root.modules()
+            if isinstance(m, FSDPModule)
         }
         self._units = list(units.values())
+        for unit in self._units:
+            unit.reshard()
+        self._parameters: tuple[nn.Parameter, ...] = tuple(model.parameters())
         for unit, group in self._groups():
-            unit.set_custom_all_gather(_Counted(group._all_gather_comm, self._ledger))
-            unit.set_custom_reduce_scatter(_Counted(group._reduce_scatter_comm, self._ledger))
+            unit.set_custom_all_gather(Counted(group._all_gather_comm, self._ledger))
+            unit.set_custom_reduce_scatter(Counted(group._reduce_scatter_comm, self._ledger))
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -117,12 +80,18 @@ class FSDP2(Together):
             yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
         elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
             yield f"FSDP 2 of torch {torch.__version__} has no {missing[0]}: use 2.13 or newer"
-        owners = [c for c in type(trainer).__mro__ if "compute_loss" in vars(c)]
-        if owner := next((c for c in owners if c.__module__.startswith("trl.")), None):
-            yield f"{owner.__name__}.compute_loss gathers metrics: not supported under FSDP yet"
 
-    def prepare(self, tiny: Callable[[], object]) -> None:
-        self._tiny = tiny
+    def prepare(
+        self,
+        tiny: Callable[[], object],
+        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._tiny, self._apart = tiny, apart
+
+    def may_exchange(self) -> bool:
+        # A rank that failed does not know the shape of what the others exchange. So they vote.
+        self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
+        return not self._is_spoilt
 
     def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
         return ()
@@ -132,7 +101,7 @@ class FSDP2(Together):
 
     def end(self) -> None:
         for unit, group in self._groups():
-            if isinstance(group._all_gather_comm, _Counted):
+            if isinstance(group._all_gather_comm, Counted):
                 unit.set_custom_all_gather(group._all_gather_comm.collective)
                 unit.set_custom_reduce_scatter(group._reduce_scatter_comm.collective)
 
@@ -147,10 +116,12 @@ class FSDP2(Together):
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
-        outcome = super().attempt(work, release)
+        trained = [p.requires_grad for p in self._parameters]
+        with self._ledger.listing_wholes():
+            outcome = super().attempt(work, release)
         has_failed = isinstance(outcome, DidNotFit)
         if isinstance(outcome, DidNotFit):
-            self._finish_collectives(outcome)
+            self._finish_collectives(outcome, trained)
         elif not is_end:
             return outcome  # the vote comes after its backward pass
         failed_anywhere = self.on_any(has_failed)
@@ -167,8 +138,9 @@ class FSDP2(Together):
 
         num = self.lowest(num)
         self._reset()
-        self._compute(self._tiny)
-        num_fit = most(fits, num, least, (num,))
+        with self._apart():
+            self._compute(self._tiny)
+            num_fit = most(fits, num, least, (num,))
         self.clear()
         return num_fit
 
@@ -189,8 +161,10 @@ class FSDP2(Together):
         """Throw away every gradient of this optimizer step; the first call tries that here."""
         # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
         # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
-        self._flush()
-        if not self._is_tried:
+        with self._apart():
+            self._flush()
+            if self._is_tried:
+                return
             self._is_tried = True
             if self.on_any(not self._leaves_nothing()):
                 raise RuntimeError(
@@ -243,14 +217,20 @@ class FSDP2(Together):
         if is_here:
             raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
 
-    def _finish_collectives(self, failure: DidNotFit) -> None:
+    def _finish_collectives(self, failure: DidNotFit, trained: list[bool]) -> None:
         """Take part in the collectives that peers still wait in; without room for that, end."""
-        why = "not one short example fits"
+        why, self.is_finishing = "not one short example fits", True
         for _ in range(_TRIES):
             self._forget_pass()
+            # PEFT, which disables an adapter for TRL's reference, froze the parts and enables the
+            # wholes of a layer that was gathered when it failed.
+            for parameter, is_trained in zip(self._parameters, trained, strict=True):
+                parameter.requires_grad_(is_trained)
             self._ledger.rewind()
             try:
-                if not isinstance(super().attempt(self._tiny), DidNotFit):
+                with self._ledger.listing_wholes():
+                    outcome = super().attempt(self._tiny)
+                if not isinstance(outcome, DidNotFit):
                     return
             except IndivisibleError as error:
                 why = str(error)
@@ -263,12 +243,14 @@ class FSDP2(Together):
         self._settle()
 
     def _forget_pass(self) -> None:
-        if self.model._get_fsdp_state()._is_root is not None:  # it has run a forward pass
-            self.model.reset_iter_state()
+        for root in self._roots:
+            if root._get_fsdp_state()._is_root is not None:  # it has run a forward pass
+                root.reset_iter_state()
 
     def _settle(self) -> None:
         """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
         self._ledger.clear()
+        self.is_finishing = self._is_spoilt = False
         for unit in self._units:
             unit.reshard()
 

@@ -79,8 +79,6 @@ class Zero(Together):
         yield from _in_config(plugin.deepspeed_config)
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
             yield "pipeline parallelism is not supported: it cuts micro-batches itself"
-        if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
-            yield "TRL gathers metrics inside each micro-batch: not supported under DeepSpeed"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
             yield from _in_engine(engine)  # at attach it is not there yet
 

@@ -77,8 +77,7 @@ class Planned(Recovery):
                 cuts = [cut for cut in even(whole.num, num) if cut]
                 pieces = whole.parts(self._layout, cuts, weight, self._attached.family.share)
         least = min(pieces, key=lambda piece: piece.num_cells)
-        idle = [Piece(least.inputs, least.num, 0.0, 0.0) for _ in range(num - len(pieces))]
-        return [*idle, *pieces]
+        return [*[_idle(least)] * (num - len(pieces)), *pieces]
 
     def _cut(self, piece: Piece) -> list[Piece]:
         return [piece]
@@ -139,11 +138,12 @@ class Replay(Planned):
                 return False
         for replay, num in zip(todo, nums, strict=True):
             replay._micro.start.snapshot.restore()
+            self._run.gathers.begin()
             replay._total, replay._story.pieces = None, []
-            for number, piece in enumerate(replay._pieces(num)):
-                if number:
-                    replay._micro.start.snapshot.state.restore()
-                loss = self._ranks.attempt(partial(replay._compute, piece, True))
+            for number, piece in enumerate(replay._pieces(num), 1):
+                if number > 1:
+                    replay._micro.start.snapshot.begin_next()
+                loss = self._ranks.attempt(partial(replay._compute, piece, number == num))
                 if isinstance(loss, DidNotFit):
                     self.failed(piece, replay._micro.start, loss, replay._phase)
                     return False
@@ -160,8 +160,8 @@ class Replay(Planned):
         if len(cuts) > 1 and self._layout is not None:
             weight = self._weight(self._layout, max(cuts))
             parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        idle = replace(min(parts, key=lambda piece: piece.num_cells), factor=0.0, share=0.0)
-        return parts + [idle] * (num - len(parts))
+        least = min(parts, key=lambda piece: piece.num_cells)
+        return [*[_idle(least)] * (num - len(parts)), *parts]
 
     def _make_room_for(self, piece: Piece | None) -> None:
         """Lower the limit, or switch something on; `piece` is None if another rank failed."""
@@ -209,3 +209,7 @@ class Replay(Planned):
                     replay._why_whole or "a micro-batch of another rank cannot be divided"
                 )
             replay._measure(replay._layout, replay._num_fit(limit))
+
+
+def _idle(piece: Piece) -> Piece:
+    return replace(piece, factor=0.0, share=0.0, is_idle=True)

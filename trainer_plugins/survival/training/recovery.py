@@ -207,7 +207,7 @@ class Recovery:
         with (
             frozen(piece.final),
             self._ranks.piece(is_last) as model,
-            run.gathers.piece(piece.share, is_last),
+            run.gathers.piece(piece.share, is_last, is_idle=piece.is_idle),
         ):
             loss = self._loss(piece.inputs, model)
             if piece is not self._micro.whole:
