@@ -34,8 +34,14 @@ def launched(folder: Path, strategy: str, name: str) -> tuple[list[list[dict]], 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
     }
-    words = (strategy, name, str(NUM_SEEDS[strategy]))
-    call: list[str | Path] = [sys.executable, SCRIPT, folder, *words]
+    call: list[str | Path] = [
+        sys.executable,
+        SCRIPT,
+        folder,
+        strategy,
+        name,
+        str(NUM_SEEDS[strategy]),
+    ]
     both = [
         start(call, folder / str(rank), RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in (0, 1)
@@ -57,6 +63,10 @@ def test_the_step_is_exact_or_all_ranks_end(tmp_path, strategy: str, name: str, 
 
     assert seconds <= SECONDS, said[0][-2000:] + said[1][-2000:]
     exact = [one for one in (*facts[0], *facts[1]) if not one["ended"]]
+    wrapped = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPLlamaForCausalLM"}
+    assert all(
+        one["wrapped"] == wrapped.get(strategy, "DeepSpeedEngine") for f in facts for one in f
+    )
     for one in exact:
         assert one["weights"] <= rounding.of_sums(TERMS), "after a step larger than the weights"
         assert one["logged"] <= 2e-6
