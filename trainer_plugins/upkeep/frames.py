@@ -40,7 +40,11 @@ def is_running(function: Callable[..., object]) -> bool:
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20
-_OURS = ("trainer_plugins/callbacks/oom_reporter.py", "trainer_plugins/callbacks/_run.py")
+_OURS = (
+    "trainer_plugins/callbacks/oom_reporter.py",
+    "trainer_plugins/callbacks/_run.py",
+    "trainer_plugins/survival/attach.py",
+)
 
 # Functions of Trainers, by what they do; the first row decides: a save in training is a save.
 _MOMENTS: tuple[tuple[Moment, frozenset[str]], ...] = (
