@@ -7,7 +7,7 @@ for itself and on the device that the weight goes to (transformers/core_model_lo
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -91,9 +91,11 @@ def each_alone(
     model: Any, home: torch.device, stored: torch.dtype, names: Iterable[str]
 ) -> dict[str, Callable[[], None]]:
     """Return what loads each of these weights; the file is known before the first is loaded."""
+    weights = _without_bytes(model)
+    files = {name: in_file(model, {name: weights[name]}) for name in names}
     return {
-        name: partial(_convert, model, _in_file_of(model, stored, nullcontext, {name}), home)
-        for name in names
+        name: partial(_convert, model, _unread(found, stored, nullcontext), home)
+        for name, found in files.items()
     }
 
 
@@ -108,7 +110,8 @@ def load(
     divides = is_divided() and quantizer is None
     if not divides:
         model.to("meta")
-    state = _in_file_of(model, stored, shared, model.state_dict().keys(), quantizer)
+    found = in_file(model, _without_bytes(model))
+    state = _unread(found if quantizer is None else _packed(found), stored, shared)
     if divides:
         from transformers.integrations.deepspeed import _load_state_dict_into_zero3_model
 
@@ -120,17 +123,16 @@ def load(
         _finish(model, home)
 
 
-def _in_file_of(
-    model: Any, stored: torch.dtype, shared: Shared, names: Collection[str], quantizer: Any = None
-) -> dict[str, _InFile]:
-    weights = {
+def _without_bytes(model: Any) -> dict[str, torch.Tensor]:
+    return {
         name: torch.empty(getattr(each, "ds_shape", each.shape), dtype=each.dtype, device="meta")
         for name, each in model.state_dict(keep_vars=True).items()
-        if name in names
     }
-    found = in_file(model, weights)
-    if quantizer is not None:
-        found = _packed(found)
+
+
+def _unread(
+    found: Mapping[str, torch.Tensor], stored: torch.dtype, shared: Shared
+) -> dict[str, _InFile]:
     return {name: _InFile(each, stored, shared) for name, each in found.items()}
 
 
