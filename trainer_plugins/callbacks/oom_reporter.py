@@ -3,6 +3,7 @@
 import atexit
 import logging
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +29,7 @@ from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import folder_of_run, output_dir_of, write_new
-from trainer_plugins.record.oom_record import read_oom_record
+from trainer_plugins.record.oom_record import read_oom_record, read_oom_records
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
@@ -112,7 +113,8 @@ class OOMReporter(RunCallback):
             self.end_run()
             if failure.record:
                 folder = folder_of_run(Path(trainer.args.output_dir))
-                atexit.register(_explain_if_it_ended_the_program, folder / failure.record, time())
+                path = folder / failure.record
+                atexit.register(_explain_if_it_ended_the_program, path, failure.words)
 
     def _record(
         self, trainer: HfTrainer, call: str, error: BaseException, found: OutOfMemory
@@ -160,23 +162,28 @@ def _write(folder: Path, facts: RunFacts) -> None:
         )
 
 
-def _explain_if_it_ended_the_program(path: Path, time_seconds: float) -> None:
+def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Write the explanation below the traceback: of the lowest rank that failed, of all at once."""
     from trainer_plugins.explain.run import explain_record
 
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
-        others = path.parent.glob("oom-rank*.json")
-        lower = (each for each in others if _rank_of(each) < _rank_of(path))
-        if any(each.stat().st_mtime > time_seconds - _AT_ONCE_SECONDS for each in lower):
+        record, folder = read_oom_record(path), output_dir_of(path.parent)
+        if record is None or words not in map(first_line, _what_ended_the_program()):
             return
-        record = read_oom_record(path)
-        if hasattr(sys, "last_type") and record is not None:
-            for line in explain_record(record, output_dir_of(path.parent)).brief():
-                sys.stderr.write(f"{printable(str(line))}\n")
+        since = record.time_seconds - _AT_ONCE_SECONDS
+        others = read_oom_records(folder)
+        if any(each.rank < record.rank and each.time_seconds > since for each in others):
+            return
+        for line in explain_record(record, folder).brief():
+            sys.stderr.write(f"{printable(str(line))}\n")
 
 
-def _rank_of(path: Path) -> int:
-    return int(path.stem.split("-")[1].removeprefix("rank"))
+def _what_ended_the_program() -> Iterator[BaseException]:
+    """Yield the error that Python has shown, and those behind it."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
