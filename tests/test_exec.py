@@ -266,6 +266,24 @@ def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, cau
     assert (done.returncode == 0) == bool(caught)
 
 
+@pytest.mark.slow
+def test_a_run_that_dies_of_something_else_is_not_explained_by_an_earlier_oom(
+    tmp_path: Path,
+) -> None:
+    text = SCRIPT[: SCRIPT.index("facts =")].replace(
+        "use_cpu=True", "per_device_train_batch_size=64"
+    )
+    text = text.replace("trainer.train()", "with suppress(RuntimeError): trainer.train()\n1 / 0")
+    (tmp_path / "train.py").write_text(f"from contextlib import suppress{text}")
+    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+
+    done = execute(*OBSERVE, "--", sys.executable, *simgpu, cwd=tmp_path)
+
+    assert (tmp_path / "out" / "_trainer_plugins" / "oom-rank0.json").exists(), done.stderr
+    assert "ZeroDivisionError: division by zero" in done.stderr
+    assert "Why  " not in done.stderr
+
+
 def test_a_warning_of_an_import_keeps_the_line_that_imports(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("")
