@@ -1,4 +1,4 @@
-"""Returns what is inside: a model in PEFT's wrapper, a DTensor's local part, nested tensors."""
+"""Returns what is inside: a model in its wrappers, a DTensor's local part, nested tensors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,8 +7,14 @@ import torch
 
 
 def base_model(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, or the model itself."""
+    """Return the model inside PEFT's wrapper and FSDP1's, or the model itself."""
+    model = without_fsdp1(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def without_fsdp1(model: Any) -> Any:
+    """Return the model inside the wrapper of FSDP1, or the model itself."""
+    return getattr(model, "_fsdp_wrapped_module", model)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

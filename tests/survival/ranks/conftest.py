@@ -2,7 +2,7 @@
 
 collect_ignore = [
     "every_trainer.py",
-    "fsdp2_ranks.py",
+    "fsdp_ranks.py",
     "random_failures.py",
     "rehearsed_ranks.py",
     "zero_plan.py",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -143,7 +144,15 @@ def trained(trainer) -> list[torch.Tensor]:
     """By how much a step has moved each weight; empty on a rank that has no whole weights."""
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     trainer.train()
-    after = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if isinstance(trainer.model, FullyShardedDataParallel):
+        # accelerate's `get_state_dict` reads weights on the CPU that FSDP1 has released
+        with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
+            after = {
+                name.replace("_fsdp_wrapped_module.", ""): weight.detach().clone()
+                for name, weight in trainer.model.named_parameters()
+            }
+    else:
+        after = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return [after[name].double() - before[name] for name in sorted(before)] if after else []
 
 
@@ -174,7 +183,10 @@ def cell(make) -> dict[str, Any]:
 
 def made(make: Callable[..., Trainer], folder: Path, strategy: str) -> Trainer:
     unset_hf_deepspeed_config()  # of the trainer before, by which a model would be made in parts
-    return make(folder, **SETTINGS, **STRATEGIES[strategy])
+    trainer = make(folder, **SETTINGS, **STRATEGIES[strategy])
+    if strategy == "FSDP1":  # its norm of gradients is float32, and refuses float64
+        trainer._get_grad_norm = lambda model, grad_norm=None: None
+    return trainer
 
 
 def cells(

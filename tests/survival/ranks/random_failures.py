@@ -43,7 +43,7 @@ def made(make):
 
 def weights(run: Run) -> list[torch.Tensor]:
     """This rank's part of them."""
-    return [local_tensor(weight) for weight in run.weights]
+    return [local for weight in run.weights if (local := local_tensor(weight)).numel()]
 
 
 def main(folder: Path, strategy: str, name: str, num_seeds: int) -> None:

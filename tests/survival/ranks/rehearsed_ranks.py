@@ -29,7 +29,7 @@ from trainer_plugins.reading import MemoryReading
 FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 RANK = int(os.environ["RANK"])
 if KIND == "fsdp2":
-    from tests.survival.ranks import fsdp2_ranks  # noqa: F401 - two gloo ranks count as GPUs
+    from tests.survival.ranks import fsdp_ranks  # noqa: F401 - two gloo ranks count as GPUs
 
 ZERO_3 = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,

@@ -1,7 +1,7 @@
 """FSDP2: whichever rank runs out of memory, wherever in a window, the step has the gradient it would have had.
 
 Each case is a training of its own, in float64; all of them run in one launch of two ranks
-(fsdp2_ranks.py), as the processes cost more than the trainings. `fail` says for a rank and a
+(fsdp_ranks.py), as the processes cost more than the trainings. `fail` says for a rank and a
 micro-batch at which parts of its allocations the memory ends: below about 0.5 in the forward pass,
 beyond 1 in what is computed after a failure.
 """
@@ -19,7 +19,7 @@ from tests.wanted import wanted
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
+SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 
 WINDOW = {"gradient_accumulation_steps": 3}
 CHECKPOINTING = {
@@ -114,10 +114,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "on both again": {"settings": WINDOW},
     "late": {"late": True},
     "nothing helps": {"fail": {"1": {"1": [0.5]}}, "rows": [1, 1], "options": {"ladder": []}},
-    "FSDP 1": {
-        "refused_as": "FSDP 1 cannot be reset after an error half way",
-        "fsdp_version": 1,
-    },
     "torch 2.12": {
         "refused_as": "no reset_iter_state: use 2.13 or newer",
         "without": "reset_iter_state",
@@ -140,14 +136,14 @@ ALWAYS = (
 
 
 def launched(
-    folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int
+    folder: Path, cases: dict[str, dict[str, Any]], num_ranks: int, config: str | Path = "fsdp2"
 ) -> list[dict[str, Any]]:
     """Run the cases on so many ranks.
 
     Returns what each rank has seen, by case, and how the launch ended.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
-    call = [*command("fsdp2", ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
+    call = [*command(config, ("--num_processes", str(num_ranks)), SCRIPT), str(folder)]
     began = time.monotonic()
     process = start(call, folder)
     printed = ended(process, folder)
@@ -181,10 +177,15 @@ def two_refused(request, tmp_path_factory):
     return launched(tmp_path_factory.mktemp("fsdp2"), {name: OTHER[name] for name in REFUSED}, 2)
 
 
-def as_launched(facts: dict[str, Any], world_size: int) -> None:
-    assert facts["wrapped"] in ("FSDPLlamaForCausalLM", "FSDPPeftModel")
+def as_launched(
+    facts: dict[str, Any],
+    world_size: int,
+    wrapped: tuple[str, ...] = ("FSDPLlamaForCausalLM", "FSDPPeftModel"),
+    num_gathers: int = 5,
+) -> None:
+    assert facts["wrapped"] in wrapped
     assert (facts["world_size"], facts["backend"]) == (world_size, "gloo")
-    assert facts["num_gathers"] >= 5
+    assert facts["num_gathers"] >= num_gathers
     assert facts["restored"] == ["DefaultAllGather", "DefaultReduceScatter"]
 
 
@@ -192,12 +193,24 @@ def as_launched(facts: dict[str, Any], world_size: int) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsys) -> None:
     case = EXACT[name]
-    for rank, facts in enumerate(seen[name] for seen in two_ranks):
+    for facts in (seen[name] for seen in two_ranks):
         as_launched(facts, 2)
+    survived_exactly(two_ranks, name, case)
+    if "sweep" in case:
+        with capsys.disabled():
+            print(
+                f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most"
+            )
+
+
+def survived_exactly(
+    ranks: list[dict[str, Any]], name: str, case: dict[str, Any], may: float = 1e-12
+) -> None:
+    for rank, facts in enumerate(seen[name] for seen in ranks):
         assert facts["ended"] == ""
         assert facts["num_steps"][0] == facts["num_steps"][1] - 2 * ("resume" in case)
-        assert facts["gradients"] <= 1e-12
-        assert facts["weights"] <= 1e-12
+        assert facts["gradients"] <= may
+        assert facts["weights"] <= may or "trl" in case
         assert facts["logged_off_by"] <= 2e-6, "losses of transformers are taken in float32"
         assert facts["num_failed"] == facts["num_to_fail"]
         assert (facts["num_to_fail"] > 0) == (
@@ -205,11 +218,6 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
         )
         assert facts["num_survived"] > 0
         assert facts["num_forwards"][0] > facts["num_forwards"][1] - 4 * ("resume" in case)
-    if "sweep" in case:
-        with capsys.disabled():
-            print(
-                f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most"
-            )
 
 
 @pytest.mark.all

@@ -1,6 +1,6 @@
 """TRL's trainers under FSDP2: gradients, and all that they log, are those of a run without a failure.
 
-Launched as test_fsdp2.py does, with fsdp2_ranks.py; `fail` says the same there. TRL takes its losses
+Launched as test_fsdp2.py does, with fsdp_ranks.py; `fail` says the same there. TRL takes its losses
 in float32.
 """
 

@@ -26,6 +26,7 @@ from trainer_plugins.survival.attempt.users_code import (
 )
 from trainer_plugins.survival.exact.finality import GradientMark
 from trainer_plugins.survival.exact.shares import Inputs
+from trainer_plugins.wrapped import without_fsdp1
 
 _LIBRARIES = ("transformers", "trl")
 _AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barrier", "broadcast"}
@@ -73,8 +74,8 @@ def _sets(owner: type, loss_type: object) -> bool:
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
     """Give the modules that hand the loss on, from the outermost to the one that computes it."""
-    yield model
-    inner: Any = model
+    inner: Any = without_fsdp1(model)
+    yield inner
     if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and what it wraps
         tuner, base = inner.base_model, inner.get_base_model()
         if tuner is not base:

@@ -23,7 +23,11 @@ def kind_of(trainer: HfTrainer, model: nn.Module | None = None) -> type[Ranks]:
 
         return DDP
     if trainer.is_fsdp_enabled:
-        from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+        if trainer.accelerator.state.fsdp_plugin.fsdp_version == 2:
+            from trainer_plugins.survival.ranks.fsdp2 import FSDP2
 
-        return FSDP2
+            return FSDP2
+        from trainer_plugins.survival.ranks.fsdp1 import FSDP1
+
+        return FSDP1
     return Ranks  # it refuses kinds that are not known

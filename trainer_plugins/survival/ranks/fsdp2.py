@@ -1,38 +1,16 @@
-"""FSDP2: ranks that hold a part of each weight, and meet in collectives.
+"""FSDP2: torch's `FSDPModule`, whose units count the collectives that they make."""
 
-* A micro-batch takes the same collectives in the same order, whatever its rows, and begins from the
-  same state of FSDP on every rank (`FSDP2.begin`). After a rank has failed behind the first m of
-  them, its peers wait for the rest.
-* It takes part in the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer
-  has to know before its own pass has ended; until then some numbers of all ranks are worthless.
-* One vote follows each backward pass, on the CPU, and none stands before a collective. If one rank
-  failed, all throw away the gradients of the step (`FSDP2.clear`), and compute its micro-batches
-  again in equally many pieces (`training/planned.py`).
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
-from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.exact.shares import IndivisibleError
-from trainer_plugins.survival.limit.limit import most
-from trainer_plugins.survival.micro_batch import MicroBatch
-from trainer_plugins.survival.ranks.alone import HowToRecover, Together
-from trainer_plugins.survival.ranks.ledger import Counted, Ledger
-from trainer_plugins.wrapped import local_tensor
-
-T = TypeVar("T")
-
-_TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it never fits
+from trainer_plugins.survival.ranks.ledger import Counted
+from trainer_plugins.survival.ranks.sharded import Sharded
 
 _NEEDED = (
     "reset_iter_state",
@@ -42,19 +20,13 @@ _NEEDED = (
 )
 
 
-class FSDP2(Together):
-    """Handles ranks that hold a part of each weight."""
+class FSDP2(Sharded):
+    """Handles ranks whose parameters are DTensors."""
 
-    recovery = HowToRecover.AGAIN
     model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        self._tiny: Callable[[], object] = list
-        self._apart: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._step, self._is_tried = -1, False
-        self._is_spoilt = False  # whether a rank has failed in this pass
-        self._ledger = Ledger()
         # TRL's second model gathers inside `compute_loss` too.
         reference = getattr(trainer, "ref_model", None)
         self._roots: list[Any] = [one for one in (model, reference) if isinstance(one, FSDPModule)]
@@ -67,37 +39,15 @@ class FSDP2(Together):
             if isinstance(m, FSDPModule)
         }
         self._units = list(units.values())
-        for unit in self._units:
-            unit.reshard()
-        self._parameters: tuple[nn.Parameter, ...] = tuple(model.parameters())
+        self._reshard()
         for unit, group in self._groups():
             unit.set_custom_all_gather(Counted(group._all_gather_comm, self._ledger))
             unit.set_custom_reduce_scatter(Counted(group._reduce_scatter_comm, self._ledger))
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        if trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-            yield "FSDP 1 cannot be reset after an error half way: use FSDP 2 (fsdp_version: 2)"
-        elif missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
+        if missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
             yield f"FSDP 2 of torch {torch.__version__} has no {missing[0]}: use 2.13 or newer"
-
-    def prepare(
-        self,
-        tiny: Callable[[], object],
-        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._tiny, self._apart = tiny, apart
-
-    def may_exchange(self) -> bool:
-        # A rank that failed does not know the shape of what the others exchange. So they vote.
-        self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
-        return not self._is_spoilt
-
-    def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
-        return ()
-
-    def part_failed(self, error: Exception) -> None:
-        raise error
 
     def end(self) -> None:
         for unit, group in self._groups():
@@ -105,166 +55,25 @@ class FSDP2(Together):
                 unit.set_custom_all_gather(group._all_gather_comm.collective)
                 unit.set_custom_reduce_scatter(group._reduce_scatter_comm.collective)
 
-    def begin(self, micro: MicroBatch) -> None:
-        if self._step != self.trainer.state.global_step:
-            self._step = self.trainer.state.global_step
-            self.micros.clear()
-            self._reset()
-        self.micros.append(micro)
-        self._settle()
+    def _listing(self) -> AbstractContextManager[object]:
+        return self._ledger.listing_wholes()
 
-    def attempt(
-        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
-    ) -> T | DidNotFit:
-        trained = [p.requires_grad for p in self._parameters]
-        with self._ledger.listing_wholes():
-            outcome = super().attempt(work, release)
-        has_failed = isinstance(outcome, DidNotFit)
-        if isinstance(outcome, DidNotFit):
-            self._finish_collectives(outcome, trained)
-        elif not is_end:
-            return outcome  # the vote comes after its backward pass
-        failed_anywhere = self.on_any(has_failed)
-        self._settle()
-        if not failed_anywhere:
-            return outcome
-        self._drop()  # what was reduced since is invalid
-        return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
-
-    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-
-        def fits(size: int) -> bool:
-            return not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
-
-        num = self.lowest(num)
-        self._reset()
-        with self._apart():
-            self._compute(self._tiny)
-            num_fit = most(fits, num, least, (num,))
-        self.clear()
-        return num_fit
-
-    def gradient(
-        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
-    ) -> list[torch.Tensor] | DidNotFit:
-        """Compute what this rank's examples bring to each reduction; no gradient is left."""
-        reduced: list[torch.Tensor] = []
-        self._ledger.reduced = reduced
-        try:
-            outcome = self.attempt(lambda: torch.autograd.backward(loss()))
-        finally:
-            self._ledger.reduced = None
-        self._drop()
-        return outcome if isinstance(outcome, DidNotFit) else reduced
-
-    def clear(self) -> None:
-        """Throw away every gradient of this optimizer step; the first call tries that here."""
-        # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
-        # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
-        with self._apart():
-            self._flush()
-            if self._is_tried:
-                return
-            self._is_tried = True
-            if self.on_any(not self._leaves_nothing()):
-                raise RuntimeError(
-                    "survive_oom could not help: a trial just now showed that FSDP 2 of torch "
-                    f"{torch.__version__} keeps something of a pass that failed. Please report it"
-                )
-
-    def _flush(self) -> None:
-        self.model.set_requires_gradient_sync(True)
-        self._compute(self._tiny)
-        self._drop()
-
-    def _compute(self, work: Callable[[], T]) -> T:
-        for _ in range(_TRIES):
-            if not isinstance(outcome := self.attempt(work), DidNotFit):
-                return outcome
-        raise torch.OutOfMemoryError(
-            "survive_oom could not help: not one short example fits on one of the ranks"
-        )
-
-    def _leaves_nothing(self) -> bool:
-        """Tell whether later gradients are the same after a pass that failed on the last rank."""
-        before = RestorePoint(self.trainer)
-        first = self._compute(self._norms)
-        self._drop()
-        self.model.set_requires_gradient_sync(False)
-        self.attempt(self._fail_half_way)
-        self._flush()
-        before.restore()
-        second = self._compute(self._norms)
-        self._drop()
-        before.restore()
-        return torch.allclose(
-            first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True
-        )
-
-    def _norms(self) -> torch.Tensor:
-        self._tiny()
-        local = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
-        return torch.stack([gradient.float().norm().cpu() for gradient in local])
-
-    def _fail_half_way(self) -> None:
-        is_here = dist.get_rank() == dist.get_world_size() - 1
-        # If weights stay gathered after the forward pass, no collective follows them.
-        self._ledger.fail_at = len(list(self._groups())) + 1 if is_here else None
-        try:
-            self._tiny()
-        finally:
-            self._ledger.fail_at = None
-        if is_here:
-            raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
-
-    def _finish_collectives(self, failure: DidNotFit, trained: list[bool]) -> None:
-        """Take part in the collectives that peers still wait in; without room for that, end."""
-        why, self.is_finishing = "not one short example fits", True
-        for _ in range(_TRIES):
-            self._forget_pass()
-            # PEFT, which disables an adapter for TRL's reference, froze the parts and enables the
-            # wholes of a layer that was gathered when it failed.
-            for parameter, is_trained in zip(self._parameters, trained, strict=True):
-                parameter.requires_grad_(is_trained)
-            self._ledger.rewind()
-            try:
-                with self._ledger.listing_wholes():
-                    outcome = super().attempt(self._tiny)
-                if not isinstance(outcome, DidNotFit):
-                    return
-            except IndivisibleError as error:
-                why = str(error)
-                break
-        raise failure.as_error(why)
-
-    def _reset(self) -> None:
-        """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
-        self._forget_pass()
-        self._settle()
+    def _num_gathers(self) -> int:
+        return len(list(self._groups()))
 
     def _forget_pass(self) -> None:
         for root in self._roots:
             if root._get_fsdp_state()._is_root is not None:  # it has run a forward pass
                 root.reset_iter_state()
 
-    def _settle(self) -> None:
-        """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
-        self._ledger.clear()
-        self.is_finishing = self._is_spoilt = False
+    def _reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
 
-    def _drop(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
+    def _reduce_each(self, is_on: bool) -> None:
+        self.model.set_requires_gradient_sync(is_on)
 
     def _groups(self) -> Iterator[tuple[Any, Any]]:
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 yield unit, group
-
-    def _no_answer(self) -> str:
-        return (
-            "survive_oom: the ranks could not agree whether everything fitted, so training stops "
-            "here. The rank that ended first logs why"
-        )

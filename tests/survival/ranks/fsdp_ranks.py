@@ -1,6 +1,6 @@
-"""Trainings under FSDP2 in which ranks run out of memory, one after the other.
+"""Trainings under FSDP in which ranks run out of memory, one after the other.
 
-Launched by test_fsdp2.py.
+Launched by test_fsdp2.py and test_fsdp1.py; the launch file says which version of FSDP it is.
 
 accelerate takes its FSDP branch for accelerators only, and calls two gloo ranks MULTI_CPU
 (accelerate/state.py).
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +24,15 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    _flat_param,
+    _runtime_utils,
+    fully_sharded_data_parallel,
+)
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
@@ -44,10 +53,11 @@ from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
 from trainer_plugins.survival.attempt.attempt import Card as RealCard
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
-from trainer_plugins.survival.ranks.fsdp2 import FSDP2
+from trainer_plugins.survival.ranks.sharded import Sharded
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
 
 RANK = int(os.environ["RANK"])
+IS_FIRST = os.environ.get("FSDP_VERSION") == "1"
 initialise = PartialState.__init__
 
 
@@ -55,17 +65,62 @@ def initialise_as_multi_gpu(self, *args, **kwargs):
     initialise(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if IS_FIRST:  # takes no cpu:0
+            self._shared_state["device"] = torch.device("cpu")
 
 
+def norm_in_float64(parameters, norm_type, *_):
+    """FSDP1 takes the norm of what this rank holds in float32, and refuses float64."""
+    local = [p.grad.norm(norm_type) for p in parameters if p.grad is not None]
+    return torch.stack(local).norm(norm_type) if local else torch.zeros((), dtype=torch.float64)
+
+
+fully_sharded_data_parallel._get_grad_norm = norm_in_float64
 PartialState.__init__ = initialise_as_multi_gpu
 
 
-def whole(values):
-    return [None if value is None else value.detach().full_tensor().clone() for value in values]
+def flat_parameters(model):
+    """What this rank holds of each unit of FSDP1."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return [unit._handle.flat_param for unit in units if unit._handle is not None]
+
+
+def weights_of(model):
+    """The whole weights; under FSDP1 this rank's part, which is its own to compare."""
+    if IS_FIRST:
+        return [flat._local_shard.clone() for flat in flat_parameters(model)]
+    for unit in units_of(model):  # an evaluation leaves weights gathered
+        unit.reshard()
+    return [weight.detach().full_tensor().clone() for weight in model.parameters()]
+
+
+def gradients_of(model):
+    gradients = [p.grad for p in (flat_parameters(model) if IS_FIRST else model.parameters())]
+    return [
+        g if g is None else (g if IS_FIRST else g.detach().full_tensor()).clone() for g in gradients
+    ]
 
 
 def units_of(model):
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_by(trainer):
+    """How many times a pass gathers, and whose collectives FSDP uses: its own, unless ours stayed."""
+    models = [trainer.model, getattr(trainer, "ref_model", None) or torch.nn.Module()]
+    if IS_FIRST:
+        handles = [flat for model in models for flat in flat_parameters(model)]
+        used = {"DefaultAllGather", "DefaultReduceScatter"}
+        are_theirs = all(module.dist is dist for module in (_flat_param, _runtime_utils))
+        return len(handles), used if are_theirs else {"ours"}
+    groups = [
+        group
+        for model in models
+        for unit in units_of(model)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+    ]
+    comms = [(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups]
+    return len(groups), {kind.__name__ for pair in comms for kind in pair}
 
 
 class Gradients(TrainerCallback):
@@ -75,7 +130,7 @@ class Gradients(TrainerCallback):
         self.kept: list[list[torch.Tensor | None]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.kept.append(whole(p.grad for p in model.parameters()))
+        self.kept.append(gradients_of(model))
 
 
 class AttachesEachStep(TrainerCallback):
@@ -119,21 +174,19 @@ class Run:
         trainer.add_callback(self.gradients)
         self.num_forwards, self.ended = 0, ""
         trainer.model.register_forward_pre_hook(self.count_forward)
-        attempt = FSDP2.attempt
+        attempt = Sharded.attempt
 
         def tried(*args, **kwargs):
             with self.allocations:
                 return attempt(*args, **kwargs)
 
-        with patch.object(FSDP2, "attempt", tried) if only_attempts else self.allocations:
+        with patch.object(Sharded, "attempt", tried) if only_attempts else self.allocations:
             try:
                 trainer.train(**train)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self.ended, self.weights = f"{type(error).__name__}: {error}", []
                 return
-        for unit in units_of(trainer.model):  # an evaluation leaves weights gathered
-            unit.reshard()
-        self.weights = whole(trainer.model.parameters())
+        self.weights = weights_of(trainer.model)
 
     def count_forward(self, *_):
         self.num_forwards += torch.is_grad_enabled()
@@ -158,7 +211,16 @@ class Run:
 def make(folder: Path, case: dict):
     """The Trainer of a case, with what the launcher would have put into the environment."""
     AcceleratorState._reset_state()
-    os.environ["FSDP_RESHARD_AFTER_FORWARD"] = case.get("reshard_after_forward", "true")
+    reshards = case.get("reshard_after_forward", "true")
+    if IS_FIRST:
+        os.environ["FSDP_SHARDING_STRATEGY"] = (
+            "FULL_SHARD" if reshards == "true" else "SHARD_GRAD_OP"
+        )
+        os.environ["FSDP_USE_ORIG_PARAMS"] = case.get("orig_params", "true")
+        os.environ["FSDP_FORWARD_PREFETCH"] = str("prefetch" in case)
+        os.environ["FSDP_BACKWARD_PREFETCH"] = case.get("prefetch", "NO_PREFETCH")
+    else:
+        os.environ["FSDP_RESHARD_AFTER_FORWARD"] = reshards
     settings = dict(case.get("settings", {}))
     folder = folder / str(RANK) if case.get("own_folders") else folder
     if case.get("sync_each_batch"):
@@ -186,8 +248,11 @@ def make(folder: Path, case: dict):
     if case.get(
         "mixed"
     ):  # what is not reduced yet is then kept apart, in the precision of the reduction
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float32
+        types: dict[str, Any] = {"param_dtype": torch.float32, "reduce_dtype": torch.float64}
+        policy = (
+            MixedPrecision(**types)
+            if IS_FIRST
+            else MixedPrecisionPolicy(**types, output_dtype=torch.float32)
         )
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return trainer
@@ -209,7 +274,7 @@ class Card(HalfFull):
 @contextlib.contextmanager
 def as_torch_says(naive: bool):
     """Where asked for, all failures but the first are followed by what torch documents: reset, zero, go on."""
-    clear, num_cleared = FSDP2.clear, []
+    clear, num_cleared = Sharded.clear, []
 
     def reset_and_zero(ranks):
         num_cleared.append(1)
@@ -220,7 +285,7 @@ def as_torch_says(naive: bool):
             ranks.model.reset_iter_state()
             ranks.model.zero_grad()
 
-    with patch.object(FSDP2, "clear", reset_and_zero if naive else clear):
+    with patch.object(Sharded, "clear", reset_and_zero if naive else clear):
         yield
 
 
@@ -285,18 +350,11 @@ def run_case(folder: Path, case: dict, reference: Run) -> dict:
     logged = list(
         zip(logged_by(trainer), logged_by(reference.trainer), strict=survived.ended == "")
     )
-    models = [trainer.model, getattr(trainer, "ref_model", None) or torch.nn.Module()]
-    groups = [
-        group
-        for model in models
-        for unit in units_of(model)
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-    ]
-    comms = [(type(group._all_gather_comm), type(group._reduce_scatter_comm)) for group in groups]
+    num_gathers, comms = gathered_by(trainer)
     return {
         "wrapped": type(trainer.model).__name__,
-        "num_gathers": len(groups),
-        "restored": sorted({kind.__name__ for pair in comms for kind in pair}),
+        "num_gathers": num_gathers,
+        "restored": sorted(comms),
         "world_size": dist.get_world_size(),
         "backend": dist.get_backend(),
         "ended": survived.ended,
@@ -380,7 +438,6 @@ def run_late(folder: Path) -> dict:
 def run_refusal(folder: Path, case: dict) -> dict:
     with pytest.MonkeyPatch.context() as patched:
         trainer = make(folder, case)
-        trainer.accelerator.state.fsdp_plugin.fsdp_version = case.get("fsdp_version", 2)
         if "without" in case:
             patched.delattr(FSDPModule, case["without"], raising=False)
         try:

@@ -1,0 +1,242 @@
+"""Sharded: ranks that hold a part of each weight, and meet in collectives: FSDP1 and FSDP2.
+
+* A micro-batch takes the same collectives in the same order, whatever its rows, and begins from the
+  same state of FSDP on every rank (`Sharded.begin`). After a rank has failed behind the first m of
+  them, its peers wait for the rest.
+* It takes part in the rest with a tiny pass, in which the first m are not sent (`Ledger`). No peer
+  has to know before its own pass has ended; until then some numbers of all ranks are worthless.
+* One vote follows each backward pass, on the CPU, and none stands before a collective. If one rank
+  failed, all throw away the gradients of the step (`Sharded.clear`), and compute its micro-batches
+  again in equally many pieces (`training/planned.py`).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.attempt.attempt import DID_NOT_FIT_ELSEWHERE, DidNotFit, Release
+from trainer_plugins.survival.attempt.state import RestorePoint
+from trainer_plugins.survival.exact.shares import IndivisibleError
+from trainer_plugins.survival.limit.limit import most
+from trainer_plugins.survival.micro_batch import MicroBatch
+from trainer_plugins.survival.ranks.alone import HowToRecover, Together
+from trainer_plugins.survival.ranks.ledger import Ledger
+from trainer_plugins.wrapped import local_tensor
+
+T = TypeVar("T")
+
+_TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it never fits
+
+
+class Sharded(Together):
+    """Handles ranks that hold a part of each weight, whichever version of FSDP divides it."""
+
+    recovery = HowToRecover.AGAIN
+
+    def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
+        super().__init__(trainer, model)
+        self._tiny: Callable[[], object] = list
+        self._apart: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._step, self._is_tried = -1, False
+        self._is_spoilt = False  # whether a rank has failed in this pass
+        self._ledger = Ledger()
+        self._parameters: tuple[nn.Parameter, ...] = tuple(model.parameters())
+
+    def _listing(self) -> AbstractContextManager[object]:
+        """Surround a pass, whose collectives go into the ledger."""
+        raise NotImplementedError
+
+    def _num_gathers(self) -> int:
+        """Return how many times a forward pass gathers."""
+        raise NotImplementedError
+
+    def _forget_pass(self) -> None:
+        """Bring FSDP back to where a pass begins."""
+        raise NotImplementedError
+
+    def _reshard(self) -> None:
+        """Release all gathered weights."""
+        raise NotImplementedError
+
+    def _reduce_each(self, is_on: bool) -> None:
+        """Reduce what each further pass of this micro-batch computes, or nothing."""
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        """Throw away the gradients that lie in the parameters."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def prepare(
+        self,
+        tiny: Callable[[], object],
+        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._tiny, self._apart = tiny, apart
+
+    def may_exchange(self) -> bool:
+        # A rank that failed does not know the shape of what the others exchange. So they vote.
+        self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
+        return not self._is_spoilt
+
+    def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
+        return ()
+
+    def part_failed(self, error: Exception) -> None:
+        raise error
+
+    def begin(self, micro: MicroBatch) -> None:
+        if self._step != self.trainer.state.global_step:
+            self._step = self.trainer.state.global_step
+            self.micros.clear()
+            self._reset()
+        self.micros.append(micro)
+        self._settle()
+
+    def attempt(
+        self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
+    ) -> T | DidNotFit:
+        trained = [p.requires_grad for p in self._parameters]
+        with self._listing():
+            outcome = super().attempt(work, release)
+        has_failed = isinstance(outcome, DidNotFit)
+        if isinstance(outcome, DidNotFit):
+            self._finish_collectives(outcome, trained)
+        elif not is_end:
+            return outcome  # the vote comes after its backward pass
+        failed_anywhere = self.on_any(has_failed)
+        self._settle()
+        if not failed_anywhere:
+            return outcome
+        self._drop()  # what was reduced since is invalid
+        return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
+
+    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
+
+        def fits(size: int) -> bool:
+            return not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)
+
+        num = self.lowest(num)
+        self._reset()
+        with self._apart():
+            self._compute(self._tiny)
+            num_fit = most(fits, num, least, (num,))
+        self.clear()
+        return num_fit
+
+    def gradient(
+        self, loss: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
+    ) -> list[torch.Tensor] | DidNotFit:
+        """Compute what this rank's examples bring to each reduction; no gradient is left."""
+        reduced: list[torch.Tensor] = []
+        self._ledger.reduced = reduced
+        try:
+            outcome = self.attempt(lambda: torch.autograd.backward(loss()))
+        finally:
+            self._ledger.reduced = None
+        self._drop()
+        return outcome if isinstance(outcome, DidNotFit) else reduced
+
+    def clear(self) -> None:
+        """Throw away every gradient of this optimizer step; the first call tries that here."""
+        # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
+        # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
+        with self._apart():
+            self._flush()
+            if self._is_tried:
+                return
+            self._is_tried = True
+            if self.on_any(not self._leaves_nothing()):
+                raise RuntimeError(
+                    "survive_oom could not help: a trial just now showed that FSDP of torch "
+                    f"{torch.__version__} keeps something of a pass that failed. Please report it"
+                )
+
+    def _flush(self) -> None:
+        self._reduce_each(True)
+        self._compute(self._tiny)
+        self._drop()
+
+    def _compute(self, work: Callable[[], T]) -> T:
+        for _ in range(_TRIES):
+            if not isinstance(outcome := self.attempt(work), DidNotFit):
+                return outcome
+        raise torch.OutOfMemoryError(
+            "survive_oom could not help: not one short example fits on one of the ranks"
+        )
+
+    def _leaves_nothing(self) -> bool:
+        """Tell whether later gradients are the same after a pass that failed on the last rank."""
+        before = RestorePoint(self.trainer)
+        first = self._compute(self._norms)
+        self._drop()
+        self._reduce_each(False)
+        self.attempt(self._fail_half_way)
+        self._flush()
+        before.restore()
+        second = self._compute(self._norms)
+        self._drop()
+        before.restore()
+        return torch.allclose(
+            first, second, rtol=1e-2, atol=1e-3 * float(first.max()), equal_nan=True
+        )
+
+    def _norms(self) -> torch.Tensor:
+        self._tiny()
+        local = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
+        return torch.stack([gradient.float().norm().cpu() for gradient in local])
+
+    def _fail_half_way(self) -> None:
+        is_here = dist.get_rank() == dist.get_world_size() - 1
+        # If weights stay gathered after the forward pass, no collective follows them.
+        self._ledger.fail_at = self._num_gathers() + 1 if is_here else None
+        try:
+            self._tiny()
+        finally:
+            self._ledger.fail_at = None
+        if is_here:
+            raise torch.OutOfMemoryError("CUDA out of memory, to try what it leaves")
+
+    def _finish_collectives(self, failure: DidNotFit, trained: list[bool]) -> None:
+        """Take part in the collectives that peers still wait in; without room for that, end."""
+        why, self.is_finishing = "not one short example fits", True
+        for _ in range(_TRIES):
+            self._forget_pass()
+            self._drop()
+            # PEFT, which disables an adapter for TRL's reference, froze the parts and enables the
+            # wholes of a layer that was gathered when it failed.
+            for parameter, is_trained in zip(self._parameters, trained, strict=True):
+                parameter.requires_grad_(is_trained)
+            self._ledger.rewind()
+            try:
+                with self._listing():
+                    outcome = super().attempt(self._tiny)
+                if not isinstance(outcome, DidNotFit):
+                    return
+            except IndivisibleError as error:
+                why = str(error)
+                break
+        raise failure.as_error(why)
+
+    def _reset(self) -> None:
+        """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
+        self._forget_pass()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the next pass begin the same on every rank: nothing sent, and no weight gathered."""
+        self._ledger.clear()
+        self.is_finishing = self._is_spoilt = False
+        self._reshard()
+
+    def _no_answer(self) -> str:
+        return (
+            "survive_oom: the ranks could not agree whether everything fitted, so training stops "
+            "here. The rank that ended first logs why"
+        )
