@@ -1,8 +1,8 @@
 """FSDP1: torch's `FullyShardedDataParallel`, whose units hold their weights in one flat parameter.
 
-torch has no way to begin again after a pass that failed. What its own callback does at the end of a
-backward pass (`_post_backward_final_callback`) is done here for each unit, and what a failed pass
-leaves besides: a gathered parameter that is not in use yet, and a shard in low precision.
+torch has no way to begin again after a pass that failed. Here its callback at the end of a backward
+pass ends that too, as one without a reduction; then what it does not expect is released: a gathered
+parameter that is not in use yet, and a shard in low precision.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     _flat_param,
     _runtime_utils,
 )
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
@@ -57,40 +56,36 @@ class FSDP1(Sharded):
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
-        asked = [unit._sync_gradients for unit in self._units]
-        with Patches() as patches:
+        with Patches() as patches, self._reducing(self._is_reducing):
             for module in (_exec_order_utils, _flat_param, _runtime_utils):
                 patches.set(module, "dist", self._collectives)
-            if self._is_reducing is not None:
-                for unit in self._units:
-                    unit._sync_gradients = self._is_reducing
-            try:
-                yield
-            finally:
-                for unit, is_reducing in zip(self._units, asked, strict=True):
-                    unit._sync_gradients = is_reducing
+            yield
+
+    @contextmanager
+    def _reducing(self, is_on: bool | None) -> Iterator[None]:
+        asked = [unit._sync_gradients for unit in self._units]
+        try:
+            for unit in self._units:
+                unit._sync_gradients = unit._sync_gradients if is_on is None else is_on
+            yield
+        finally:
+            for unit, was_on in zip(self._units, asked, strict=True):
+                unit._sync_gradients = was_on
 
     def _num_gathers(self) -> int:
         return sum(handle.uses_sharded_strategy for _, handle in self._handles())
 
     def _forget_pass(self) -> None:
-        for root in self._roots:
-            if not root._is_root:  # it has run no forward pass
-                continue
-            root._post_backward_callback_queued = False
-            order = root._exec_order_data
-            order.handles_post_forward_order.clear()
-            order.current_order_index = 0
-        for unit in self._units:
-            unit.training_state = TrainingState.IDLE
         for _, handle in self._handles():
             flat = handle.flat_param
+            flat._post_backward_called = False
+            # The callback expects another number of hooks if PEFT has disabled an adapter since.
             if hooks := vars(flat).pop("_post_backward_hook_state", ()):
                 hooks[-1].remove()
-            flat._post_backward_called = False
-            handle._training_state = HandleTrainingState.IDLE
-            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = False
-            handle._post_forward_index = None
+        with self._reducing(False):  # else it hands gradients to the optimizer
+            for root in self._roots:
+                if root._is_root:  # it has run a forward pass
+                    _runtime_utils._post_backward_final_callback(root, root)
         self._reshard()
 
     def _reshard(self) -> None:

@@ -35,7 +35,7 @@ _TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it nev
 
 
 class Sharded(Together):
-    """Handles ranks that hold a part of each weight, whichever version of FSDP divides it."""
+    """Handles ranks that hold a part of each weight, by any version of FSDP."""
 
     recovery = HowToRecover.AGAIN
 
@@ -207,8 +207,8 @@ class Sharded(Together):
         """Take part in the collectives that peers still wait in; without room for that, end."""
         why, self.is_finishing = "not one short example fits", True
         for _ in range(_TRIES):
-            self._forget_pass()
             self._drop()
+            self._forget_pass()
             # PEFT, which disables an adapter for TRL's reference, froze the parts and enables the
             # wholes of a layer that was gathered when it failed.
             for parameter, is_trained in zip(self._parameters, trained, strict=True):

@@ -81,8 +81,6 @@ _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
 _MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
-# survival refuses it: docs/survival_ranks.md
-_FSDP1 = _called(r"fully_sharded_data_parallel|fsdp[/\\]_runtime_utils|_flat_param")
 _CONVERTS = _called(r"core_model_loading.*\bconvert\b")
 _STACKS_EXPERTS = _all_of(
     _CONVERTS, _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts"))
@@ -100,7 +98,7 @@ _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
-    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival, _FSDP1)),
+    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival)),
     advice.CHECKPOINTING: _none_of(_says(r"gradient_checkpointing[\"']?[ =:]{1,4}[Tt]rue")),
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.called(LOADING),
     advice.PRINT_THE_OOM: lambda facts: facts.has_tried_one_row,
