@@ -7,14 +7,21 @@ import torch
 
 
 def base_model(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper and FSDP1's, or the model itself."""
-    model = without_fsdp1(model)
+    """Return the model inside its wrappers, PEFT's too, or the model itself."""
+    model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def without_fsdp1(model: Any) -> Any:
-    """Return the model inside the wrapper of FSDP1, or the model itself."""
-    return getattr(model, "_fsdp_wrapped_module", model)
+def unwrapped(model: Any) -> Any:
+    """Return the model inside the wrappers of torch.compile and FSDP1, or the model itself."""
+    for wrapper in ("_orig_mod", "_fsdp_wrapped_module"):
+        model = getattr(model, wrapper, model)
+    return model
+
+
+def is_compiled(model: Any) -> bool:
+    """Tell whether torch.compile computes a model, or one of its modules."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules())
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import AdaLoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -135,12 +134,6 @@ def of_another_type():
     return model
 
 
-def compiled():
-    model = tiny_llama()
-    model.model.layers[0].compile(backend="eager")
-    return model
-
-
 def with_module(make):
     def model():
         model = tiny_llama()
@@ -255,11 +248,6 @@ CASES: dict[str, tuple] = {
     ),
     "contrastive": ({"model": clip}, "the loss of CLIPModel compares each example with the others"),
     "router": ({"model": mixtral}, "router's auxiliary loss is not a sum over rows"),
-    "torch.compile": (
-        {"torch_compile": True, "torch_compile_backend": "eager"},
-        "torch.compile compiles again",
-    ),
-    "compiled layer": ({"model": compiled}, "torch.compile compiles again"),
     "layerwise": (
         {"optim": "galore_adamw_layerwise", "optim_target_modules": "q"},
         "applies gradients inside",
@@ -275,14 +263,6 @@ CASES: dict[str, tuple] = {
         "OwnStep.training_step never calls compute_loss",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _compile_for_one_test_only(monkeypatch):
-    """torch_compile=True goes into the environment and accelerate's state, and would stay there."""
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("case", CASES)

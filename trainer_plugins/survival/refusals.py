@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+import torch
+
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
-from trainer_plugins.wrapped import base_model
+from trainer_plugins.wrapped import base_model, is_compiled
 
 
 def refusals(trainer: HfTrainer) -> list[str]:
@@ -35,13 +37,18 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
 
 
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
-    backend = str(trainer.accelerator.state.dynamo_plugin.backend).rpartition(".")[2]
-    is_compiled = any(
-        hasattr(m, "_orig_mod") or m._compiled_call_impl is not None
-        for m in trainer.model.modules()
-    )
-    if trainer.args.torch_compile or backend != "NO" or is_compiled:
-        yield "torch.compile compiles again for every size of a piece: turn it off"
+    plugin = trainer.accelerator.state.dynamo_plugin
+    if str(plugin.backend).endswith("NO") and not is_compiled(trainer.model):
+        return
+    if trainer.args.world_size > 1:
+        yield "torch.compile with several processes is not supported yet: turn it off"
+    if plugin.mode in ("reduce-overhead", "max-autotune"):
+        yield (
+            f"torch.compile with mode={plugin.mode!r} keeps the memory of CUDA graphs: use the "
+            "default, or max-autotune-no-cudagraphs"
+        )
+    if torch._dynamo.config.compiled_autograd:
+        yield "compiled_autograd hides which gradients a failed backward pass has finished"
 
 
 def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Run: the state of one call of `trainer.train()`, shared by the engine and its recoveries."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.words import not_attached
+from trainer_plugins.wrapped import is_compiled
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +87,9 @@ class TrainingRun:
         # Why a pass forbids a division, by what it moved or whose loss it was; None before the
         # first.
         self.what_moved: str | None = None
+        self.is_compiled = is_compiled(model)
+        if self.is_compiled:  # the others hook into forward passes
+            attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
         self._owners = owners_of_state(self.ranks.bare)
         # Listed once: it takes milliseconds. Recovery notices when the list has become wrong.
         self._parameters = tuple(model.parameters())
@@ -98,12 +102,22 @@ class TrainingRun:
             reading.allocated_bytes if reading else 0,
         )
 
+    def num_graphs(self) -> int:
+        """Return how many graphs torch.compile has compiled in this process."""
+        if not self.is_compiled:
+            return 0
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
     @contextmanager
     def measuring(self, *, shows_metrics: bool = False) -> Iterator[Callable[[], None]]:
         """Undo what a measurement draws and counts, at its end and when what it gives is called."""
         before = self.start().snapshot
         try:
-            with self.gathers.measuring() if shows_metrics else self.gathers.apart():
+            with ExitStack() as stack:
+                if self.is_compiled:  # what is intercepted would not be compiled from then on
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                gathers = self.gathers
+                stack.enter_context(gathers.measuring() if shows_metrics else gathers.apart())
                 yield before.restore
         finally:
             before.restore()

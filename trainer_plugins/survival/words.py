@@ -25,6 +25,7 @@ class Story:
     pieces: list[int] = field(default_factory=list)  # their sizes, in order
     switched_on: list[str] = field(default_factory=list)
     measured: str = ""  # the measurement that pieces add up, if it was made for this micro-batch
+    num_graphs: int = 0  # how many torch.compile has compiled for its pieces
     loss: str = ""  # the kind of a loss that the user vouched for, as measured: "a mean over rows"
 
     def count(self, num: int) -> str:
@@ -45,6 +46,7 @@ class Story:
             summary="micro-batches that do not fit are computed in pieces: "
             f"{self.what(whole)} in {self._pieces()}",
             evidence=f"a rehearsal or an earlier failure showed the limit, {limit}"
+            + self._compiled()
             + self._vouched(),
             remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "
             "memory/divided_micro_batches in the logs counts them.",
@@ -69,7 +71,7 @@ class Story:
         return Finding.warning(
             code="out-of-memory-survived",
             summary=f"{self._failed()}; {which} was computed in {self._pieces()}{how}",
-            evidence="; ".join(evidence) + self._vouched(),
+            evidence="; ".join(evidence) + self._compiled() + self._vouched(),
             remedy=remedy,
             amount=float(len(self.failures)),
         )
@@ -91,6 +93,10 @@ class Story:
     def _pieces(self) -> str:
         num, largest = len(self.pieces), max(self.pieces)
         return "one piece" if num == 1 else f"{num} pieces of at most {self.count(largest)}"
+
+    def _compiled(self) -> str:
+        graphs = "1 graph" if self.num_graphs == 1 else f"{self.num_graphs} graphs"
+        return f"; torch.compile compiled {graphs} for pieces" if self.num_graphs else ""
 
     def _vouched(self) -> str:
         return f"; you vouched for the loss: it was measured as {self.loss}" if self.loss else ""

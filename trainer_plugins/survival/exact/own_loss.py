@@ -26,7 +26,7 @@ from trainer_plugins.survival.attempt.users_code import (
 )
 from trainer_plugins.survival.exact.finality import GradientMark
 from trainer_plugins.survival.exact.shares import Inputs
-from trainer_plugins.wrapped import without_fsdp1
+from trainer_plugins.wrapped import unwrapped
 
 _LIBRARIES = ("transformers", "trl")
 _AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barrier", "broadcast"}
@@ -74,7 +74,7 @@ def _sets(owner: type, loss_type: object) -> bool:
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
     """Give the modules that hand the loss on, from the outermost to the one that computes it."""
-    inner: Any = without_fsdp1(model)
+    inner: Any = unwrapped(model)
     yield inner
     if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and what it wraps
         tuner, base = inner.base_model, inner.get_base_model()

@@ -50,6 +50,7 @@ class Recovery:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(inputs) if self._layout else 1
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
+        self._num_graphs = run.num_graphs()
         self._moved: dict[str, Moved] | None = None  # what the first piece has moved
         self._added: list[_Added] = []
         self._tried: list[int] = []  # numbers of examples of the failed attempts
@@ -155,6 +156,7 @@ class Recovery:
 
     def _tell(self) -> None:
         run, story, whole = self._run, self._story, self._micro.whole
+        story.num_graphs = run.num_graphs() - self._num_graphs
         is_divided = len(story.pieces) > 1
         run.memo.num_divided += is_divided
         if self._attached.family.is_vouched and self._layout is not None and is_divided:
