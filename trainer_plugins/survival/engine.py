@@ -23,6 +23,7 @@ from torch import nn
 from trainer_plugins.hf_trainer import HfAccelerator
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.completions import Completions
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, family_of
@@ -57,11 +58,14 @@ class Engine:
         self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
         self._current: MicroBatch | None = None
         self._evaluation = Evaluation(attached)
+        self._completions = Completions(attached)
 
     def attach(self) -> None:
         trainer = self._attached.trainer
         self._methods.set(trainer, "compute_loss", self.compute_loss)
         self._methods.set(trainer, "prediction_step", self._evaluation.prediction_step)
+        for name, divided in self._completions.methods():
+            self._methods.set(trainer, name, divided)
         self._follow_accelerator()
         memo_of(trainer).listener = ref(self)
 
