@@ -216,6 +216,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_forward_tile": ("trl.kernels.chunked_logprob", "trl<1.16"),
     "_fused_logprob_entropy": ("trl.trainer.utils", "trl<1.16"),
     "_generate_and_score_completions": ("trl.trainer.grpo_trainer",),
+    "_generate_single_turn": ("trl.trainer.grpo_trainer",),
     "_get_per_token_logps_and_entropies": ("trl.trainer.grpo_trainer",),
     "_last_loaded_step": ("trl.trainer.grpo_trainer",),
     "_stored_metrics": ("trl.experimental.cpo.cpo_trainer", "trl.trainer.cpo_trainer"),
