@@ -46,7 +46,8 @@ def seq2seq(path, **options):
 
 def online_dpo(path, **options):
     model, prompts = tiny_llama(vocab_size=259).double(), {"prompt": lambda n: "a stone"}
-    more, options = {"reward_funcs": test_trl.wordy}, {"max_length": 64, **options}
+    more = {"reward_funcs": test_trl.wordy, "ref_model": tiny_llama(vocab_size=259).double()}
+    options = {"max_length": 64, **options}
     return test_trl.made(OnlineDPOTrainer, OnlineDPOConfig, path, model, prompts, more, **options)
 
 
