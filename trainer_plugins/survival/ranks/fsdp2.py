@@ -45,6 +45,7 @@ _NEEDED = (
 class FSDP2(Together):
     """Handles ranks that hold a part of each weight."""
 
+    passes_twice = False
     recovery = HowToRecover.AGAIN
     model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
