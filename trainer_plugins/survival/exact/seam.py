@@ -21,6 +21,7 @@ from trainer_plugins.survival.attempt.state import Generators
 from trainer_plugins.survival.exact.coupled import ROW, Compute, Divided
 from trainer_plugins.survival.exact.finality import frozen
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
+from trainer_plugins.wrapped import tensors_in
 
 _Rows = tuple[int, ...]  # places in the whole
 
@@ -110,12 +111,14 @@ class Seam:
         call = self._calls[number]
         assert self._whole is not None
         num, again = len(self._whole[ROW]), call.after
+        num_each = _num_each((args, options), num)
         if again is not None:  # a piece was divided: its parts draw other numbers
             again.restore()
         for rows in missing:
             call.before[rows] = Generators(self._trainer.args.device)
-            outputs = forward(*_taken(args, rows, num), **_taken(options, rows, num))
-            call.outputs = _joined(call.outputs, outputs, rows, num)
+            places = _in_each(rows, num, num_each)
+            outputs = forward(*_taken(args, places, num), **_taken(options, places, num))
+            call.outputs = _joined(call.outputs, outputs, places, num * num_each)
         call.after = again or Generators(self._trainer.args.device)
         call.after.restore()
         return _copied(call.outputs)
@@ -133,8 +136,10 @@ class Seam:
         outputs = _copied(call.outputs)
         if torch.is_grad_enabled():
             call.before[rows].restore()
-            passed = forward(*_taken(args, rows, num), **_taken(options, rows, num))
-            outputs = _joined(call.outputs, passed, rows, num)
+            num_each = _num_each((args, options), num)
+            places = _in_each(rows, num, num_each)
+            passed = forward(*_taken(args, places, num), **_taken(options, places, num))
+            outputs = _joined(call.outputs, passed, places, num * num_each)
         assert call.after is not None
         call.after.restore()
         return outputs
@@ -146,12 +151,21 @@ def _places(part: Inputs, whole: Inputs) -> _Rows:
     return tuple(place for place, row in enumerate(whole[ROW]) if row in rows)
 
 
+def _num_each(value: Any, num: int) -> int:
+    """Return how many rows of a module's an example has: sentence-transformers joins columns."""
+    return max([1, *(len(t) // num for t in tensors_in(value) if t.dim() and len(t) % num == 0)])
+
+
+def _in_each(rows: _Rows, num: int, num_each: int) -> _Rows:
+    return tuple(row + column * num for column in range(num_each) for row in rows)
+
+
 def _taken(value: Any, rows: _Rows, num: int) -> Any:
-    """Take these rows of all `num` out of what a module is called with."""
+    """Take these rows out of what a module is called with, which has a multiple of `num`."""
     if torch.is_tensor(value):
         if not value.dim() or (len(value) == 1 and num > 1):
             return value  # it is for all rows
-        if len(value) != num:
+        if len(value) <= max(rows) or len(value) % num:
             raise IndivisibleError(
                 f"a module gets a tensor of {len(value)} rows where its micro-batch has {num}"
             )
