@@ -117,9 +117,10 @@ def with_expert(**settings) -> Trainer:
 
 
 def trl_trainer(name: str, **settings) -> Trainer:
-    from tests.survival import test_trl
+    from tests.survival import test_coupled, test_trl
 
-    return getattr(test_trl, name)(FOLDER / f"trl-{RANK}", **settings)
+    home = test_coupled if name in ("kto", "orpo") else test_trl
+    return getattr(home, name)(FOLDER / f"trl-{RANK}", **settings)
 
 
 @dataclass
@@ -171,11 +172,17 @@ STORIES = {
 if importlib.util.find_spec("peft"):
     STORIES["LoRA"] = Story({1: {1: [0.75], 2: [0.2]}}, lora)
 if importlib.util.find_spec("trl"):
-    for kind in ("sft", "dpo", "reward", "grpo", "rloo"):
+    for kind in ("sft", "dpo", "reward", "grpo", "rloo", "kto", "orpo"):
         settings = {"beta": 0.0} if kind == "rloo" else {}
         STORIES[f"TRL {kind}"] = Story(
             {1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings
         )
+    # In its pass for the baseline, behind the forward pass, and in one without gradients of a part.
+    STORIES["TRL kto, elsewhere"] = Story(
+        {0: {0: [0.5], 3: [0.4]}, 1: {1: [0.1], 2: [0.2], 3: [0.45]}},
+        STORIES["TRL kto"].make,
+        STORIES["TRL kto"].settings,
+    )
 
 
 def made(story: Story) -> Trainer:
