@@ -60,6 +60,7 @@ _TAGS = Family((Rows(),), (shares.SUM, shares.TOKENS, shares.TOKENS_IN_SIGHT), s
 _CLASSES = Family((Rows(),), (shares.LABELLED_ROWS, shares.ROWS, shares.SUM), shares.ROWS)
 _ANSWERS = Family((Rows(),), (shares.ANSWERED_ROWS, shares.ROWS), shares.ROWS)
 _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
+_SPEECH = Family((Rows(),), (shares.ROWS, shares.SUM), shares.ROWS)
 _COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
 # Of losses that compare rows (`seam.py`).
@@ -82,6 +83,20 @@ _BY_MODEL = {
     "ForImageClassification": _CLASSES,
     "ForVideoClassification": _CLASSES,
     "ForAudioClassification": _CLASSES,
+}
+
+# By the end of a class's name, where there is no such type: the loss is in its `forward`.
+_BY_NAME = {
+    "ForMultipleChoice": _CLASSES,
+    "ForNextSentencePrediction": _CLASSES,
+    "ForEntityClassification": _CLASSES,
+    "ForEntityPairClassification": _CLASSES,
+    "ForXVector": _CLASSES,
+    "ForAudioFrameClassification": _ROWS,
+    "ForCTC": _SPEECH,
+    "ForSpeechToText": _ALIGNED,
+    "ForTextToText": _ALIGNED,
+    "ForCausalImageModeling": _NEXT_TOKENS,
 }
 
 _DPO = (
@@ -233,6 +248,8 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
         return _CAUSAL
     if loss in _BY_MODEL:
         return _BY_MODEL[loss]
+    if named := [family for ending, family in _BY_NAME.items() if kind.endswith(ending)]:
+        return named[0]
     return _unknown(
         f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples"
     )
