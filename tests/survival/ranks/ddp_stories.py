@@ -116,6 +116,16 @@ def with_expert(**settings) -> Trainer:
     return llama(model=model, data_collator=one_for_the_expert, **settings)
 
 
+def with_towers(**settings) -> Trainer:
+    """Pictures and texts; the weights behind the towers get their gradient in the first piece."""
+    from tests.survival import test_contrastive
+
+    model = test_contrastive.clip()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("k_proj.bias" not in name)  # its gradient is nothing but rounding
+    return test_contrastive.contrastive(FOLDER / f"towers-{RANK}", model, **settings)
+
+
 def trl_trainer(name: str, **settings) -> Trainer:
     from tests.survival import test_coupled, test_trl
 
@@ -164,6 +174,7 @@ STORIES = {
     "tied": Story({1: {1: [0.75], 2: [0.2]}}, tied),
     "an expert not used by the last piece": Story({1: {1: [0.75], 2: [0.2]}}, with_expert),
     "the same, all used": Story({1: {1: [0.75], 3: [0.2]}}, with_expert, USED),
+    "towers": Story({0: {2: [0.5]}, 1: {1: [0.75], 2: [0.2], 3: [0.5]}}, with_towers),
     "bf16": Story({1: {1: [0.75], 2: [0.2]}}, in_bf16),
     "three ranks, two fail": Story(
         {0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, {"train_dataset": 96}, world=3
