@@ -1,16 +1,20 @@
 """Losses whose parts have to know of the whole: ORPO, CPO and DPO with two means, and what compares rows."""
 
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import ByT5Tokenizer, Trainer
 
 from tests.models import tiny_llama
-from tests.survival.failing import gradients_by_rounding, survive
+from tests.survival.failing import Run, gradients_by_rounding, numbers_off_by, survive
+from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_trl import PREFERENCES, dpo, made
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.memo import memo_of
 
 trl = pytest.importorskip("trl", minversion="1.0")
 
@@ -63,6 +67,7 @@ def gkd(tmp_path, **options):
     )
 
 
+SOME = ("orpo", "simpo", "dpo sft", "kto", "aot")
 TWO_MEANS: dict[str, tuple[Callable[..., Trainer], dict[str, Any]]] = {
     "orpo": (orpo, {"beta": 0.5}),
     "cpo": (cpo, {}),
@@ -77,6 +82,7 @@ TWO_MEANS: dict[str, tuple[Callable[..., Trainer], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all(unless=lambda name: name in SOME)
 @pytest.mark.parametrize("name", TWO_MEANS)
 def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, name: str) -> None:
     make, options = TWO_MEANS[name]
@@ -115,6 +121,7 @@ COMPARING: dict[str, tuple[Callable[..., Trainer], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all(unless=lambda name: name in SOME)
 @pytest.mark.parametrize("name", COMPARING)
 def test_rows_that_are_compared(tmp_path, name: str) -> None:
     make, options = COMPARING[name]
@@ -129,3 +136,29 @@ def test_a_product_of_two_means_is_refused(tmp_path) -> None:
     trainer = dpo_sft(tmp_path, use_weighting=True)
     with pytest.raises(ValueError, match='"sft" with use_weighting multiplies two means'):
         survive_oom(trainer)
+
+
+class Refusing(HalfFull):
+    """A card on which no more than so many tokens pass at once with gradients."""
+
+    num_tokens = 120
+
+    def look(self, module, args, kwargs):
+        if torch.is_grad_enabled() and kwargs["input_ids"].numel() > self.num_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("make", [kto, orpo])
+def test_what_fits_is_found_before_step_1(tmp_path, make) -> None:
+    whole, trainer, card = Run(make(tmp_path)), make(tmp_path), Refusing()
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: card.look(module, args, kwargs), with_kwargs=True
+    )
+    with patch("trainer_plugins.survival.memo.card_of", lambda _: card):
+        survive_oom(trainer)
+        survived = Run(trainer)
+
+    assert not math.isinf(memo_of(trainer).limit)
+    assert memo_of(trainer).num_survived == 0, "nothing failed in training"
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+    assert numbers_off_by(survived.logged, whole.logged) <= 1e-4
