@@ -84,17 +84,18 @@ def ranking(tmp_path, loss=Ranking):
     return trainer
 
 
-def with_gradient(gradients):
-    return [[g for g in step if g is not None] for step in gradients]  # a pooler has none
+def assert_exact(whole, survived) -> None:
+    ours, theirs = (
+        [[g for g in step if g is not None] for step in run.gradients]  # a pooler has none
+        for run in (survived, whole)
+    )
+    assert max(map(off_by_largest, ours, theirs)) <= 1e-12
+    assert numbers_off_by(survived.logged, whole.logged) <= 1e-6
 
 
 @pytest.mark.parametrize("at", [0.3, 0.8])
 def test_a_loss_that_ranks_rows(tmp_path, at: float) -> None:
-    whole, survived = survive(lambda: ranking(tmp_path), {0: at}, ladder=())
-
-    ours, theirs = with_gradient(survived.gradients), with_gradient(whole.gradients)
-    assert max(map(off_by_largest, ours, theirs)) <= 1e-12
-    assert numbers_off_by(survived.logged, whole.logged) <= 1e-6
+    assert_exact(*survive(lambda: ranking(tmp_path), {0: at}, ladder=()))
 
 
 @pytest.mark.parametrize(
@@ -123,39 +124,69 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_library(tmp_path, name: str) -> None:
-    library = pytest.importorskip("sentence_transformers")
-    losses = pytest.importorskip("sentence_transformers.losses")
-    models = pytest.importorskip("sentence_transformers.models")
+def made_by(library, model, names, trainer_name, tmp_path, losses, *inner):
     datasets = pytest.importorskip("datasets")
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=384, **SIZES)).save_pretrained(tmp_path / "model")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
     rows = [
         {
             column: n % 5 / 5 if column == "score" else sentence(n + place, 1 + (n + place) % 5)
-            for place, column in enumerate(LOSSES[name])
+            for place, column in enumerate(names)
         }
         for n in range(32)
     ]
+    trainer = small_trainer(
+        tmp_path,
+        model,
+        getattr(library, trainer_name),
+        getattr(library, f"{trainer_name.removesuffix('er')}ingArguments"),
+        train_dataset=datasets.Dataset.from_list(rows),
+        data_collator=None,
+        remove_unused_columns=True,
+    )
+    trainer.loss = losses(model, *inner)
+    return trainer
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=384, **SIZES)).save_pretrained(tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_library(tmp_path, encoder, name: str) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    losses = pytest.importorskip("sentence_transformers.losses")
+    models = pytest.importorskip("sentence_transformers.models")
 
     def make():
-        transformer = models.Transformer(str(tmp_path / "model"), max_seq_length=64)
-        modules = [transformer, models.Pooling(32)]
+        modules = [models.Transformer(encoder, max_seq_length=64), models.Pooling(32)]
         model = library.SentenceTransformer(modules=modules, device="cpu").double()
         inner = [losses.MultipleNegativesRankingLoss(model), [32, 16]] if "Mat" in name else []
-        classes = {
-            "trainer_class": library.SentenceTransformerTrainer,
-            "args_class": library.SentenceTransformerTrainingArguments,
-        }
-        more = {"train_dataset": datasets.Dataset.from_list(rows), "data_collator": None}
-        trainer = small_trainer(tmp_path, model, **classes, **more, remove_unused_columns=True)
-        trainer.loss = getattr(losses, name)(model, *inner)
-        return trainer
+        return made_by(
+            library,
+            model,
+            LOSSES[name],
+            "SentenceTransformerTrainer",
+            tmp_path,
+            getattr(losses, name),
+            *inner,
+        )
 
-    whole, survived = survive(make, {0: 0.8}, ladder=())
+    assert_exact(*survive(make, {0: 0.8}, ladder=()))
 
-    ours, theirs = with_gradient(survived.gradients), with_gradient(whole.gradients)
-    assert max(map(off_by_largest, ours, theirs)) <= 1e-12
-    assert numbers_off_by(survived.logged, whole.logged) <= 1e-6
+
+def test_late_interaction_as_in_colbert(tmp_path, encoder) -> None:
+    library = pytest.importorskip("sentence_transformers", minversion="6.0")
+    home = pytest.importorskip("sentence_transformers.multi_vector_encoder.losses")
+    torch.manual_seed(0)
+    library.MultiVectorEncoder(encoder, device="cpu").save(str(tmp_path / "colbert"))
+
+    def make():
+        model = library.MultiVectorEncoder(str(tmp_path / "colbert"), device="cpu").double()
+        ranking = home.MultiVectorMultipleNegativesRankingLoss
+        trainer_name = "MultiVectorEncoderTrainer"
+        return made_by(library, model, ("query", "document"), trainer_name, tmp_path, ranking)
+
+    assert_exact(*survive(make, {0: 0.3}, ladder=()))

@@ -301,8 +301,11 @@ def _seen_by_trl(trainer: Any, family: Family) -> Family | NoFamily:
     return replace(family, coupling=Seam(trainer, models))
 
 
+_SENTENCES = {"SentenceTransformerTrainer", "MultiVectorEncoderTrainer"}  # the second as ColBERT
+
+
 def _family_of_sentences(trainer: Any) -> Family | NoFamily:
-    if all(kind.__name__ != "SentenceTransformerTrainer" for kind in type(trainer).__mro__):
+    if not _SENTENCES & {kind.__name__ for kind in type(trainer).__mro__}:
         return _unknown(f"the losses of {type(trainer).__name__} are not known")
     losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
     weights = {*trainer.model.parameters()}
