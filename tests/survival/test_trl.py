@@ -106,16 +106,6 @@ def dpo(tmp_path, columns=PREFERENCES, tied=False, dtype=torch.float64, **option
     )
 
 
-def kto(tmp_path, **options):
-    columns = {
-        name: PREFERENCES[column]
-        for name, column in (("prompt", "prompt"), ("completion", "chosen"))
-    }
-    model = tiny_llama(vocab_size=384)
-    return made(trl.KTOTrainer, trl.KTOConfig, tmp_path, model, {**columns, "label": lambda n: n % 2 == 0},
-                {"ref_model": tiny_llama(vocab_size=384)}, **options)  # fmt: skip
-
-
 def reward(tmp_path, columns=PREFERENCES, dtype=torch.float64, **options):
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -261,12 +251,6 @@ def own_grpo(tmp_path):
     return generated(OwnGRPO, trl.GRPOConfig, tmp_path)
 
 
-def orpo(tmp_path):
-    home = pytest.importorskip("trl.experimental.orpo")
-    model = tiny_llama(vocab_size=384)
-    return made(home.ORPOTrainer, home.ORPOConfig, tmp_path, model, PREFERENCES)
-
-
 def online_dpo(tmp_path):
     home = pytest.importorskip("trl.experimental.online_dpo")
     model, rows = tiny_llama(vocab_size=384), [{"prompt": sentence(n, 2)} for n in range(8)]
@@ -289,24 +273,14 @@ def offloading(tmp_path):
     ("make", "why"),
     [
         (
-            kto,
-            "the loss of KTOTrainer cannot be divided: its KL baseline is a mean over the micro-batch",
-        ),
-        (lambda path: dpo(path, loss_type=["aot"]), "the DPO loss 'aot' is not a mean over pairs"),
-        (
-            lambda path: dpo(path, loss_type=["sigmoid", "bco_pair"]),
-            "the DPO loss 'bco_pair' is not a mean over pairs",
-        ),
-        (
             lambda path: grpo(path, top_entropy_quantile=0.5),
             "top_entropy_quantile compares all completions",
         ),
-        (orpo, "ORPOTrainer.compute_loss is not known to be a sum over examples"),
         (online_dpo, "OnlineDPOTrainer.training_step never calls compute_loss"),
         (own_grpo, "OwnGRPO.compute_loss is not known to be a sum over examples"),
         (offloading, "activation_offloading counts tensors"),
     ],
-    ids=["KTO", "AOT", "BCO", "quantile", "ORPO", "online DPO", "own", "offloading"],
+    ids=["quantile", "online DPO", "own", "offloading"],
 )
 def test_refused_by_name(tmp_path, make, why: str) -> None:
     with pytest.raises(ValueError, match=why):

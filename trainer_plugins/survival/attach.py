@@ -78,8 +78,9 @@ def survive_oom(
     everything fits it costs nothing. Call it before `trainer.train()`.
 
     Args:
-        trainer: a `Trainer`, `Seq2SeqTrainer`, or TRL's SFT, DPO, Reward, GRPO or RLOO trainer; in
-            one process, under DDP, FSDP2 and DeepSpeed ZeRO.
+        trainer: a `Trainer`, `Seq2SeqTrainer`, one of sentence-transformers, or TRL's SFT, DPO,
+            KTO, ORPO, CPO, GKD, Reward, GRPO or RLOO trainer; in one process, under DDP, FSDP2
+            and DeepSpeed ZeRO.
         min_micro_batch: examples (rows, pairs, packed sequences) below which nothing is divided.
         ladder: what to switch on, in order, when even the smallest piece does not fit:
             "checkpointing"; "offload", with which activations wait in main memory (not under FSDP2

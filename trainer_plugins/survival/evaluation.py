@@ -238,6 +238,8 @@ class Evaluation:
 
     def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
         family = self._attached.family
+        if family.coupling is not None:
+            raise IndivisibleError("with this loss only training divides")
         layout = find_layout(family.layouts, inputs)
         num, before = layout.count(inputs), self._before()
         if failures:
@@ -296,7 +298,7 @@ class Evaluation:
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
-            def loss(some: Inputs) -> torch.Tensor:
+            def loss(some: Inputs, _: object) -> torch.Tensor:
                 result = compute(some)
                 self._attached.check_loss_of_part()
                 value: torch.Tensor = result[0] if isinstance(result, tuple) else result

@@ -19,6 +19,7 @@ from trainer_plugins.survival.attempt.state import (
 )
 from trainer_plugins.survival.attempt.users_code import is_users_function
 from trainer_plugins.survival.certificate.certificate import Certificate
+from trainer_plugins.survival.exact.coupled import ROW
 from trainer_plugins.survival.exact.finality import GradientMark
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout, Packed, find_layout
@@ -148,7 +149,7 @@ class TrainingRun:
         state = self.full_state() if self.what_moved is None and model.training else None
         with self.gathers.held():
             loss: torch.Tensor = attached.compute_loss(
-                model, dict(inputs), num_items_in_batch=num_items
+                model, _without_numbers(inputs), num_items_in_batch=num_items
             )
         if state is not None:
             moved = state.moved()
@@ -187,3 +188,7 @@ class TrainingRun:
             self.is_refused = not is_own_loss or self.attached.trainer.args.world_size == 1
             self.attached.refuse([self.what_moved])
         return self.is_refused
+
+
+def _without_numbers(inputs: Inputs) -> Inputs:
+    return {name: value for name, value in inputs.items() if name != ROW}

@@ -41,9 +41,24 @@ def batch_for(model: nn.Module, *, labels_at_padding: bool) -> dict[str, Any]:
         mask = torch.ones(4, WIDTH).long()
         ids = torch.randint(10, 80, mask.shape, generator=dice)
         batch = {main: _signal(main, config, dice)}
+        if ("CTC" in kind or "XVector" in kind) and batch[main].dim() == 2:
+            batch[main] = batch[main].repeat(1, 6)  # they take more frames than labels
     ignored = torch.where(mask > 0, ids, ids if labels_at_padding else -100)
     num = getattr(config, "num_labels", 3)
-    if "start_positions" in names:  # at padding is beyond the end, where no loss counts it
+    if "MultipleChoice" in kind:  # three answers to each, which begin as differently as rows
+        for name, value in batch.items():
+            batch[name] = torch.stack([value, value.roll(1, 0), value.roll(2, 0)], 1)
+        batch["labels"] = ids[:, 0] % 3
+    elif "NextSentencePrediction" in kind:
+        batch["labels"] = ids[:, 0] % 2
+    elif "XVector" in kind:
+        batch["labels"] = ids[:, 0] % num
+    elif "AudioFrame" in kind:
+        with torch.no_grad():
+            shape = model(**batch).logits.shape
+        classes = torch.randint(0, shape[-1], shape[:-1], generator=dice)
+        batch["labels"] = nn.functional.one_hot(classes, shape[-1])
+    elif "start_positions" in names:  # at padding is beyond the end, where no loss counts it
         starts, width = torch.tensor((1, 3, 12, 2)), torch.tensor(WIDTH)
         starts = torch.where(torch.tensor([labels_at_padding, True, True, True]), starts, width)
         batch |= {"start_positions": starts, "end_positions": (starts + 2).minimum(width)}
@@ -55,6 +70,8 @@ def batch_for(model: nn.Module, *, labels_at_padding: bool) -> dict[str, Any]:
         lengths = torch.tensor((4, 6, 2, 5))
         some = torch.randint(10, 80, (4, 6), generator=dice)
         is_there = torch.arange(6)[None] < lengths[:, None]
+        if "CTC" in kind:
+            some = some % (config.vocab_size - 1) + 1
         batch["labels"] = some if labels_at_padding else some.masked_fill(~is_there, -100)
     elif "MaskedLM" in kind:
         batch["labels"] = ignored.masked_fill(ids % 3 == 1, -100)

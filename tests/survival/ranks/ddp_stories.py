@@ -116,10 +116,21 @@ def with_expert(**settings) -> Trainer:
     return llama(model=model, data_collator=one_for_the_expert, **settings)
 
 
-def trl_trainer(name: str, **settings) -> Trainer:
-    from tests.survival import test_trl
+def with_towers(**settings) -> Trainer:
+    """Pictures and texts; the weights behind the towers get their gradient in the first piece."""
+    from tests.survival import test_contrastive
 
-    return getattr(test_trl, name)(FOLDER / f"trl-{RANK}", **settings)
+    model = test_contrastive.clip()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("k_proj.bias" not in name)  # its gradient is nothing but rounding
+    return test_contrastive.contrastive(FOLDER / f"towers-{RANK}", model, **settings)
+
+
+def trl_trainer(name: str, **settings) -> Trainer:
+    from tests.survival import test_coupled, test_trl
+
+    home = test_coupled if name in ("kto", "orpo") else test_trl
+    return getattr(home, name)(FOLDER / f"trl-{RANK}", **settings)
 
 
 @dataclass
@@ -163,6 +174,7 @@ STORIES = {
     "tied": Story({1: {1: [0.75], 2: [0.2]}}, tied),
     "an expert not used by the last piece": Story({1: {1: [0.75], 2: [0.2]}}, with_expert),
     "the same, all used": Story({1: {1: [0.75], 3: [0.2]}}, with_expert, USED),
+    "towers": Story({0: {2: [0.5]}, 1: {1: [0.75], 2: [0.2], 3: [0.5]}}, with_towers),
     "bf16": Story({1: {1: [0.75], 2: [0.2]}}, in_bf16),
     "three ranks, two fail": Story(
         {0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, {"train_dataset": 96}, world=3
@@ -171,11 +183,17 @@ STORIES = {
 if importlib.util.find_spec("peft"):
     STORIES["LoRA"] = Story({1: {1: [0.75], 2: [0.2]}}, lora)
 if importlib.util.find_spec("trl"):
-    for kind in ("sft", "dpo", "reward", "grpo", "rloo"):
+    for kind in ("sft", "dpo", "reward", "grpo", "rloo", "kto", "orpo"):
         settings = {"beta": 0.0} if kind == "rloo" else {}
         STORIES[f"TRL {kind}"] = Story(
             {1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings
         )
+    # In its pass for the baseline, behind the forward pass, and in one without gradients of a part.
+    STORIES["TRL kto, elsewhere"] = Story(
+        {0: {0: [0.5], 3: [0.4]}, 1: {1: [0.1], 2: [0.2], 3: [0.45]}},
+        STORIES["TRL kto"].make,
+        STORIES["TRL kto"].settings,
+    )
 
 
 def made(story: Story) -> Trainer:

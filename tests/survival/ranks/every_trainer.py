@@ -25,7 +25,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.models import tiny_llama
-from tests.survival import test_trl
+from tests.survival import test_coupled, test_trl
 from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
@@ -59,9 +59,10 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "RewardTrainer": test_trl.reward,
     "GRPOTrainer": test_trl.grpo,
     "RLOOTrainer": test_trl.rloo,
-    "KTOTrainer": test_trl.kto,
+    "KTOTrainer": test_coupled.kto,
     "CPOTrainer": partial(preference, CPOTrainer, CPOConfig),
     "ORPOTrainer": partial(preference, ORPOTrainer, ORPOConfig),
+    "GKDTrainer": test_coupled.gkd,
     "OnlineDPOTrainer": online_dpo,
 }
 
@@ -79,6 +80,7 @@ VARIANTS: dict[str, Callable[..., Trainer]] = {
     "SFT without padding": test_trl.sft_packed,
     "SFT with other rows on each rank": uneven,
     "DPO with an adapter": partial(test_trl.dpo, lora={}),
+    "DPO with sft": test_coupled.dpo_sft,
     "DPO, precomputed": partial(test_trl.dpo, precompute_ref_log_probs=True),
     "Reward with an adapter": partial(test_trl.reward, lora={}),
     "GRPO with an adapter": partial(test_trl.grpo, lora={}),

@@ -259,17 +259,30 @@ def why_rows_differ(
     return ""
 
 
+class Generators:
+    """Keeps the state of all random generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu, self._numpy = torch.get_rng_state(), np.random.get_state()
+        self._python, self._device = random.getstate(), device
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._card = self._module.get_rng_state(device) if self._module else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        if self._module:
+            self._module.set_rng_state(self._card, self._device)
+
+
 class RestorePoint:
     """Keeps all random generators, the counts of a TRL trainer, and a model's state."""
 
     def __init__(self, trainer: HfTrainer, mode: str = "train", state: State | None = None) -> None:
         self._trainer, self._mode = trainer, mode
         self.state = state or State({})
-        self._cpu, self._numpy = torch.get_rng_state(), np.random.get_state()
-        self._python = random.getstate()
-        device = trainer.args.device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._card = self._module.get_rng_state(device) if self._module else None
+        self._generators = Generators(trainer.args.device)
         self._num_tokens = getattr(trainer, "_total_train_tokens", None)
         self._ends = [
             {name: (len(values), values[-1]) for name, values in metrics.items() if values}
@@ -277,11 +290,7 @@ class RestorePoint:
         ]
 
     def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-        if self._module:
-            self._module.set_rng_state(self._card, self._trainer.args.device)
+        self._generators.restore()
         self.begin_next()
 
     def begin_next(self) -> None:

@@ -11,6 +11,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_not_divided
 from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
 from trainer_plugins.survival.certificate.samples import Sample
+from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.finality import Watch
 from trainer_plugins.survival.exact.shares import ClassWeights, IndivisibleError, Inputs, Weight
 from trainer_plugins.survival.limit.limit import cells
@@ -32,7 +33,7 @@ _SMALLEST_LOSS = 1e-2  # a smaller one may be rounding, as terms of GRPO cancel:
 
 _FORWARD = 1 / 3  # cost of a forward pass, as a part of a forward and backward pass
 
-Loss = Callable[[Inputs], torch.Tensor]
+Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may be a part
 _Measured = list[torch.Tensor]  # one tensor a parameter or a reduction, or the loss alone
 
 
@@ -95,13 +96,13 @@ class Comparison:
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
         """Compare by class weights too, if the loss of a few examples is weighted by some."""
         self._passes.begin()
-        attempt(lambda: class_weights.look(lambda: self._passes.loss(few)))
+        attempt(lambda: class_weights.look(lambda: self._passes.loss(few, None)))
         self.weights = (*class_weights.weights, *self.weights)
 
     def end_with(self, samples: list[Sample]) -> None:
         """Compute a whole and its parts last, which shows `gathers.py` how metrics add up."""
         for sample in self._in_turn(samples):
-            passed = [self._pass(some) for some in (sample.whole, *sample.parts)]
+            passed = [self._pass(some, sample=sample) for some in (sample.whole, *sample.parts)]
             if not self._ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
                 return
         raise IndivisibleError("there was no room to measure how its metrics add up")
@@ -244,7 +245,7 @@ class Comparison:
                 factor = sample.factors(weight)[place]
                 before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
                 if before not in passed or self._ranks.measures_together:
-                    one = self._pass(part, before)
+                    one = self._pass(part, before, sample=sample)
                     if isinstance(one, DidNotFit):
                         return one
                     passed[before] = one
@@ -261,9 +262,9 @@ class Comparison:
     def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
         """Find out whether pieces that each begin with the same state leave that of the whole."""
         # They do if each pass counts the same for any rows, or overwrites completely.
-        again = self._pass(sample.parts[1], goes_on=True)
+        again = self._pass(sample.parts[1], sample=sample, goes_on=True)
         after = self._passes.state.moved()
-        repeated = self._pass(sample.parts[1])
+        repeated = self._pass(sample.parts[1], sample=sample)
         moved = [*moved, after, self._passes.state.moved()]
         if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
             return
@@ -281,16 +282,23 @@ class Comparison:
             self.why_moved = why or "a pass of another rank moves the state of the model"
 
     def _pass(
-        self, some: Inputs, factor: float = 1.0, *, goes_on: bool = False
+        self,
+        some: Inputs,
+        factor: float = 1.0,
+        *,
+        sample: Sample | None = None,
+        goes_on: bool = False,
     ) -> _Measured | DidNotFit:
-        passes = self._passes
+        passes, whole = self._passes, sample.divided if sample is not None else None
         passes.begin(goes_on=goes_on)
         self.cost += (1 if self._is_gradient else _FORWARD) * cells(some)
         try:
             if self._is_gradient:
                 scale = factor * passes.scale
-                return self._ranks.gradient(lambda: passes.loss(some) * scale, passes.parameters)
-            return attempt(lambda: self._value(some))
+                return self._ranks.gradient(
+                    lambda: passes.loss(some, whole) * scale, passes.parameters
+                )
+            return attempt(lambda: self._value(some, whole))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own, about a size that it never meets in training
@@ -299,9 +307,9 @@ class Comparison:
                 f"a part of it cannot be computed: {type(error).__name__}: {error}"
             ) from error
 
-    def _value(self, some: Inputs) -> _Measured:
+    def _value(self, some: Inputs, whole: Divided | None) -> _Measured:
         with torch.no_grad():
-            return [self._passes.loss(some).detach().cpu().double().reshape(1)]
+            return [self._passes.loss(some, whole).detach().cpu().double().reshape(1)]
 
     def _farthest(self, error: float) -> float:
         """Return the error of the rank where it is largest; ranks vote by whole numbers."""

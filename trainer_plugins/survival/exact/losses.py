@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.exact import shares
+from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
+from trainer_plugins.survival.exact.seam import Seam
+from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model
 
 
@@ -24,6 +26,7 @@ class Family:
     layouts: tuple[Layout, ...]  # how examples may lie, asked in order
     weights: tuple[shares.Weight, ...]  # those in question; a measurement decides between them
     share: shares.Weight  # the weight for averages over pieces of the metrics that a trainer logs
+    coupling: coupled.Coupling | None = None  # what a part has to know of the whole
     is_vouched: bool = False  # whether the user says that the loss is one of these kinds
     delegated_to: type | None = None  # whose `compute_loss` the user's must call, and no more
 
@@ -51,13 +54,18 @@ def _unknown(why: str) -> NoFamily:
 _CAUSAL = Family(
     (Packed(), Rows()), (shares.SUM, shares.NEXT_TOKENS, shares.TOKENS), shares.NEXT_TOKENS
 )
+_NEXT_TOKENS = Family((Rows(),), (shares.SUM, shares.NEXT_TOKENS), shares.NEXT_TOKENS)
 _ALIGNED = Family((Rows(),), (shares.SUM, shares.TOKENS), shares.TOKENS)
 _TAGS = Family((Rows(),), (shares.SUM, shares.TOKENS, shares.TOKENS_IN_SIGHT), shares.TOKENS)
 _CLASSES = Family((Rows(),), (shares.LABELLED_ROWS, shares.ROWS, shares.SUM), shares.ROWS)
 _ANSWERS = Family((Rows(),), (shares.ANSWERED_ROWS, shares.ROWS), shares.ROWS)
 _ROWS = Family((Rows(),), (shares.ROWS,), shares.ROWS)
+_SPEECH = Family((Rows(),), (shares.ROWS, shares.SUM), shares.ROWS)
 _COMPLETIONS = Family((Completions(),), (shares.ROWS,), shares.COMPLETION_TOKENS)
 _PAIRS = Family((Pairs(),), (shares.ROWS,), shares.ROWS)
+# Of losses that compare rows (`seam.py`).
+_SEEN_ROWS = Family((Rows(),), (shares.ALL_ROWS,), shares.ROWS)
+_SEEN_PAIRS = Family((Pairs(),), (shares.ALL_ROWS,), shares.ROWS)
 _VOUCHED = Family(
     (Packed(), Rows()),
     (shares.SUM, shares.NEXT_TOKENS, shares.TOKENS, shares.LABELLED_ROWS, shares.ROWS),
@@ -77,6 +85,20 @@ _BY_MODEL = {
     "ForAudioClassification": _CLASSES,
 }
 
+# By the end of a class's name, where there is no such type: the loss is in its `forward`.
+_BY_NAME = {
+    "ForMultipleChoice": _CLASSES,
+    "ForNextSentencePrediction": _CLASSES,
+    "ForEntityClassification": _CLASSES,
+    "ForEntityPairClassification": _CLASSES,
+    "ForXVector": _CLASSES,
+    "ForAudioFrameClassification": _ROWS,
+    "ForCTC": _SPEECH,
+    "ForSpeechToText": _ALIGNED,
+    "ForTextToText": _ALIGNED,
+    "ForCausalImageModeling": _NEXT_TOKENS,
+}
+
 _DPO = (
     "sigmoid",
     "sigmoid_norm",
@@ -90,6 +112,8 @@ _DPO = (
     "apo_down",
     "discopop",
 )
+_DPO_SORTED = ("aot", "aot_unpaired")  # compare pairs
+_DPO_1 = ("sft", "bco_pair")  # before trl 1.0 with running means, or by another name
 
 _GRPO = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), shares.ROWS),
@@ -98,16 +122,22 @@ _GRPO = {
 }
 
 _NOT_ADDITIVE = {
-    "KTOTrainer": "its KL baseline is a mean over the micro-batch",
     "BCOTrainer": "its reward baseline is a mean over the micro-batch",
-    "SentenceTransformerTrainer": "its losses compare each example with the others of the "
-    "micro-batch",
 }
 
 _COUPLED_MODELS = {
     "PaliGemmaForConditionalGeneration": "a row without padding is computed differently when no "
     "other row is padded",
 }
+
+
+# Through these rows of CLIP, SigLIP and others pass by themselves; their embeddings are compared.
+_TOWERS = ("text_model", "vision_model")
+
+_NOT_TWICE = (
+    "its loss compares rows, so all have to pass once before the pieces, and under FSDP a rank "
+    "that fails there could not finish what the others wait for: use DDP or DeepSpeed ZeRO"
+)
 
 
 def family_of(
@@ -128,6 +158,9 @@ def family_of(
         if not (found.can_vouch and is_vouched):
             return found
         found = _VOUCHED
+    sees_all = found.coupling is not None and found.coupling.sees_all
+    if sees_all and not kind_of(trainer).passes_twice:
+        return NoFamily(_NOT_TWICE)
     boundary = rope_boundary(trainer.model)
     if boundary is None:
         return found
@@ -188,9 +221,12 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
         return NoFamily(f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}")
     names = inspect.signature(model.forward).parameters.keys()
     if "return_loss" in names:
-        return NoFamily(
-            f"the loss of {kind} compares each example with the others of the micro-batch"
-        )
+        towers = [child for name, child in model.named_children() if name in _TOWERS]
+        if len(towers) < 2:
+            return NoFamily(
+                f"the loss of {kind} compares each example with the others of the micro-batch"
+            )
+        return replace(_SEEN_ROWS, coupling=Seam(trainer, towers))
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     if not owner.__module__.startswith("transformers."):
         return _unknown(
@@ -212,6 +248,8 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
         return _CAUSAL
     if loss in _BY_MODEL:
         return _BY_MODEL[loss]
+    if named := [family for ending, family in _BY_NAME.items() if kind.endswith(ending)]:
+        return named[0]
     return _unknown(
         f"the loss of {kind} (loss_type={loss!r}) is not known to be a sum over examples"
     )
@@ -229,16 +267,59 @@ def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
 def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     kinds = trainer.args.loss_type
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    if unknown := [kind for kind in kinds if kind not in _DPO]:
+    is_old = hasattr(trainer, "concatenated_inputs")  # trl before 1.0
+    unknown = [
+        kind for kind in kinds if kind not in (_DPO if is_old else (*_DPO, *_DPO_SORTED, *_DPO_1))
+    ]
+    if unknown:
         return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
     if getattr(trainer.args, "rpo_alpha", None) is not None:
         return NoFamily(
-            "rpo_alpha adds a mean over tokens to a mean over pairs: no weight fits both"
+            "rpo_alpha adds a mean over tokens to a mean over pairs: with trl 1.0 name the losses "
+            '"sft" too'
         )
     if getattr(trainer, "padding_free", False):
         return NoFamily("DPO with padding_free is not supported yet")
-    # trl before 1.0 has own names for chosen and rejected, with one row a pair.
-    return _ROWS if hasattr(trainer, "concatenated_inputs") else _PAIRS
+    if set(kinds) & set(_DPO_SORTED):
+        return _seen_by_trl(trainer, _SEEN_PAIRS)
+    if "sft" in kinds:
+        if trainer.args.use_weighting:
+            return NoFamily('DPO\'s "sft" with use_weighting multiplies two means')
+        return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer))
+    # The old one has own names for chosen and rejected, with one row a pair.
+    return _ROWS if is_old else _PAIRS
+
+
+def _seen_by_trl(trainer: Any, family: Family) -> Family | NoFamily:
+    """Put the seam around models that return few numbers a token, and no logits (trl 1.16)."""
+    own = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+    if "fused_lm_head" not in inspect.getsource(own):
+        return NoFamily(
+            f"the loss of {own.__name__} compares rows, and with this trl all logits would be kept"
+        )
+    models = [trainer.model, *([ref] if (ref := trainer.ref_model) is not None else [])]
+    return replace(family, coupling=Seam(trainer, models))
+
+
+_SENTENCES = {"SentenceTransformerTrainer", "MultiVectorEncoderTrainer"}  # the second as ColBERT
+
+
+def _family_of_sentences(trainer: Any) -> Family | NoFamily:
+    if not _SENTENCES & {kind.__name__ for kind in type(trainer).__mro__}:
+        return _unknown(f"the losses of {type(trainer).__name__} are not known")
+    losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
+    weights = {*trainer.model.parameters()}
+    for loss in losses:
+        name = type(loss).__name__
+        if any("Cached" in type(part).__name__ for part in loss.modules()):
+            return NoFamily(f"{name} computes its own pieces: set its mini_batch_size instead")
+        if any(getattr(part, "gather_across_devices", False) for part in loss.modules()):
+            return NoFamily(f"{name} with gather_across_devices compares rows of all ranks")
+        if not {*loss.parameters()} <= weights:
+            return NoFamily(f"{name} has weights of its own, whose gradients are not watched")
+    if trainer.args.world_size > 1:
+        return NoFamily("losses of sentence-transformers keep the wrapped model: one card only")
+    return replace(_SEEN_ROWS, coupling=Seam(trainer, [trainer.model]))
 
 
 def _family_of_grpo(trainer: Any) -> Family | NoFamily:
@@ -256,9 +337,15 @@ def _family_of_grpo(trainer: Any) -> Family | NoFamily:
 
 _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("transformers", "Trainer"): _family_of_model,
+    ("sentence_transformers", "SentenceTransformerTrainer"): _family_of_sentences,
+    ("sentence_transformers", "BaseTrainer"): _family_of_sentences,  # from 5.5 on
     ("trl", "SFTTrainer"): _family_of_sft,
     ("trl", "RewardTrainer"): lambda _: _PAIRS,
     ("trl", "DPOTrainer"): _family_of_dpo,
+    ("trl", "ORPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.orpo(trainer)),
+    ("trl", "CPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.cpo(trainer)),
+    ("trl", "KTOTrainer"): lambda trainer: _seen_by_trl(trainer, _SEEN_ROWS),
+    ("trl", "GKDTrainer"): lambda _: _NEXT_TOKENS,
     ("trl", "GRPOTrainer"): _family_of_grpo,
     ("trl", "RLOOTrainer"): lambda _: _COMPLETIONS,
 }  # what computes the loss, by the library and the name of the class

@@ -119,6 +119,7 @@ def _answered_rows(inputs: Inputs, _: int) -> float:
 
 
 SUM = Weight("a sum over the window", None)
+ALL_ROWS = Weight("a loss of all rows, of which a part has the gradient of its own", None)
 LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
 ANSWERED_ROWS = Weight("a mean over rows with an answer", _answered_rows)

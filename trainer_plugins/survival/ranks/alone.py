@@ -34,6 +34,7 @@ class Ranks:
     recovery = HowToRecover.ALONE
 
     forward_is_shared = False  # whether other ranks take part in each forward pass
+    passes_twice = True  # whether rows may pass without gradients before the pieces
     measures_together = False  # whether ranks judge together; they measure gradients then
     micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
     options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
@@ -60,6 +61,11 @@ class Ranks:
     @property
     def bare(self) -> nn.Module:
         """Return the model without its wrapper, if it can be computed without."""
+        return self.model
+
+    @property
+    def first_pass(self) -> nn.Module:
+        """Return the model for a pass without gradients, which may come before the pieces."""
         return self.model
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:

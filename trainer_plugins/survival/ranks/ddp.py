@@ -76,6 +76,11 @@ class DDP(Ranks):
         module: nn.Module = self.model.module
         return module
 
+    @property
+    def first_pass(self) -> nn.Module:
+        # It exchanges buffers, once, as the failed one has if the reducer is armed.
+        return self.bare if self._is_armed else self.model
+
     def begin(self, micro: MicroBatch) -> None:
         self._progress = _Progress.OUTSIDE
         self._is_synced, self._is_armed = self.model.require_backward_grad_sync, False
@@ -87,7 +92,7 @@ class DDP(Ranks):
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
             self.bare.register_forward_pre_hook(lambda *_: self._advance(_Progress.INSIDE)),
-            self.bare.register_forward_hook(lambda *_: self._advance(_Progress.ARMED)),
+            self.bare.register_forward_hook(lambda *_: self._computed()),
         )
         try:
             return super().attempt(work, release, is_end=is_end)
@@ -133,6 +138,13 @@ class DDP(Ranks):
         # found unused it has sent itself.
         if self._is_armed or (self._is_synced and not self.model.find_unused_parameters):
             send(missing)
+
+    def _computed(self) -> None:
+        if torch.is_grad_enabled():
+            self._advance(_Progress.ARMED)
+        elif self._progress == _Progress.INSIDE:
+            # DDP exchanges no buffers in its next pass, and has armed nothing.
+            self._progress = _Progress.OUTSIDE
 
     def _advance(self, to: _Progress) -> None:
         """Advance one step at a time: DPO with adapters calls the bare model without DDP too."""

@@ -37,6 +37,7 @@ _TRIES = 3  # a tiny pass needs almost no memory: if it fails this often, it nev
 class Sharded(Together):
     """Handles ranks that hold a part of each weight, by any version of FSDP."""
 
+    passes_twice = False
     recovery = HowToRecover.AGAIN
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:

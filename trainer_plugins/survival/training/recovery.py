@@ -2,7 +2,9 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple, NoReturn
@@ -18,8 +20,9 @@ from trainer_plugins.survival.attempt.state import (
     why_rows_differ,
 )
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
+from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
 from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
-from trainer_plugins.survival.exact.layouts import Layout
+from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING, is_checkpointing
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
@@ -49,6 +52,11 @@ class Recovery:
         except IndivisibleError as error:
             self._why_whole = str(error)
         micro.whole.num = self._layout.count(inputs) if self._layout else 1
+        self._coupling = self._attached.family.coupling
+        self._sees_all = self._coupling is not None and self._coupling.sees_all
+        if self._sees_all and isinstance(self._layout, Rows) and ROW not in inputs:
+            num_rows = micro.whole.num * self._layout.per_example
+            micro.whole.inputs = {**inputs, ROW: [*range(num_rows)]}
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
         self._num_graphs = run.num_graphs()
         self._moved: dict[str, Moved] | None = None  # what the first piece has moved
@@ -113,7 +121,7 @@ class Recovery:
                 continue
             start = self._run.start()
             try:
-                loss = self._ranks.attempt(partial(self._compute, piece, not queue))
+                loss = self._ranks.attempt(partial(self._compute, piece, not queue, queue))
                 if not isinstance(loss, DidNotFit):
                     self._look_at_state(piece, start, is_last=not queue)
             except Exception as error:
@@ -132,10 +140,15 @@ class Recovery:
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
-        self._ranks.finished()
+        self._finished()
         self._tell()
         assert total is not None
         return total
+
+    def _finished(self) -> None:
+        if self._coupling is not None:
+            self._coupling.forget()
+        self._ranks.finished()
 
     def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
         if changed:
@@ -202,17 +215,23 @@ class Recovery:
         self._attached.say(self._story.refused(self._micro.whole, why, remedy))
         raise self._story.failures[0].as_error(why)
 
-    def _compute(self, piece: Piece, is_last: bool) -> torch.Tensor:
+    def _compute(self, piece: Piece, is_last: bool, others: Iterable[Piece] = ()) -> torch.Tensor:
+        """Run forward and backward of a piece; `others` are to be computed after it."""
         self._phase = "forward"
-        run = self._run
+        run, is_part = self._run, piece is not self._micro.whole
+        parts = tuple(one.inputs for one in (piece, *others)) if is_part else ()
+        divided = Divided(self._micro.whole.inputs, parts)
+        sees_all = is_part and self._sees_all
+        if sees_all:
+            self._prepare(divided)
         # Frozen first, so that the shadows of the parameters (`ddp.py`) are frozen too.
         with (
             frozen(piece.final),
             self._ranks.piece(is_last) as model,
-            run.gathers.piece(piece.share, is_last, is_idle=piece.is_idle),
+            run.gathers.piece(piece.share, is_last or sees_all, is_idle=piece.is_idle or sees_all),
         ):
-            loss = self._loss(piece.inputs, model)
-            if piece is not self._micro.whole:
+            loss = self._loss(piece.inputs, model, divided, self._coupling)
+            if is_part:
                 self._attached.check_loss_of_part()
             self._phase = "backward"
             if loss.requires_grad:  # it does not if every gradient is final
@@ -220,10 +239,31 @@ class Recovery:
                 self._attached.backward(scaled, **{**self._ranks.options, **self._options})
         return loss.detach() * piece.factor
 
-    def _loss(self, inputs: Inputs, model: nn.Module) -> torch.Tensor:
+    def _loss(
+        self,
+        inputs: Inputs,
+        model: nn.Module,
+        whole: Divided | None = None,
+        coupling: Coupling | None = None,
+    ) -> torch.Tensor:
         """Compute the loss in the context that the Trainer leaves before the backward pass."""
+        compute = partial(self._run.compute_loss, model, num_items=self._micro.num_items)
         with self._attached.trainer.compute_loss_context_manager():
-            return self._run.compute_loss(model, inputs, self._micro.num_items)
+            if coupling is None or whole is None or inputs is whole.inputs:
+                return compute(inputs)
+            return coupling.loss(compute, inputs, whole)
+
+    def _prepare(self, divided: Divided) -> None:
+        """Let parts pass without gradients, and exchange metrics, which are those of the whole."""
+        assert self._coupling is not None
+        run, model = self._run, self._ranks.first_pass
+        compute = partial(run.compute_loss, model, num_items=self._micro.num_items)
+        with (
+            self._attached.trainer.compute_loss_context_manager(),
+            run.gathers.piece(1.0, True, is_idle=True),
+        ):
+            self._coupling.prepare(compute, divided)
+        self._micro.start.snapshot.begin_next()
 
     def _first_pieces(self) -> list[Piece]:
         """Return what to begin with; `_cut` divides it as far as the limit asks for."""
@@ -290,7 +330,11 @@ class Recovery:
 
     def _measure(self, layout: Layout, num_fit: int) -> None:
         certificate, inputs = self._run.certificate, self._micro.whole.inputs
-        loss = partial(self._loss, model=self._run.model)
+        model, coupling = self._run.model, copy(self._coupling)  # what this one keeps stays
+
+        def loss(some: Inputs, whole: Divided | None) -> torch.Tensor:
+            return self._loss(some, model, whole, coupling)
+
         with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
             try:
                 certificate.measure(layout, inputs, num_fit, loss, put_back, self._micro.scale)

@@ -1,0 +1,125 @@
+"""Coupled losses: what a part's loss has to know of the whole micro-batch before parts add up."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from trainer_plugins.patched import Patches
+from trainer_plugins.survival.exact.shares import IGNORED, Inputs
+
+ROW = "survival_row"  # the name of the numbers of rows, among the inputs of a coupled loss
+
+Compute = Callable[[Inputs], torch.Tensor]
+
+
+class Divided(NamedTuple):
+    """Holds inputs, and parts of them that are computed next."""
+
+    inputs: Inputs
+    parts: tuple[Inputs, ...]
+
+
+class Coupling(Protocol):
+    """Computes the loss of a part so that those of all parts add up to that of the whole."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Tell whether the code of a loss gets all rows, whatever the part."""
+
+    def prepare(self, compute: Compute, whole: Divided) -> None:
+        """Compute what these parts have to know of each other."""
+
+    def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
+        """Compute the loss of a part; `compute` is that of inputs by themselves."""
+
+    def forget(self) -> None:
+        """Release what was kept of a micro-batch."""
+
+
+class TwoMeans:
+    """Knows a loss that adds a mean over tokens to one over rows, as ORPO's."""
+
+    sees_all = False
+
+    # With the mean over tokens times a part's tokens per row, over those of the whole, all of the
+    # loss is a mean over rows. So is the metric that trainers log of it.
+
+    def __init__(
+        self,
+        num_tokens: Callable[[Inputs], torch.Tensor],
+        num_rows: Callable[[Inputs], int],
+        scaled: Callable[[float], AbstractContextManager[object]],
+    ) -> None:
+        self._num_tokens, self._num_rows = num_tokens, num_rows
+        self._scaled = scaled  # multiplies the mean over tokens by this while a loss is computed
+
+    def prepare(self, compute: Compute, whole: Divided) -> None:
+        """Compute nothing: it is known without a pass."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing is kept."""
+
+    def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
+        of_whole = self._per_row(whole.inputs)
+        with self._scaled(self._per_row(part) / of_whole if of_whole else 1.0):
+            return compute(part)
+
+    def _per_row(self, inputs: Inputs) -> float:
+        return float(self._num_tokens(inputs)) / self._num_rows(inputs)
+
+
+def orpo(trainer: Any) -> TwoMeans:
+    """Describe ORPO's loss, whose mean goes over the tokens of the prompt too."""
+    if trainer.is_encoder_decoder:
+        return cpo(trainer)
+    return TwoMeans(
+        lambda inputs: (inputs["chosen_attention_mask"][:, 1:] == 1).sum(),
+        lambda inputs: len(inputs["chosen_labels"]),
+        lambda factor: _scaled_output(trainer, factor),
+    )
+
+
+def cpo(trainer: Any) -> TwoMeans:
+    """Describe CPO's loss, whose mean goes over the tokens of chosen answers."""
+    first = 0 if trainer.is_encoder_decoder else 1
+    return TwoMeans(
+        lambda inputs: (inputs["chosen_labels"][:, first:] != IGNORED).sum(),
+        lambda inputs: len(inputs["chosen_labels"]),
+        lambda factor: _scaled_output(trainer, factor),
+    )
+
+
+def dpo_with_sft(trainer: Any) -> TwoMeans:
+    """Describe DPO's loss with "sft" among others: a mean over the tokens of chosen answers."""
+
+    def scaled(factor: float) -> Patches:
+        patches = Patches()
+        weights = zip(trainer.loss_types, trainer.loss_weights, strict=True)
+        scaled = [weight * factor if kind == "sft" else weight for kind, weight in weights]
+        patches.set(trainer, "loss_weights", scaled)
+        return patches
+
+    return TwoMeans(
+        lambda inputs: inputs["completion_mask"].chunk(2)[0][:, 1:].sum(),
+        lambda inputs: len(inputs["completion_mask"]) // 2,
+        scaled,
+    )
+
+
+_TERM = (
+    4  # the place of the mean over tokens in what `concatenated_forward` of ORPO and CPO returns
+)
+
+
+def _scaled_output(trainer: Any, factor: float) -> Patches:
+    patches, forward = Patches(), trainer.concatenated_forward
+
+    def scaled(*args: Any, **options: Any) -> tuple[Any, ...]:
+        *before, term = (outputs := forward(*args, **options))[: _TERM + 1]
+        term = term * factor if factor else torch.zeros_like(term)  # of no token it is 0 / 0
+        return (*before, term, *outputs[_TERM + 1 :])
+
+    patches.set(trainer, "concatenated_forward", scaled)
+    return patches

@@ -1,0 +1,203 @@
+"""Seam: let rows pass through a model in pieces while the loss behind it sees all of them.
+
+For losses that compare rows, as contrastive ones and KTO's baseline. Once, without gradients, all
+rows pass through the modules at the seam, piece by piece, and what they return is kept. Then each
+piece passes again with gradients, with the same random numbers; the loss is computed on its outputs
+and on those kept of all others. The gradient of a loss is the sum over rows of what its gradient by
+their outputs makes of their weights, so the pieces add up. Caching losses (GradCache) do the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_plugins.patched import Patches
+from trainer_plugins.survival.attempt.state import Generators
+from trainer_plugins.survival.exact.coupled import ROW, Compute, Divided
+from trainer_plugins.survival.exact.finality import frozen
+from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
+from trainer_plugins.wrapped import tensors_in
+
+_Rows = tuple[int, ...]  # places in the whole
+
+
+@dataclass(slots=True)
+class _Call:
+    outputs: Any = None  # of all rows, without a graph
+    before: dict[_Rows, Generators] = field(default_factory=dict)  # the moment each piece passed
+    after: Generators | None = None
+
+
+class Seam:
+    """Knows modules through which rows pass by themselves, in a loss that compares rows."""
+
+    sees_all = True
+
+    def __init__(self, trainer: Any, modules: Iterable[nn.Module]) -> None:
+        self._trainer, self._modules = trainer, list(modules)
+        self._whole: Inputs | None = None
+        self._calls: list[_Call] = []  # of one computation of the loss, in their order
+        self._passed: set[_Rows] = set()  # the pieces that have passed in all of them
+        self._next, self._is_inside = 0, False
+
+    def prepare(self, compute: Compute, whole: Divided) -> None:
+        """Let the rows of those parts pass that have not passed, without gradients."""
+        if self._whole is not whole.inputs or not self._passed:
+            self.forget()
+            self._whole = whole.inputs
+        places = [_places(part, whole.inputs) for part in whole.parts]
+        missing = [rows for rows in places if rows not in self._passed]
+        if missing:
+            with torch.no_grad(), self._passing(partial(self._first, missing)):
+                compute(whole.inputs)
+            self._passed |= {*missing}
+
+    def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
+        rows = _places(part, whole.inputs)
+        if self._whole is not whole.inputs or rows not in self._passed:
+            self.prepare(compute, whole)
+        # What lies behind the seam gets the gradient of all rows, in the first piece alone.
+        behind = [] if rows[0] == 0 else self._behind()
+        with frozen(behind), self._passing(partial(self._again, rows)):
+            loss = compute(whole.inputs)
+        # Each piece has all of the loss; its gradient is that of its rows alone.
+        return loss - (1 - len(rows) / len(whole.inputs[ROW])) * loss.detach()
+
+    def forget(self) -> None:
+        self._whole, self._calls, self._passed = None, [], set()
+
+    def _behind(self) -> list[nn.Parameter]:
+        inside = {p for module in self._modules for p in module.parameters()}
+        own = getattr(self._trainer, "loss", None)  # sentence-transformers' may have weights
+        modules = [self._trainer.model, *([own] if isinstance(own, nn.Module) else [])]
+        return [p for module in modules for p in module.parameters() if p not in inside]
+
+    @contextmanager
+    def _passing(self, instead: Callable[..., Any]) -> Iterator[None]:
+        self._next, self._is_inside = 0, False
+        with Patches() as patches:
+            for module in self._modules:
+                call = partial(self._called, instead, module.forward)
+                patches.set(module, "forward", call)
+            yield
+
+    def _called(
+        self, instead: Callable[..., Any], forward: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        if self._is_inside:  # one of them may call another
+            return forward(*args, **options)
+        self._is_inside = True
+        try:
+            number, self._next = self._next, self._next + 1
+            return instead(number, forward, args, options)
+        finally:
+            self._is_inside = False
+
+    def _first(
+        self,
+        missing: list[_Rows],
+        number: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        if number == len(self._calls):
+            self._calls.append(_Call())
+        call = self._calls[number]
+        assert self._whole is not None
+        num, again = len(self._whole[ROW]), call.after
+        num_each = _num_each((args, options), num)
+        if again is not None:  # a piece was divided: its parts draw other numbers
+            again.restore()
+        for rows in missing:
+            call.before[rows] = Generators(self._trainer.args.device)
+            places = _in_each(rows, num, num_each)
+            outputs = forward(*_taken(args, places, num), **_taken(options, places, num))
+            call.outputs = _joined(call.outputs, outputs, places, num * num_each)
+        call.after = again or Generators(self._trainer.args.device)
+        call.after.restore()
+        return _copied(call.outputs)
+
+    def _again(
+        self,
+        rows: _Rows,
+        number: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        assert self._whole is not None
+        call, num = self._calls[number], len(self._whole[ROW])
+        outputs = _copied(call.outputs)
+        if torch.is_grad_enabled():
+            call.before[rows].restore()
+            num_each = _num_each((args, options), num)
+            places = _in_each(rows, num, num_each)
+            passed = forward(*_taken(args, places, num), **_taken(options, places, num))
+            outputs = _joined(call.outputs, passed, places, num * num_each)
+        assert call.after is not None
+        call.after.restore()
+        return outputs
+
+
+def _places(part: Inputs, whole: Inputs) -> _Rows:
+    """Return where the rows of a part are in the whole, which may itself be rows of another."""
+    rows = {*part[ROW]}
+    return tuple(place for place, row in enumerate(whole[ROW]) if row in rows)
+
+
+def _num_each(value: Any, num: int) -> int:
+    """Return how many rows of a module's an example has: sentence-transformers joins columns."""
+    return max([1, *(len(t) // num for t in tensors_in(value) if t.dim() and len(t) % num == 0)])
+
+
+def _in_each(rows: _Rows, num: int, num_each: int) -> _Rows:
+    return tuple(row + column * num for column in range(num_each) for row in rows)
+
+
+def _taken(value: Any, rows: _Rows, num: int) -> Any:
+    """Take these rows out of what a module is called with, which has a multiple of `num`."""
+    if torch.is_tensor(value):
+        if not value.dim() or (len(value) == 1 and num > 1):
+            return value  # it is for all rows
+        if len(value) <= max(rows) or len(value) % num:
+            raise IndivisibleError(
+                f"a module gets a tensor of {len(value)} rows where its micro-batch has {num}"
+            )
+        return value[list(rows)]
+    if isinstance(value, Mapping):
+        return {name: _taken(each, rows, num) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_taken(each, rows, num) for each in value)
+    return value
+
+
+def _copied(outputs: Any) -> Any:
+    """Copy what holds the tensors: CLIP exchanges one of them for its projection."""
+    if isinstance(outputs, Mapping):
+        return type(outputs)(**{name: _copied(each) for name, each in outputs.items()})
+    return tuple(map(_copied, outputs)) if isinstance(outputs, tuple) else outputs
+
+
+def _joined(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
+    """Put what a module returned for some rows into what is kept of all, in a copy."""
+    if torch.is_tensor(value):
+        if not value.dim() or len(value) != len(rows):
+            return None  # such as a loss of its own, which is not used
+        if kept is None:
+            kept = value.new_zeros((num, *value.shape[1:]))
+        places = torch.tensor(rows, device=value.device)
+        return kept.index_put((places,), value)
+    if isinstance(value, Mapping):
+        there = kept if kept is not None else {}
+        joined = {n: _joined(there.get(n), each, rows, num) for n, each in value.items()}
+        return type(value)(**joined)
+    if isinstance(value, tuple):
+        before = kept if kept is not None else (None,) * len(value)
+        return tuple(_joined(k, v, rows, num) for k, v in zip(before, value, strict=True))
+    return value if value is None or isinstance(value, bool | int | float | str) else None
