@@ -50,7 +50,7 @@ def told(tmp_path_factory) -> dict[str, dict[str, list[dict]]]:
 
 
 def verdict(strategy: str, facts: list[dict]) -> str:
-    for word in ("refused", "not tried"):
+    for word in ("refused", "fails", "not tried"):
         if all(word in each for each in facts):
             return word
     for each in facts:
