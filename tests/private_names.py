@@ -70,6 +70,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_foreach_supported_types": ("torch.utils._foreach_utils",),
     "_forward_hooks": ("torch.nn.modules.module",),
     "_forward_pre_hooks": ("torch.nn.modules.module",),
+    "_state_dict_utils": ("torch.distributed",),
     "_fsdp_init": ("torch.distributed.fsdp._fully_shard",),
     "_fsdp_param_group": (FSDP_STATE,),
     "_fsdp_param_groups": (FSDP_STATE, "torch<2.13"),

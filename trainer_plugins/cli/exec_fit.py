@@ -36,7 +36,7 @@ def variables_to_fit(
         gpu: the card, by name or size; None takes the fullest that is visible here.
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
-        answer: where it is said what is chosen; the work is told on standard error.
+        answer: where the choice is printed; what is being done goes to standard error.
 
     Raises:
         PlanError: there is no plan of this command.
