@@ -59,6 +59,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_current_graph_task_id": ("torch._C",),
     "_data_ptr_allocated": (FLAT,),
     "_ddp_init_helper": (DDP,),
+    "_sync_module_states": ("torch.nn.parallel.distributed",),
     "_ddp_params_and_buffers_to_ignore": ("torch.nn.parallel.distributed",),
     "_delay_all_reduce_params": ("torch.nn.parallel.distributed",),
     "_disable_current_modes": ("torch.utils._python_dispatch",),

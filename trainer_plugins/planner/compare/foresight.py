@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer_plugins.planner.compare.extrapolate import continued, longer
+from trainer_plugins.planner.compare.extrapolate import continued, longer, without_passing
 from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.rehearse.model_of_config import model_of
@@ -88,9 +88,10 @@ class Foresight:
             return self._judge(request, self._watch(short))
         repetition = self._repetition_of(short)
         assert repetition is not None
-        watched = _longer(seen, repetition.num_more)
-        if watched is not None:
-            return self._judge(request, watched)
+        plainer = [replace(each, trace=without_passing(each.trace)) for each in seen]
+        for watched in (_longer(each, repetition.num_more) for each in (seen, plainer)):
+            if watched is not None:
+                return self._judge(request, watched)
         first, second = (self._judge(request, each) for each in seen)
         return _in_proportion(first, second, repetition.num_more)
 
