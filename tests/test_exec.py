@@ -125,10 +125,11 @@ def test_what_the_program_attaches_counts_more_and_its_workers_are_silent(tmp_pa
 @pytest.mark.skipif(bool(glob("/dev/nvidia[0-9]*")), reason="there is a card")
 def test_fit_asks_for_the_card_where_there_is_none_and_starts_nothing(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    done = execute("--fit", "--", "touch", started, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "name the card with --gpu: no NVIDIA driver; nothing was started" in done.stderr
-    assert not started.exists()
+    for fit in ("--fit", "--fit=ask"):
+        done = execute(fit, "--", "touch", started, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "name the card with --gpu: no NVIDIA driver; nothing was started" in done.stderr
+        assert not started.exists()
     done = execute("--gpu", "24GiB", "--", "touch", started, cwd=tmp_path)
     assert done.returncode == 2
     assert "--gpu, --num-gpus and --may are for --fit" in done.stderr
@@ -422,3 +423,9 @@ def test_an_old_python_runs_as_without_us(tmp_path: Path, python: str) -> None:
 
 def test_help_lists_the_options(tmp_path: Path) -> None:
     assert "--memory-min-reclaimable-fraction" in execute("--help", cwd=tmp_path).stdout
+
+
+def test_a_word_of_the_command_is_not_taken_for_ours(tmp_path: Path) -> None:
+    program = "import sys; print(sys.argv[1:])"
+    done = execute(*OBSERVE, "--", sys.executable, "-c", program, "--fit=ask", cwd=tmp_path)
+    assert done.stdout == "['--fit=ask']\n", done.stderr

@@ -1,5 +1,6 @@
 """Strategy: how a training run is set up: ranks, wrapper, ZeRO stage, where each part lives."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -47,3 +48,19 @@ class Strategy:
         if self.master_dtype:
             text += f", {self.optimizer_class} on {self.master_dtype} weights"
         return printable(text)
+
+
+def reduces_each_time(accelerator_config: object) -> bool:
+    """Return whether FSDP reduces the gradients of each micro-batch, and keeps none whole.
+
+    >>> reduces_each_time('{"gradient_accumulation_kwargs": {"sync_each_batch": true}}')
+    True
+    """
+    return re.search(r"sync_each_batch\W+true", str(accelerator_config), re.IGNORECASE) is not None
+
+
+def keeps_whole_gradients(arguments: Mapping[str, object]) -> bool:
+    """Return whether FSDP keeps whole gradients between micro-batches with these arguments."""
+    num_steps = arguments.get("gradient_accumulation_steps")
+    accumulates = isinstance(num_steps, int) and num_steps > 1
+    return accumulates and not reduces_each_time(arguments.get("accelerator_config"))

@@ -63,6 +63,7 @@ READS = {
     "planner/sharded/": "reads the launch file of the run that is planned",
     "plug_in/options.py": "defines --memory_stream_base",
     "oom/rules.py": "finds settings in messages",
+    "strategy.py": "reads the arguments of a run",
     "callbacks/evaluation_guard.py": "names its own parameter, and what the Trainer was given",
     "callbacks/headroom.py": "names its own parameter",
 }

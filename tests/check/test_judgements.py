@@ -112,6 +112,10 @@ WORDS = replace(MODEL, shape=LLAMA, attention="sdpa")
 LONG = DataFacts(lengths=(8192,) * 200)
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 FSDP2 = strategy(family="FSDP", wrapped_class="FSDPLlamaForCausalLM")
+ACCUMULATES = replace(
+    run(gradient_accumulation_steps=4), strategy=strategy(family="FSDP", world_size=8)
+)
+EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 LOCK = ExtensionLock(path=Path("/cache/cpu_adam/lock"), age_seconds=9e4, holder=None, unseen="")
 
 CHANGED = [
@@ -147,6 +151,7 @@ CHANGED = [
     (replace(HEALTHY, run=replace(RUN, disk_free_bytes=GIB)), "disk-too-small", Severity.ERROR),
     (replace(HEALTHY, run=LARGE_SAVE), "save-gathers", Severity.ERROR),
     (replace(HEALTHY, run=FSDP_SAVE), "save-gathers", Severity.WARNING),
+    (replace(HEALTHY, run=ACCUMULATES), "fsdp-whole-gradients", Severity.ERROR),
     (
         replace(HEALTHY, model=WORDS, data=LONG, capability=(7, 5)),
         "attention-stores-scores",
@@ -206,6 +211,8 @@ CHANGED = [
 
 def test_a_healthy_run_has_no_findings() -> None:
     assert judge(HEALTHY).findings == ()
+    values = {**ACCUMULATES.values, "accelerator_config": EACH_TIME}
+    assert judge(replace(HEALTHY, run=replace(ACCUMULATES, values=values))).findings == ()
     assert judge(Facts()).findings == ()
 
 

@@ -71,6 +71,12 @@ def folder(tmp_path: Path) -> Path:
 def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path) -> None:
     as_given = plan_of(folder, "--gpu", _CARD, command=("--", sys.executable, "train.py", *_FLAGS))
     assert as_given.fits is False
+    asked = _fitted(folder, "--fit=ask", "--gpu", _CARD)
+    assert asked.returncode == 0, asked.stderr[-3000:]
+    line, flags = asked.stdout.splitlines()
+    assert line.startswith("trainer-plugins exec --fit: 4 rows x 2: "), asked.stdout
+    assert "--per_device_train_batch_size 4" in flags
+    assert not (folder / "end").exists()
     whole = _typed(folder, "train.py", *_FLAGS)
     assert "trained 8 1 False 8 2" in whole.stdout, whole.stderr[-2000:]
     expected = load_file(folder / "end" / "model.safetensors")
@@ -89,7 +95,11 @@ def test_what_fits_stays_as_it_is_and_what_cannot_is_not_started(folder: Path) -
     assert "exec --fit: it fits as it is, 2" in done.stderr
     assert "trained 8 1 False 8 2" in done.stdout
 
-    done = _fitted(folder, "--gpu", "600MiB")
+    done = _fitted(folder, "--fit=ask", "--gpu", "24GiB")
+    assert done.stdout.startswith("trainer-plugins exec --fit: it fits as it is, 2")
+    assert "trained" not in done.stdout
+
+    done = _fitted(folder, "--fit=ask", "--gpu", "600MiB")
     assert done.returncode == 3
     assert "nothing fits that keeps the result" in done.stderr
     assert "nothing was started" in done.stderr

@@ -529,6 +529,16 @@ def test_what_no_plan_can_be_made_of_is_not_checked(
     )
 
 
+def test_whole_gradients_are_advised_against_where_fsdp_accumulates_them(died, tmp_path) -> None:
+    assert died.run.strategy is not None
+    fsdp = replace(died.run, strategy=replace(died.run.strategy, family="FSDP"))
+    for steps, is_advised in ((4, True), (1, False)):
+        arguments = {**died.run.arguments, "gradient_accumulation_steps": steps}
+        record = replace(died, run=replace(fsdp, arguments=arguments))
+        remedies = explained(tmp_path / str(steps), record).remedies
+        assert any("sync_each_batch" in each.do for each in remedies) is is_advised
+
+
 @pytest.mark.slow
 def test_a_plan_that_fits_says_nothing_of_remedies(died, tmp_path) -> None:
     facts = replace(died.run, arguments={**died.run.arguments, "per_device_train_batch_size": 1})

@@ -142,6 +142,14 @@ def test_the_effective_batch_stays_exactly(flags: str, advice: str) -> None:
     assert advice in explained(f"{flags}\n{TRAINER}{FULL}").remedies[0].do
 
 
+def test_under_fsdp_whole_gradients_are_kept_only_by_a_run_that_accumulates() -> None:
+    fsdp = "distributed_type: FSDP\n--per_device_train_batch_size 1"
+    several = explained(f"{fsdp} --gradient_accumulation_steps 8\n{TRAINER}{FULL}")
+    assert "sync_each_batch" in todo(several)
+    for text in (f"{fsdp} --gradient_accumulation_steps 1", "--gradient_accumulation_steps 8"):
+        assert "sync_each_batch" not in todo(explained(f"{text}\n{TRAINER}{FULL}"))
+
+
 def test_one_row_is_not_halved() -> None:
     answer = explained(f"--per_device_train_batch_size 1\n{TRAINER}{FULL}")
 

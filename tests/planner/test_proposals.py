@@ -10,7 +10,9 @@ from tests.planner.test_plans import request
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.planner.compare.changes import _launches
+from trainer_plugins.planner.compare.switches import can_offload_activations
 from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.units import MIB
 
 MODEL = {
@@ -54,6 +56,21 @@ def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_red
         assert each.nvidia_smi_peak_bytes < between
 
 
+@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
+def test_an_adapter_on_one_output_is_resumed_from_one_cards_part_of_it() -> None:
+    """Where a part begins is a number that torch reads from a tensor."""
+    experts = {**MODEL, "model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 4}
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    run = asked(1)
+    source = run.source
+    assert isinstance(source, ConfigSource)
+    adapter = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+    source = replace(source, config={**experts, **sizes}, peft=adapter, sequence_length=64)
+    (plan,) = predict_all([replace(run, source=source)])
+    assert isinstance(plan, MemoryPlan), plan
+    assert "resume" in plan.moments
+
+
 @pytest.mark.parametrize(
     ("strategy", "files"),
     [
@@ -72,7 +89,16 @@ def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strateg
     assert [Path(each.flags.split()[1]).stem for each in found] == files
     turned = found[0].turn(run)
     assert (turned.deepspeed, turned.environment) == (None, {}), "as the file says"
-    assert [each.slower for each in found] == sorted(each.slower for each in found)
+
+
+@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
+@pytest.mark.parametrize(
+    ("trainer", "is_offered"), [(None, True), ("sft", True), ("dpo", False), ("grpo", False)]
+)
+def test_activations_are_not_offloaded_where_trl_switches_checkpointing_on_again(
+    trainer: str | None, is_offered: bool
+) -> None:
+    assert can_offload_activations(trainer) is is_offered
 
 
 def test_beside_vllm_a_smaller_share_is_proposed_before_the_training_changes() -> None:
@@ -87,3 +113,5 @@ def test_beside_vllm_a_smaller_share_is_proposed_before_the_training_changes() -
     first = plan.proposals[0]
     assert first.changes[-1].startswith("vLLM's share ")
     assert "--vllm_gpu_memory_utilization 0." in first.flags
+    tried = [*plan.tried_without_success, *(str(each.changes) for each in plan.proposals)]
+    assert not any("activations offloaded" in each for each in tried)

@@ -121,7 +121,9 @@ def test_ddp_has_the_buckets_of_real_ranks(real, predicted, name):
     # parameters.
     rebuilt = Counter(facts["buckets"]) if facts["first"] != facts["buckets"] else Counter()
     assert len(facts["buckets"]) == 9
-    assert buckets == Counter(facts["first"]) + rebuilt
+    sent = max(buckets)  # the weights of rank 0, as DDP begins
+    assert sent == pytest.approx(plan["breakdown"]["weights"], rel=0.01)
+    assert buckets == Counter(facts["first"]) + rebuilt + Counter([sent])
     assert plan["breakdown"]["sharding buffers"] == pytest.approx(sum(facts["buckets"]), abs=512)
     assert plan["breakdown"]["gradients"] == sum(
         facts["buckets"]

@@ -24,13 +24,19 @@ _LESS_MAIN_MEMORY = (
 _SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
 # What helps where a micro-batch has one row, which cannot be divided.
-ONE_ROW = (CHECKPOINTING, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
+ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
 
 # The first that applies leads. An entry without `when` always applies.
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "adapter-delta": (MERGE_IN_MAIN_MEMORY, NO_DORA, NEWER_PEFT, NO_EXPERTS),
     "api-misuse": (PRINT_SHAPES,),
-    "capacity": _LESS_OF_THE_BATCH,
+    "capacity": (
+        SMALLER_MICRO_BATCH,
+        SURVIVE,
+        CHECKPOINTING,
+        REDUCED_EACH_TIME,
+        PLAN_THE_RUN,
+    ),
     "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
     "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
     "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY),

@@ -5,9 +5,19 @@ from importlib.metadata import version
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import LITTLE, MUCH, Check, Facts, Line, ModelFacts, Shape
+from trainer_plugins.check.facts import (
+    LITTLE,
+    MUCH,
+    Check,
+    Facts,
+    Line,
+    ModelFacts,
+    Shape,
+    severity_of,
+)
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.cards import Kernel, attention_kernel, prefers_cudnn
+from trainer_plugins.strategy import keeps_whole_gradients
 from trainer_plugins.units import percent, size
 
 # The fewest copies of the trainable weights that an optimizer keeps; others are unknown.
@@ -175,7 +185,33 @@ def states(facts: Facts) -> Line | None:
     return Line("optimizer", seen, (finding, *_strayed(model)))
 
 
-CHECKS: tuple[Check, ...] = (copies, dtypes, frozen, states, checkpoints, attention, cache, logits)
+def gradients(facts: Facts) -> Line | None:
+    """Judge whether whole gradients, which FSDP keeps between micro-batches, fit on a card."""
+    model, free, strategy = facts.model, facts.device_free_bytes, facts.strategy
+    if model is None or free is None or strategy is None or strategy.family != "FSDP":
+        return None
+    if not keeps_whole_gradients(facts.values):
+        return Line("gradients", "divided among the cards")
+    trainable = sum(model.trainable_bytes.values())
+    need, seen = trainable * strategy.world_size, "whole between the micro-batches of a step"
+    if need < MUCH * free:
+        return Line("gradients", seen)
+    change = advice.REDUCED_EACH_TIME
+    finding = Finding(
+        code="fsdp-whole-gradients",
+        severity=severity_of(need, free),
+        summary=f"gradients are {seen}: {size(need)} on each card, and {size(free)} is free",
+        evidence=f"{facts.values['gradient_accumulation_steps']} micro-batches a step, which"
+        " accelerate accumulates under FSDP's no_sync",
+        remedy=f"{change.flag(Door.TRAINER)}: {change.price}",
+        amount=float(need),
+    )
+    return Line("gradients", seen, (finding,))
+
+
+CHECKS: tuple[Check, ...] = (
+    *(copies, dtypes, frozen, states, gradients, checkpoints, attention, cache, logits),
+)
 
 
 def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) -> int:

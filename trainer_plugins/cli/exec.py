@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -12,6 +12,7 @@ from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
 from trainer_plugins.printable import printable
 
+_ASK = "--fit-ask"
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 
@@ -19,6 +20,12 @@ class ExecCommand(CommandInFront):
     """Parses `trainer-plugins exec`."""
 
     prog = "trainer-plugins exec"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # An option that takes a value or none would take the command's first word for one.
+        ours = args.index("--") if "--" in args else len(args)
+        ask = [_ASK if word == "--fit=ask" else word for word in args[:ours]]
+        return super().parse_args(ctx, [*ask, *args[ours:]])
 
 
 @with_memory_options
@@ -32,6 +39,10 @@ def exec_(
             help="Plan first, on cards that compute nothing; change how rows are divided and what"
             " is kept, so that it fits with the same result; then train under the preset survive.",
         ),
+    ] = False,
+    fit_ask: Annotated[
+        bool,
+        typer.Option(_ASK, help="Or --fit=ask: say what --fit would do, and stop; run nothing."),
     ] = False,
     gpu: Annotated[
         str | None, typer.Option(help="With --fit: the card (default: the fullest visible).")
@@ -55,67 +66,75 @@ def exec_(
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
-    With --fit it is planned first, as `trainer-plugins plan -- COMMAND` does, which is how to ask
-    and stop there. The rows between optimizer steps stay the same. Where nothing fits, it is not
-    run, and the exit code is 3.
+    With --fit it is planned first. The rows between optimizer steps stay the same. Where nothing
+    fits, it is not run, and the exit code is 3. --fit=ask stops after its answer, with exit code 0
+    if it would run the command.
 
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
     """
-    from trainer_plugins.launch.environment import gather, launch_environment
-    from trainer_plugins.launch.extensions import lock_findings
-    from trainer_plugins.plug_in import _site
-
     given, words = ExecCommand.given(context.params), list(command or ())
     if not words:
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
     chosen: dict[str, str] = {}
-    if fit:
+    if fit or fit_ask:
         given = {**given, "preset": given.get("preset", "survive")}
-        chosen = _chosen(words, gpu, num_gpus, may or ())
+        chosen = _chosen(words, gpu, num_gpus, may or (), sys.stdout if fit_ask else sys.stderr)
+        if fit_ask:
+            return
     elif gpu or num_gpus or may:
         ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
-    facts = gather(os.environ, with_vllm=vllm or _asks_for_vllm(words))
-    for finding in lock_findings(facts.extension_locks):
-        print(f"{finding.severity.name} {finding}", file=sys.stderr)
-    environment = launch_environment(os.environ, facts)
-    exports = environment.exports if _has_guards(given) else ()
-    changed = {
-        export.name: export.value
-        for export in exports
-        if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
-    }
-    _say_what_is_set(changed, environment.allocator)
-    environ = os.environ | changed | chosen | {"TRAINER_PLUGINS_ATTACH": json.dumps(given)}
-    path = os.environ.get("PYTHONPATH")
-    # An exec under an exec finds the folder there already.
-    theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
-    environ["PYTHONPATH"] = os.pathsep.join([*_site.__path__, *theirs])
+    settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
+    attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     try:
-        os.execvpe(words[0], words, environ)
+        os.execvpe(words[0], words, os.environ | settings | chosen | attached)
     except OSError as error:
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
 
 
-def _say_what_is_set(changed: Mapping[str, str], why: str) -> None:
+def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
+    """Return the allocator settings that are not there yet, and say them."""
+    from trainer_plugins.launch.environment import gather, launch_environment
+    from trainer_plugins.launch.extensions import lock_findings
+
+    facts = gather(os.environ, with_vllm=with_vllm)
+    for finding in lock_findings(facts.extension_locks):
+        print(f"{finding.severity.name} {finding}", file=sys.stderr)
+    environment = launch_environment(os.environ, facts)
+    changed = {
+        export.name: export.value
+        for export in (environment.exports if _has_guards(given) else ())
+        if export.purpose == environment.allocator and os.environ.get(export.name) != export.value
+    }
     if changed:
         assigned = " ".join(f"{name}={value}" for name, value in changed.items())
-        print(printable(f"trainer-plugins exec sets {assigned}: {why}"), file=sys.stderr)
+        line = f"trainer-plugins exec sets {assigned}: {environment.allocator}"
+        print(printable(line), file=sys.stderr)
+    return changed
+
+
+def _python_path() -> str:
+    """Return PYTHONPATH with the folder of our hook in front, which an exec put there once."""
+    from trainer_plugins.plug_in import _site
+
+    path = os.environ.get("PYTHONPATH")
+    theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
+    return os.pathsep.join([*_site.__path__, *theirs])
 
 
 def _chosen(
-    words: list[str], gpu: str | None, num_gpus: int | None, may: Sequence[str]
+    words: list[str], gpu: str | None, num_gpus: int | None, may: Sequence[str], answer: TextIO
 ) -> dict[str, str]:
     """Return the variables with which the command fits, or end with a line that says why not."""
     from trainer_plugins.cli.exec_fit import DoesNotFit, variables_to_fit
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        return variables_to_fit(words, gpu, num_gpus, may)
+        return variables_to_fit(words, gpu, num_gpus, may, answer)
     except PlanError as error:
         ExecCommand.refuse(f"--fit: {error}; nothing was started")
     except DoesNotFit as error:

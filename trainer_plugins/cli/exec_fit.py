@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.plug_in.fitted import VARIABLE
@@ -23,7 +23,11 @@ class DoesNotFit(Exception):  # noqa: N818 - what it says
 
 
 def variables_to_fit(
-    command: Sequence[str], gpu: str | None, num_gpus: int | None, may: Sequence[str]
+    command: Sequence[str],
+    gpu: str | None,
+    num_gpus: int | None,
+    may: Sequence[str],
+    answer: TextIO,
 ) -> dict[str, str]:
     """Plan a command on dry cards; return the variables with which it fits, none if it does.
 
@@ -32,6 +36,7 @@ def variables_to_fit(
         gpu: the card, by name or size; None takes the fullest that is visible here.
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
+        answer: where the choice is printed; what is being done goes to standard error.
 
     Raises:
         PlanError: there is no plan of this command.
@@ -44,6 +49,7 @@ def variables_to_fit(
     if unknown := {*may} - {*MAY}:
         raise PlanError(f"--may is {' or '.join(MAY)}, got {', '.join(sorted(unknown))}")
     tell = partial(print, file=sys.stderr, flush=True)
+    say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     card, number = _cards(gpu, num_gpus)
     with by_any_signal():
         variations = Variations(
@@ -51,15 +57,15 @@ def variables_to_fit(
         )
         if variations.fits:
             spare = size(variations.spare_bytes(variations.plan))
-            tell(f"trainer-plugins exec --fit: it fits as it is, {spare} to spare")
+            say(f"it fits as it is, {spare} to spare")
             return {}
         found, failed = variations.first_that_fits(may_round_states="optim" in may)
     if found is None:
         raise DoesNotFit(f"nothing fits that keeps the result: {'; '.join(failed)}")
     proposal = found.proposal
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
-    tell(printable(f"trainer-plugins exec --fit: {words}. Price: {proposal.price}"))
-    tell(printable(f"trainer-plugins exec --fit: {proposal.flags}"))
+    say(printable(f"{words}. Price: {proposal.price}"))
+    say(printable(proposal.flags))
     return {VARIABLE: json.dumps({"planned": found.planned, "changed": found.changed})}
 
 

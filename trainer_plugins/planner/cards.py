@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.plan import Moment, PlanError
@@ -114,6 +114,43 @@ CARDS = (
     Card("gb10", int(121.69 * GIB), (12, 1), 48, is_unified=True),  # what vLLM printed on one
 )
 _BY_NAME = {card.name: card for card in CARDS}
+
+
+class Speed(NamedTuple):
+    """Holds what a card can do at most."""
+
+    teraflops: float  # of dense bf16, of fp16 before Ampere, with sums in float32
+    memory: float  # bytes a second
+    bus: float  # bytes a second to main memory, one way: what is reached, not PCIe's own figure
+    link: float  # bytes a second to other cards, one way: NVLink, else the bus
+
+
+def _speed(teraflops: float, memory_gb: float, bus_gb: float, link_gb: float | None) -> Speed:
+    return Speed(teraflops, memory_gb * 1e9, bus_gb * 1e9, (link_gb or bus_gb) * 1e9)
+
+
+# NVIDIA's data sheets of the cards (SXM where there are several); of the RTX cards its white papers
+# of GA102, Ada and Blackwell. They print twice the dense figure where they count sparse matrices,
+# and NVLink both ways. The bus of PCIe 5.0 is what docs/on_a_card.md measured, that of 4.0
+# `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no figure for bf16.
+SPEEDS = {
+    "t4": _speed(65, 300, 12, None),
+    "v100-16gb": _speed(125, 900, 12, 150),
+    "v100-32gb": _speed(125, 900, 12, 150),
+    "rtx3090": _speed(71, 936, 25, None),
+    "rtx4090": _speed(165, 1008, 25, None),
+    "rtx5090": _speed(209, 1792, 55, None),
+    "rtxa6000": _speed(155, 768, 25, None),
+    "rtx6000ada": _speed(364, 960, 25, None),
+    "a10g": _speed(70, 600, 25, None),
+    "l4": _speed(121, 300, 25, None),
+    "l40s": _speed(362, 864, 25, None),
+    "a100-40gb": _speed(312, 1555, 25, 300),
+    "a100-80gb": _speed(312, 2039, 25, 300),
+    "h100-80gb": _speed(989, 3350, 55, 450),
+    "h200-141gb": _speed(989, 4800, 55, 450),
+    "b200-180gb": _speed(2250, 8000, 55, 900),
+}
 
 
 def card_of(text: str) -> Card:

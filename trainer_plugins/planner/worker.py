@@ -95,7 +95,7 @@ def _with_proposals(request: PlanRequest, found: object) -> object:
     from trainer_plugins.planner.compare.propose import Proposer
 
     seconds = cpu_seconds()  # with the imports, which the first plan needs too
-    run, args, foresight = _foreseen(request)
+    run, args, foresight = _foreseen(request, works=True)
     proposer = Proposer(run, args, plan, foresight.probe, seconds)
     if plan.fits_card:
         return asdict(replace(plan, most_rows=proposer.most_rows()))
@@ -124,15 +124,21 @@ def _searched(request: SearchRequest) -> SearchResult:
     return search(replace(request, run=run), args, foresight.probe, foresight, show)
 
 
-def _foreseen(run: PlanRequest) -> "tuple[PlanRequest, HfArguments, Foresight]":
-    """Return a run with its launch file read, its TrainingArguments, and what predicts changes."""
+def _foreseen(
+    run: PlanRequest, works: bool = False
+) -> "tuple[PlanRequest, HfArguments, Foresight]":
+    """Return a run with its launch file read, its TrainingArguments, and what predicts changes.
+
+    `works` says that the run has a plan already.
+    """
     from trainer_plugins.planner.compare.foresight import Foresight
     from trainer_plugins.planner.judge import judge, rules_of
     from trainer_plugins.planner.rehearse.watch import read_arguments, watch
     from trainer_plugins.planner.sharded.launched import resolved
 
     rules, run = rules_of(run), resolved(run)  # no change is one of the allocator
-    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules))
+    known = run if works else None
+    foresight = Foresight(watch, lambda each, watched: judge(each, watched, rules), known)
     return run, read_arguments(run), foresight
 
 

@@ -16,6 +16,7 @@ from trainer_plugins.explain.run.causes import kept_in, kept_logits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
+from trainer_plugins.strategy import keeps_whole_gradients
 from trainer_plugins.units import size
 
 _COPIES = re.compile(
@@ -302,6 +303,9 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
 }
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.CHECKPOINTING: _needs_checkpointing,
+    advice.REDUCED_EACH_TIME: lambda case: (
+        case.record.run.family == "FSDP" and keeps_whole_gradients(case.record.run.arguments)
+    ),
     advice.SHARDED_SAVE: lambda case: case.record.run.family == "FSDP",
     advice.SAVE_WITHOUT_GATHER: _is_zero3,
     advice.SAVE_ONLY_MODEL: _saves_states,

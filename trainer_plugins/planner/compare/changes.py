@@ -14,7 +14,7 @@ from trainer_plugins.planner.compare.switches import (
 from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import Category, MemoryPlan
 from trainer_plugins.planner.request import PlanRequest
-from trainer_plugins.planner.tried import margin_bytes
+from trainer_plugins.planner.tried import is_transformers_4, margin_bytes
 
 _SPARE_SHARE = 0.05  # what is left free of a card besides the planner's margin
 _SHARDED: tuple[Category, ...] = ("weights", "frozen weights", "gradients", "optimizer states")
@@ -27,7 +27,7 @@ def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> l
     if not args.gradient_checkpointing:
         found.append(switches.CHECKPOINTING)
     kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    if can_offload_activations() and "offload" not in kwargs:
+    if can_offload_activations(source.trainer) and "offload" not in kwargs:
         found.append(switches.OFFLOADED_ACTIVATIONS)
     if optimizer == "adamw_torch" and plan.moment == "optimizer step":
         found.append(switches.FUSED_OPTIMIZER)
@@ -61,19 +61,19 @@ def _launches(run: PlanRequest, args: HfArguments, strategy: str) -> Iterator[Sw
     offloads = "states and weights in main memory, much slower steps"
     if run.num_gpus == 1:
         if run.launch_file is None and source_of(run).peft is None:
-            yield launched_by("offload", offloads, "one_gpu_7b_offload", 1.5, _SHARDED, 0.95)
+            yield launched_by("offload", offloads, "one_gpu_7b_offload", _SHARDED, 0.95)
         return
     traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus
     if strategy == "DDP":
-        yield launched_by("FSDP2", traffic, "fsdp2", 0.15, _SHARDED, share)
-        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED, share)
+        yield launched_by("FSDP2", traffic, "fsdp2", _SHARDED, share)
+        yield launched_by("ZeRO-3", traffic, "zero3", _SHARDED, share)
     elif strategy in ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"):
-        yield launched_by("ZeRO-3", traffic, "zero3", 0.2, _SHARDED[:2], share)
+        yield launched_by("ZeRO-3", traffic, "zero3", _SHARDED[:2], share)
     if strategy == "FSDP2":
         words, file = "FSDP2 with offload", "fsdp2_offload"
     else:
         words, file = "ZeRO-3 with offload", "zero3_offload_all"
-    yield launched_by(words, offloads, file, 1.5, _SHARDED, 0.95)
+    yield launched_by(words, offloads, file, _SHARDED, 0.95)
 
 
 def _is_alone(run: PlanRequest, args: HfArguments) -> bool:
@@ -91,6 +91,8 @@ def _adapters(run: PlanRequest, args: HfArguments) -> list[Switch]:
         found.append(switches.STREAMED_BASE)
     if not has_adapter:
         found.append(switches.ADAPTER)
-    if not is_quantised and _is_alone(run, args):
+    # transformers 5 stacks experts, and bitsandbytes leaves them in 16 bits (bitsandbytes#1849)
+    is_spared = bool(switches.experts_in(source.config)) and not is_transformers_4()
+    if not is_quantised and not is_spared and _is_alone(run, args):
         found.append(switches.BASE_IN_4_BITS if has_adapter else switches.QLORA)
     return found

@@ -7,6 +7,7 @@ trace, since reserved memory is not linear in anything.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -58,6 +59,28 @@ def longer(traces: Sequence[Trace], num_more: int) -> Trace | None:
             return None
         host_peaks[moment] = peak
     return _trace_of(_repeated(parts, num_more), host_peaks)
+
+
+def without_passing(trace: Trace) -> Trace:
+    """Leave out sharding buffers that are gone before anything else is made.
+
+    DDP sends its weights in such buffers as it begins, at most 250 MB each: they span layers.
+    """
+    born: dict[int, int] = {}
+    passing: set[int] = set()
+    others = 0  # events of other storages so far
+    for event in trace.events:
+        is_buffer = event.number >= 0 and (
+            trace.storages[event.number].category == "sharding buffers"
+        )
+        others += not is_buffer
+        if is_buffer and event.kind == ALLOC:
+            born[event.number] = others
+        elif event.kind == FREE and born.get(event.number) == others:
+            passing.add(event.number)
+    return replace(
+        trace, events=tuple(event for event in trace.events if event.number not in passing)
+    )
 
 
 def continued(numbers: Sequence[int], num_more: int) -> int | None:

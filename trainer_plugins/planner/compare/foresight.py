@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer_plugins.planner.compare.extrapolate import continued, longer
+from trainer_plugins.planner.compare.extrapolate import continued, longer, without_passing
 from trainer_plugins.planner.compare.switches import source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Streamed, peak_until_resume
 from trainer_plugins.planner.rehearse.model_of_config import model_of
@@ -54,9 +55,12 @@ class Foresight:
         self,
         watch: Callable[[PlanRequest], Watched],
         judge: Callable[[PlanRequest, Watched], MemoryPlan],
+        works: PlanRequest | None = None,
     ) -> None:
+        """Take what rehearses a run and what judges it; `works` is a run that has a plan."""
         self._watch = watch
         self._judge = judge
+        self._works = works
         self._repetition: dict[str, Repetition | None] = {}
         self._unproven: set[tuple[str, str | None]] = set()
 
@@ -84,9 +88,10 @@ class Foresight:
             return self._judge(request, self._watch(short))
         repetition = self._repetition_of(short)
         assert repetition is not None
-        watched = _longer(seen, repetition.num_more)
-        if watched is not None:
-            return self._judge(request, watched)
+        plainer = [replace(each, trace=without_passing(each.trace)) for each in seen]
+        for watched in (_longer(each, repetition.num_more) for each in (seen, plainer)):
+            if watched is not None:
+                return self._judge(request, watched)
         first, second = (self._judge(request, each) for each in seen)
         return _in_proportion(first, second, repetition.num_more)
 
@@ -111,12 +116,23 @@ class Foresight:
         if repetition is None:
             return None
         try:
-            return [
-                self._watch(replace(request, source=with_layers(source_of(request), count)))
-                for count in repetition.counts[:num_runs]
-            ]
+            return [self._watch(_cut(request, count)) for count in repetition.counts[:num_runs]]
         except PlanError:
+            if self._can_be_cut:
+                raise
             return None  # the run in full raises it for the model that was asked about
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        """Return whether the run that works does so with few layers too: errors are no others."""
+        if self._works is None or (repetition := self._repetition_of(self._works)) is None:
+            return False
+        short = replace(self._works, num_steps=_STEPS_OF_A_PROBE)
+        try:
+            self._watch(_cut(short, repetition.first))
+        except PlanError:
+            return False
+        return True
 
     def _repetition_of(self, request: PlanRequest) -> Repetition | None:
         source = source_of(request)
@@ -229,6 +245,10 @@ def repetition_of(source: ConfigSource) -> Repetition | None:
         if stacks and all(_repeats(stack, period) for stack in stacks):
             return found
     return None
+
+
+def _cut(request: PlanRequest, num_layers: int) -> PlanRequest:
+    return replace(request, source=with_layers(source_of(request), num_layers))
 
 
 def with_layers(source: ConfigSource, num_layers: int) -> ConfigSource:

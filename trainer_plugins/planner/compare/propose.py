@@ -13,6 +13,7 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.changes import possible_changes
 from trainer_plugins.planner.compare.foresight import grown
+from trainer_plugins.planner.compare.price import step_of
 from trainer_plugins.planner.compare.switches import (
     Switch,
     batch_flags,
@@ -30,7 +31,7 @@ from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.units import size
 
 _ENOUGH = 4
-_MUCH_SLOWER = 0.5  # as a fraction of a step's time: where a user may rather change the training
+_MUCH_SLOWER = 1.6  # times the time of a step: where a user may rather change the training
 _LONGEST_REASON = 160  # characters of an error that ended a try
 _DOUBT = 1.15  # what is estimated above this part of the room is not tried
 _DOUBT_AFTER_A_TRY = 1.03  # the same where a part of the changes was tried
@@ -59,6 +60,7 @@ class Proposer:
         assert run.card is not None
         self._run, self._args, self._plan, self._probe = run, args, plan, probe
         self._card: Card = run.card
+        self._step = step_of(run, args, plan)
         self._room = run.card.capacity_bytes - run.card.context_bytes
         self._rows_now = args.per_device_train_batch_size
         self._rows = self._rows_now * args.gradient_accumulation_steps
@@ -164,11 +166,25 @@ class Proposer:
     def _for_training(self) -> None:
         """Try fewer rows, then changes and combinations of them, the least costly first."""
         self._fewer_rows()
-        for changes in _combined(possible_changes(self._run, self._args, self._plan)):
+        for changes in self._combined(possible_changes(self._run, self._args, self._plan)):
             if len(self._found) >= _ENOUGH or self._is_late:
                 return
             if not self._is_covered(changes) and self._may_fit(changes):
                 self._largest(changes)
+
+    def _combined(self, changes: Sequence[Switch]) -> list[tuple[Switch, ...]]:
+        """Return changes and combinations: those that keep the training first, then the faster."""
+        found = [
+            some
+            for num in range(1, _TOGETHER + 1)
+            for some in combinations(changes, num)
+            if len({each.subject for each in some}) == num
+        ]
+        return sorted(found, key=lambda some: (_changes_result(some), self._times(some), len(some)))
+
+    def _times(self, changes: Sequence[Switch]) -> float:
+        """Return about how many times as long a step takes."""
+        return self._step.in_order(changes, self._rows_now) if self._step else 1.0
 
     def _is_covered(self, changes: tuple[Switch, ...]) -> bool:
         """Return whether less is proposed already, or a part of this cannot be predicted."""
@@ -180,9 +196,10 @@ class Proposer:
             is_part = {each.subject for each in kept.changes} <= subjects
             if is_part and (more or kept.rows == self._rows_now):
                 return True
-            if more and _slower(kept.changes) < _MUCH_SLOWER:
+            if more and self._times(kept.changes) < _MUCH_SLOWER:
                 return True
-            if any(each.slower > _MUCH_SLOWER and each in changes for each in kept.changes):
+            again = (each for each in kept.changes if each in changes)
+            if any(self._times((each,)) > _MUCH_SLOWER for each in again):
                 return True
         return False
 
@@ -249,9 +266,7 @@ class Proposer:
                 run = change.turn(run)
             plan = self._probe(run)
         except PlanError as error:
-            if changes:
-                why, _, _ = str(error).partition(". ")
-                self._refused[frozenset(each.words for each in changes)] = why[:_LONGEST_REASON]
+            self._refuse(frozenset(each.words for each in changes), error)
             return None
         # an unexpected error of one try must not take the plan
         except Exception:  # noqa: BLE001
@@ -262,6 +277,16 @@ class Proposer:
         tried = _Try(changes, rows, plan)
         self._tried.append(tried)
         return tried
+
+    def _refuse(self, words: frozenset[str], error: PlanError) -> None:
+        """Note which changes cannot be planned: what those have in common that fail alike."""
+        why = str(error).partition(". ")[0][:_LONGEST_REASON]
+        for other, same in [*self._refused.items()]:
+            if same == why and (common := other & words):
+                del self._refused[other]
+                words = common
+        if words:
+            self._refused[words] = why
 
     def _keep(self, tried: _Try) -> None:
         """Propose a try, unless fewer changes allow as many rows."""
@@ -284,19 +309,11 @@ class Proposer:
                 rows=self._rows,
                 length=half if is_half else source.sequence_length,
                 values={"time": time, "length": half},
+                times=self._step.times(tried.changes, self._rows_now, tried.rows)
+                if self._step and not self._only_evaluation_is_short()
+                else None,
             )
         )
-
-
-def _combined(changes: Sequence[Switch]) -> list[tuple[Switch, ...]]:
-    """Return changes and combinations: those that keep the training first, then the faster."""
-    found = [
-        some
-        for num in range(1, _TOGETHER + 1)
-        for some in combinations(changes, num)
-        if len({each.subject for each in some}) == num
-    ]
-    return sorted(found, key=lambda some: (_changes_result(some), _slower(some), len(some)))
 
 
 def _with_one_row(more: _Try, fewer: _Try) -> int:
@@ -307,10 +324,6 @@ def _with_one_row(more: _Try, fewer: _Try) -> int:
 
 def _changes_result(changes: Sequence[Switch]) -> int:
     return max((each.changes_result for each in changes), default=0)
-
-
-def _slower(changes: Sequence[Switch]) -> float:
-    return sum(each.slower for each in changes)
 
 
 def _about(plan: MemoryPlan, changes: Sequence[Switch], rows: int) -> int:

@@ -3,13 +3,19 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from typing import Any
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.launch import configs
 from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal
-from trainer_plugins.planner.request import RESIDENT_LAYERS, ConfigSource, PlanRequest
+from trainer_plugins.planner.request import (
+    ONLINE_TRAINERS,
+    RESIDENT_LAYERS,
+    ConfigSource,
+    PlanRequest,
+)
 
 _NF4 = {
     "load_in_4bit": True,
@@ -32,8 +38,7 @@ class Switch:
     subject: str = ""  # of two switches with one subject, a run takes one
     # 0: the same training; 1: states rounded; 2: an adapter; 3: on a rounded base; 4: other data
     changes_result: int = 0
-    # how much longer a step takes, as a fraction: a rough figure, which only puts them in order
-    slower: float = 0.0
+    costs_time: bool = False  # alone: a multiple of a step's time says it better
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -72,20 +77,26 @@ def proposal_of(
     rows: int,
     length: int,
     values: Mapping[str, object] | None = None,
+    times: float | None = None,
 ) -> Proposal:
     """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
 
     The run as it is has `now` rows at once; `length` is in tokens; `values` are what the texts of
-    changes leave open, `time` and `length`.
+    changes leave open, `time` and `length`; `times` is how many times as long a step takes.
     """
     values = values or {}
     words = [each.words for each in changes]
-    prices = [_filled(each.price, values) for each in changes]
+    prices = [
+        _filled(each.price, values) for each in changes if times is None or not each.costs_time
+    ]
     flags = [_filled(each.flags, values) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
-        prices.insert(0, "the same training in smaller steps")
+        if times is None:
+            prices.insert(0, "the same training in smaller steps")
         flags.insert(0, as_flags(batch_flags(micro_batch, rows)))
+    if times is not None:
+        prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
     return Proposal(
         changes=tuple(words),
         price="; ".join(prices),
@@ -178,6 +189,7 @@ def source_of(run: PlanRequest) -> ConfigSource:
     return run.source
 
 
+_PAUSE_CHECKPOINTING = ("dpo", "kto", *ONLINE_TRAINERS)
 _OF_WEIGHTS: Mapping[Category, float] = {"gradients": 0.97, "optimizer states": 0.97}
 
 FUSED_LOSS = replace(
@@ -196,23 +208,22 @@ FUSED_OPTIMIZER = replace(
 CHECKPOINTING = replace(
     _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 0.85}),
     subject="activations",
-    slower=0.33,
+    costs_time=True,
 )
 OFFLOADED_ACTIVATIONS = replace(
     _of_training("activations offloaded", advice.OFFLOADED_ACTIVATIONS, {"activations": 0.97}),
     subject="activations",
-    slower=0.45,
+    costs_time=True,
 )
 REDUCED_EACH_TIME = replace(
     _of_training("gradients reduced each time", advice.REDUCED_EACH_TIME, {"gradients": 0.8}),
     subject="gradients",
-    slower=0.1,
+    costs_time=True,
 )
 EIGHT_BIT_OPTIMIZER = replace(
     _of_training("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
     subject="optimizer",
     changes_result=1,
-    slower=0.02,
 )
 HALF_LENGTH = Switch(
     "half the length",
@@ -240,7 +251,7 @@ STREAMED_BASE = Switch(
     with_base_streamed,
     {"frozen weights": 0.9},
     subject="launch",
-    slower=0.6,
+    costs_time=True,
 )
 BASE_IN_4_BITS = Switch(
     "base in 4 bits",
@@ -250,7 +261,6 @@ BASE_IN_4_BITS = Switch(
     {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
     subject="adapter",
     changes_result=3,
-    slower=0.3,
 )
 QLORA = replace(
     BASE_IN_4_BITS,
@@ -276,7 +286,6 @@ SLEEPING_ENGINE = replace(
     ),
     frees={"vLLM": 1.0},
     subject="engine",
-    slower=0.1,
 )
 
 
@@ -284,7 +293,7 @@ def smaller_engine_share(share: float, freed: float) -> Switch:
     """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
     flag = advice.SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share)
     change = of_flags(f"vLLM's share {share}", advice.SMALLER_ENGINE_SHARE.price, **flags_in(flag))
-    return replace(change, frees={"vLLM": freed}, subject="engine", slower=0.05)
+    return replace(change, frees={"vLLM": freed}, subject="engine")
 
 
 def eval_rows(rows: int) -> Switch:
@@ -301,17 +310,27 @@ ARGMAX_LOGITS = Switch(
 )
 
 
-def can_offload_activations() -> bool:
-    """Return whether the installed transformers moves what checkpointing keeps off the card."""
+def experts_in(config: Mapping[str, Any]) -> int:
+    """Return the experts of a layer; 0 if it has none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((config[name] for name in names if config.get(name)), 0))
+
+
+def can_offload_activations(trainer: str | None) -> bool:
+    """Return whether what checkpointing keeps can be moved off the card.
+
+    transformers has to know it. TRL's Trainers that leave checkpointing off for a while then switch
+    it on with words that torch's checkpoint refuses (1.16, disable_gradient_checkpointing).
+    """
+    if trainer in _PAUSE_CHECKPOINTING:
+        return False
     from transformers import PreTrainedModel
 
     enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
     return enable is not None and "offload" in signature(enable).parameters
 
 
-def launched_by(
-    words: str, price: str, name: str, slower: float, of: Sequence[Category], share: float
-) -> Switch:
+def launched_by(words: str, price: str, name: str, of: Sequence[Category], share: float) -> Switch:
     """Make the switch to a launch file of ours, which frees a share of these categories."""
     path = str(configs.path(name))
 
@@ -326,5 +345,5 @@ def launched_by(
         turn,
         dict.fromkeys(of, share),
         subject="launch",
-        slower=slower,
+        costs_time=True,
     )

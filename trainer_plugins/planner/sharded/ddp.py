@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.sharded.ranks import Ranks
+from trainer_plugins.planner.sharded.ranks import Ranks, makes_buffers
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
 from trainer_plugins.planner.tracing.trace import Tracker
 
@@ -53,6 +53,8 @@ class Ddp(Ranks):
             stash.bucket = None
             send(ddp)
 
+        module = torch.nn.parallel.distributed
+        makes_buffers(patches, tracker, module, "_sync_module_states")  # rank 0's weights, at first
         patches.wrap(DistributedDataParallel, "_sync_buffers", buffers_sent)
         patches.wrap(dist.Reducer, "_rebuild_buckets", rebuilt)
         patches.wrap(DistributedDataParallel, "_ddp_init_helper", built)

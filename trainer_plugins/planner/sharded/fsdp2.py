@@ -149,12 +149,17 @@ def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:
 def meshes_have_values(patches: Patches) -> None:
     """Make each DeviceMesh with real values: it is a table of ranks, which it reads."""
     from accelerate.parallelism_config import ParallelismConfig
+    from torch.distributed import _state_dict_utils
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init
 
     patches.surround(_fsdp_init, "init_device_mesh", _disable_current_modes)
     patches.surround(ParallelismConfig, "build_device_mesh", _disable_current_modes)
     patches.surround(DeviceMesh, "__getitem__", _disable_current_modes)
+    # where a share begins is read from a tensor: unknown, it would be the second row
+    patches.surround(
+        _state_dict_utils, "compute_local_shape_and_global_offset", _disable_current_modes
+    )
 
 
 def _parameters_have_addresses(patches: Patches) -> None:

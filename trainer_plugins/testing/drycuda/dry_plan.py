@@ -6,7 +6,7 @@ If the cards are too small for the command, it runs again on larger ones, to say
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ class DryAnswer(NamedTuple):
     tokens: int
     """Of the longest row; 0 if rows have none."""
 
+    is_fsdp: bool
+
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     """Run a command on dry cards and return what it needs of the fullest one.
@@ -81,19 +83,16 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
 
 
 def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
-    return DryAnswer(plan, result.seen[0]["arguments"], result.seen[0]["tokens"])
+    seen = result.seen[0]
+    return DryAnswer(plan, seen["arguments"], seen["tokens"], seen["is_fsdp"])
 
 
 def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     """Return the plan of a command that was run and completed."""
     fullest, card = result.seen[0], run.card
     world_size = fullest["world_size"]
-    alone = f"rank 0 of {world_size} ran alone, the other ranks are taken to be like it"
     moments: dict[Moment, MomentPeak] = {
-        moment: MomentPeak(
-            allocated_bytes=max(allocated for allocated, _ in fullest["moments"][moment]),
-            reserved_bytes=max(reserved for _, reserved in fullest["moments"][moment]),
-        )
+        moment: _highest(fullest["moments"][moment])
         for moment in MOMENTS
         if moment in fullest["moments"]
     }
@@ -103,10 +102,6 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
     outside = max(fullest["outside_bytes"])
-    others = (
-        f"other processes hold {size(outside - card.context_bytes)} of the card: a launcher that"
-        " has touched it has a context there"
-    )
     return MemoryPlan(
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
@@ -123,14 +118,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         moments=moments,
         num_flushes=fullest["num_retries"],
         not_reliable=tuple(_unreliable(fullest)),
-        assumptions=(
-            _MEANS_NOTHING,
-            *[alone] * (run.alone and world_size > 1),
-            *fullest["notes"],
-            *[_ONE_RUN] * bool(_cards(fullest)),
-            about_context(card),
-            *[others] * (outside > card.context_bytes),
-        ),
+        assumptions=tuple(_assumptions(fullest, run)),
         gpu=card.name,
         num_gpus=max(run.num_cards, world_size),
         context_bytes=outside,
@@ -149,16 +137,30 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     )
 
 
+def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
+    world_size, outside = seen["world_size"], max(seen["outside_bytes"])
+    yield _MEANS_NOTHING
+    if run.alone and world_size > 1:
+        yield f"rank 0 of {world_size} ran alone, the other ranks are taken to be like it"
+    yield from seen["notes"]
+    if _cards(seen):
+        yield _ONE_RUN
+    yield about_context(run.card)
+    if outside > run.card.context_bytes:
+        yield (
+            f"other processes hold {size(outside - run.card.context_bytes)} of the card: a launcher"
+            " that has touched it has a context there"
+        )
+
+
+def _highest(peaks: Iterable[tuple[int, int]]) -> MomentPeak:
+    allocated, reserved = zip(*peaks, strict=True)
+    return MomentPeak(allocated_bytes=max(allocated), reserved_bytes=max(reserved))
+
+
 def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
     """Return the peaks of each card of a process that uses several."""
-    by_card = zip(*seen["moments"].values(), strict=True)
-    cards = [
-        MomentPeak(
-            allocated_bytes=max(allocated for allocated, _ in peaks),
-            reserved_bytes=max(reserved for _, reserved in peaks),
-        )
-        for peaks in by_card
-    ]
+    cards = [_highest(peaks) for peaks in zip(*seen["moments"].values(), strict=True)]
     return tuple(cards) if sum(card.reserved_bytes > 0 for card in cards) > 1 else ()
 
 

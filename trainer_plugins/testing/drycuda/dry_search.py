@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.price import Step
 from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import (
     Switch,
@@ -82,6 +83,17 @@ class Variations:
     @property
     def _checkpoints(self) -> bool:
         return bool(self._as_given.arguments["gradient_checkpointing"])
+
+    @property
+    def _step(self) -> Step:
+        """Describe the step as far as a command shows it: no figure of the card helps."""
+        plan = self.plan
+        return Step(
+            weights=max(1, plan.num_parameters),
+            trained=plan.num_trainable_parameters,
+            rows=self._rows,
+            checkpoints=self._checkpoints,
+        )
 
     @property
     def plan(self) -> MemoryPlan:
@@ -155,7 +167,7 @@ class Variations:
             halves = (rows >> power for power in range(1, rows.bit_length()))
             ways = [(switches.eval_rows(each),) for each in halves]
         tried_ways: list[tuple[Switch, ...]] = [()] if self._now == 1 else []
-        for way in ways:
+        for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
             if changes in tried_ways:
                 continue
@@ -174,6 +186,16 @@ class Variations:
             left = self.spare_bytes(tried)
             missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
             failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
+
+    def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
+        """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
+        given = self._as_given
+        # this argument holds several values: what a user has set there would be lost
+        adds = given.is_fsdp and self._rows > 1 and _is_usual(given.arguments)
+        for way in ways:
+            yield way
+            if adds:
+                yield (*way, switches.REDUCED_EACH_TIME)
 
     def _is_on(self, change: Switch) -> bool:
         return change == switches.CHECKPOINTING and self._checkpoints
@@ -265,8 +287,16 @@ class Variations:
             now=self._now,
             rows=self._rows,
             length=self._as_given.tokens,
+            times=self._step.times(changes, self._now, rows),
         )
         return replace(proposal, margin_bytes=self.spare_bytes(plan))
+
+
+def _is_usual(arguments: Mapping[str, Any]) -> bool:
+    """Return whether accelerate's settings are its own."""
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    return bool(arguments["accelerator_config"] == AcceleratorConfig().to_dict())
 
 
 def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:

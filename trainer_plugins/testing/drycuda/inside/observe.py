@@ -62,6 +62,7 @@ class Seen:
     """Of the longest row; 0 if rows have none."""
 
     notes: list[str] = field(default_factory=list)
+    is_fsdp: bool = False
     resumes_apart: bool = False
     """Whether another process has to resume: under FSDP and DeepSpeed a model is wrapped once."""
 
@@ -171,6 +172,7 @@ class _Observer:
         notes.extend(about.get("notes", ()))
         planned = about.get("planned", {})
         self._seen = Seen(arguments=_plain(trainer.args), notes=notes, planned=planned)
+        self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
         self._names: list[Names] = []

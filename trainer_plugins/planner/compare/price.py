@@ -1,0 +1,167 @@
+"""Says how much longer a step takes with changes: a multiple, by arithmetic from a card's figures.
+
+A step takes what its computing takes, or what it moves meanwhile if that takes longer. Nothing is
+measured; docs/plan_search.md sets multiples beside measured ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.planner.cards import SPEEDS, Card, Speed
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.switches import Switch
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.request import LAYER_COUNTS, ONLINE_TRAINERS, PlanRequest
+from trainer_plugins.strategy import reduces_each_time
+
+_REACHED = 0.4  # of the peak: Llama 3 had 38 to 43 % (arXiv:2407.21783, table 4)
+_BYTES = 2  # of a weight or a gradient on its way
+_BYTES_IN_4_BITS = 0.55  # NF4 and its scales
+_DECODING_BYTES = 4.5  # a half is read, two are written, two are read again
+_STEP_BYTES = 28  # AdamW reads four numbers of 4 bytes for a weight, and writes three
+# DeepSpeed's AdamW takes 2.4 s for 8 billion weights (ZeRO-Offload, arXiv:2101.06840, table 4).
+_BYTES_PER_SECOND_OF_CPU = 94e9
+_ONLY_COMPUTES = Speed(1e-6, *[float("inf")] * 3)  # the ratio is that of any card
+_USUAL = SPEEDS["a100-80gb"]  # puts changes in order where the card is not known
+
+_IN_4_BITS = {switches.QLORA.words, switches.BASE_IN_4_BITS.words}
+_ADAPTERS = {switches.ADAPTER.words, *_IN_4_BITS}
+_OVER_A_BUS = {switches.OFFLOADED_ACTIVATIONS.words, switches.REDUCED_EACH_TIME.words, *_IN_4_BITS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Describes a step of a run: numbers of weights, tokens and cards."""
+
+    weights: int
+    trained: int
+    rows: int  # between two steps, on one card
+    checkpoints: bool
+    idle: int = 0  # weights of the experts to which a token is not sent
+    tokens: int = 1  # of a row
+    layers: int = 0
+    width: int = 0
+    num_gpus: int = 1
+    speed: Speed | None = None  # None if the card, or the length of a row, is not known
+    offloads: bool = False  # the inputs of layers
+    reduces_each_time: bool = False
+    in_4_bits: bool = False
+    launch: str = ""  # in words
+
+    def times(self, changes: Sequence[Switch], now: int, then: int) -> float | None:
+        """Return the time with changes and `then` rows at once, over that as it is with `now`.
+
+        None if it depends on a card that is not known.
+        """
+        speed = self.speed
+        if speed is None:
+            over_a_bus = (each.subject == "launch" or each.words in _OVER_A_BUS for each in changes)
+            if not changes or any(over_a_bus):
+                return None
+            speed = _ONLY_COMPUTES
+        return self.changed(changes)._seconds(then, speed) / self._seconds(now, speed)
+
+    def in_order(self, changes: Sequence[Switch], now: int) -> float:
+        """Return the same with the rows as they are, on a usual card if none is known."""
+        usual = replace(self, speed=self.speed or _USUAL)
+        return round(usual.times(changes, now, now) or 1.0, 1)
+
+    def changed(self, changes: Sequence[Switch]) -> "Step":
+        words = {each.words for each in changes}
+        offloads = self.offloads or switches.OFFLOADED_ACTIVATIONS.words in words
+        return replace(
+            self,
+            trained=0 if words & _ADAPTERS else self.trained,
+            checkpoints=self.checkpoints or offloads or switches.CHECKPOINTING.words in words,
+            offloads=offloads,
+            reduces_each_time=self.reduces_each_time or switches.REDUCED_EACH_TIME.words in words,
+            in_4_bits=self.in_4_bits or bool(words & _IN_4_BITS),
+            launch=next((each.words for each in changes if each.subject == "launch"), self.launch),
+        )
+
+    def _seconds(self, rows: int, speed: Speed) -> float:
+        """Return about the time of a step with this many of its rows at once."""
+        tokens, computed = rows * self.tokens, max(1, self.weights - self.idle)
+        # The backward pass makes the gradient of the inputs, and of the weights that are trained.
+        passes = 2 + self.trained / self.weights + self.checkpoints
+        scores = 2 * self.tokens * self.width * self.layers  # of a token; half are masked
+        operations = tokens * (passes * 2 * computed + (3 + self.checkpoints) * scores)
+        computing = operations / (speed.teraflops * 1e12 * _REACHED)
+        if self.in_4_bits:
+            computing += passes * _DECODING_BYTES * self.weights / speed.memory
+        reading = passes * _BYTES * computed / speed.memory
+        links, once = self._between_cards()
+        here = max(computing, reading, self._over_bus(tokens) / speed.bus)
+        each, last = max(here, links / speed.link), max(here, (links + once) / speed.link)
+        return (self.rows / rows - 1) * each + last + self._updating(speed)
+
+    def _over_bus(self, tokens: int) -> float:
+        """Return the bytes between main memory and the card in a micro-batch."""
+        moved = 2 * _BYTES * tokens * self.layers * self.width if self.offloads else 0.0
+        if self.launch == switches.STREAMED_BASE.words:
+            return moved + 2 * self.weights * (_BYTES_IN_4_BITS if self.in_4_bits else _BYTES)
+        if "offload" in self.launch:
+            moved += _BYTES * (2 * self.weights + self.trained) / self.num_gpus
+        return moved
+
+    def _between_cards(self) -> tuple[float, float]:
+        """Return the bytes between cards in a micro-batch, and besides in the last of a step."""
+        gradients = _BYTES * self.trained
+        if self.num_gpus == 1:
+            return 0.0, 0.0
+        if not ("FSDP" in self.launch or "ZeRO-3" in self.launch):
+            return 0.0, 2.0 * gradients
+        gathered = 2.0 * _BYTES * self.weights
+        if self.reduces_each_time or "ZeRO-3" in self.launch:
+            return gathered + gradients, 0.0
+        return gathered, gradients
+
+    def _updating(self, speed: Speed) -> float:
+        moved = _STEP_BYTES * self.trained
+        if "offload" in self.launch:
+            return moved / _BYTES_PER_SECOND_OF_CPU
+        is_divided = "FSDP" in self.launch or "ZeRO" in self.launch
+        return moved / (self.num_gpus if is_divided else 1) / speed.memory
+
+
+def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | None:
+    """Describe the step of a run with a config; None if it generates, which takes most of it."""
+    source = switches.source_of(run)
+    if source.trainer in ONLINE_TRAINERS:
+        return None
+    found: Any = source.config.get("text_config") or source.config
+    layers = max((n for name in LAYER_COUNTS if isinstance(n := found.get(name), int)), default=0)
+    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    has_tokens = "length" in plan.planned
+    strategy, file = plan.planned["strategy"], plan.planned.get("launch file", "")
+    is_streamed = run.resident_layers is not None
+    return Step(
+        weights=max(1, plan.num_parameters),
+        idle=_idle(found, layers),
+        trained=plan.num_trainable_parameters,
+        tokens=source.sequence_length if has_tokens else 1,
+        rows=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        layers=layers,
+        width=found.get("hidden_size") or found.get("d_model") or 0,
+        num_gpus=plan.num_gpus,
+        speed=_speed_of(run.card) if has_tokens else None,
+        checkpoints=plan.planned["checkpointing"] == "on",
+        offloads="offload" in kwargs,
+        reduces_each_time=reduces_each_time(args.accelerator_config),
+        in_4_bits="4 bits" in plan.planned.get("quantised", ""),
+        launch=switches.STREAMED_BASE.words if is_streamed else f"{strategy} {file}",
+    )
+
+
+def _speed_of(card: Card | None) -> Speed | None:
+    return SPEEDS.get(card.name) if card else None
+
+
+def _idle(config: Any, layers: int) -> int:
+    """Return the weights of experts to which a token is not sent."""
+    experts = switches.experts_in(config)
+    width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+    idle = experts - config.get("num_experts_per_tok", experts)
+    return int(layers * idle * 3 * config.get("hidden_size", 0) * width)
