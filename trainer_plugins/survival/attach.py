@@ -103,7 +103,8 @@ def survive_oom(
     """
     check_options(min_micro_batch, ladder, on_refusal)
     wrap_once("train", Survival, _instead_of_the_finder)
-    reasons, family = refusals(trainer), family_of(trainer, is_vouched=vouch_for_loss)
+    family = family_of(trainer, is_vouched=vouch_for_loss)
+    reasons = refusals(trainer, family)
     if not holds_here():
         reasons.append("a trial showed that this torch finishes no gradients one by one: report it")
     if not isinstance(family, Family):

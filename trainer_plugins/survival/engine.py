@@ -204,7 +204,7 @@ class Engine:
         self._evaluation.begin_run()
         self._judged, memo_of(trainer).listener = trainer.state, ref(self)
         family = family_of(trainer, attached.compute_loss, is_vouched=attached.is_vouched)
-        reasons = refusals(trainer)
+        reasons = refusals(trainer, family)
         if isinstance(family, Family):
             attached.family = family
         else:

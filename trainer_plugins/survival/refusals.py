@@ -9,14 +9,24 @@ import torch
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
+from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model, is_compiled
 
+_NOT_TWICE = (
+    "its loss compares rows, so all have to pass once before the pieces, and under FSDP a rank "
+    "that fails there could not finish what the others wait for: use DDP or DeepSpeed ZeRO"
+)
 
-def refusals(trainer: HfTrainer) -> list[str]:
+
+def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
-    return [reason for find in _REFUSALS for reason in find(trainer)]
+    reasons = [reason for find in _REFUSALS for reason in find(trainer)]
+    coupling = family.coupling if isinstance(family, Family) else None
+    if coupling is not None and coupling.sees_all and not kind_of(trainer).passes_twice:
+        reasons.append(_NOT_TWICE)
+    return reasons
 
 
 def cannot_be_taken_back(trainer: HfTrainer) -> list[str]:

@@ -15,7 +15,6 @@ from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, 
 from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
 from trainer_plugins.survival.exact.seam import Seam
-from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model
 
 
@@ -134,11 +133,6 @@ _COUPLED_MODELS = {
 # Through these rows of CLIP, SigLIP and others pass by themselves; their embeddings are compared.
 _TOWERS = ("text_model", "vision_model")
 
-_NOT_TWICE = (
-    "its loss compares rows, so all have to pass once before the pieces, and under FSDP a rank "
-    "that fails there could not finish what the others wait for: use DDP or DeepSpeed ZeRO"
-)
-
 
 def family_of(
     trainer: HfTrainer, compute_loss: Callable[..., Any] | None = None, *, is_vouched: bool = False
@@ -158,9 +152,6 @@ def family_of(
         if not (found.can_vouch and is_vouched):
             return found
         found = _VOUCHED
-    sees_all = found.coupling is not None and found.coupling.sees_all
-    if sees_all and not kind_of(trainer).passes_twice:
-        return NoFamily(_NOT_TWICE)
     boundary = rope_boundary(trainer.model)
     if boundary is None:
         return found

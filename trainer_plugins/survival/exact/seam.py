@@ -73,9 +73,7 @@ class Seam:
 
     def _behind(self) -> list[nn.Parameter]:
         inside = {p for module in self._modules for p in module.parameters()}
-        own = getattr(self._trainer, "loss", None)  # sentence-transformers' may have weights
-        modules = [self._trainer.model, *([own] if isinstance(own, nn.Module) else [])]
-        return [p for module in modules for p in module.parameters() if p not in inside]
+        return [p for p in self._trainer.model.parameters() if p not in inside]
 
     @contextmanager
     def _passing(self, instead: Callable[..., Any]) -> Iterator[None]:
