@@ -1,4 +1,7 @@
-"""Measures what `survive_oom` costs if everything fits, and if a batch is 8 times too large."""
+"""Measures what `survive_oom` costs if everything fits, and if a batch is 8 times too large.
+
+Also on two ranks (`survival_ranks.py`).
+"""
 
 import gc
 from collections.abc import Callable
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from benchmarks import survival_ranks
 from benchmarks.card import card_here
 from trainer_plugins import survive_oom
 from trainer_plugins.testing import simgpu
@@ -146,5 +150,5 @@ def measure() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    for name, value in measure().items():
+    for name, value in {**measure(), **survival_ranks.measure()}.items():
         print(f"{name}: {value:.4g}")
