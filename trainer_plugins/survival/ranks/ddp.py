@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -218,9 +218,8 @@ def finishes_here() -> bool:
     try:
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         # `skip_init` draws no number: what a run samples does not depend on this trial.
-        fresh = nn.utils.skip_init
-        layers = [fresh(nn.Linear, 1, 1, bias=False) for _ in range(2)]  # type: ignore[no-untyped-call]
-        bare = nn.Sequential(*layers)
+        fresh: Any = nn.utils.skip_init
+        bare = nn.Sequential(*(fresh(nn.Linear, 1, 1, bias=False) for _ in range(2)))
         model = DistributedDataParallel(bare, process_group=alone)
         model.require_forward_param_sync = False
         if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]

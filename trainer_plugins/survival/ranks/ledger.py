@@ -63,7 +63,8 @@ class Ledger:
             whole.zero_()
         else:
             dist.all_gather_into_tensor(whole, part, group=shard.device_mesh.get_group())
-        found: torch.Tensor = _Whole.apply(shard, whole[: len(shard)])  # type: ignore[no-untyped-call]
+        whole = whole[: len(shard)]
+        found: torch.Tensor = _Whole.apply(shard, whole)  # type: ignore[no-untyped-call]
         return found
 
 
