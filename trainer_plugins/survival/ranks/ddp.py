@@ -229,7 +229,7 @@ def finishes_here() -> bool:
             nn.init.ones_(weight)
             weight.grad = torch.ones_like(weight)
         hidden: list[torch.Tensor] = []
-        with layers[0].register_forward_hook(lambda *args: hidden.append(args[-1])):
+        with bare[0].register_forward_hook(lambda *args: hidden.append(args[-1])):
             loss = model(torch.ones(2, 1)).sum()
         torch.autograd.graph.register_multi_grad_hook(hidden, fail)
         mark = GradientMark(weights)
