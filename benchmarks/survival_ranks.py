@@ -24,7 +24,6 @@ from trainer_plugins import survive_oom
 
 FEW, MANY, ROWS, FITS = 10, 40, 64, 8
 WRAP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-EACH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 KINDS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False, **WRAP}},
@@ -54,6 +53,7 @@ def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
     config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
     config.num_attention_heads = config.num_key_value_heads = 4
     rows = torch.randint(1, 127, (4 * ROWS, 64), generator=torch.Generator().manual_seed(0))
+    reducing = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     args = TrainingArguments(
         folder,
         max_steps=num_steps,
@@ -64,7 +64,7 @@ def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
         logging_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        accelerator_config=EACH if "FSDP" in kind else None,
+        accelerator_config=reducing if "FSDP" in kind else None,
         **KINDS[kind],
     )
     model = LlamaForCausalLM(config)
