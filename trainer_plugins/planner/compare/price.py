@@ -93,18 +93,23 @@ class Step:
             computing += passes * _DECODING_BYTES * self.weights / speed.memory
         reading = passes * _BYTES * computed / speed.memory
         links, once = self._between_cards()
-        here = max(computing, reading, self._over_bus(tokens) / speed.bus)
+        here = max(computing, reading, self._hidden(tokens) / speed.bus)
+        here += self._waited_for() / speed.bus
         each, last = max(here, links / speed.link), max(here, (links + once) / speed.link)
         return (self.rows / rows - 1) * each + last + self._updating(speed)
 
-    def _over_bus(self, tokens: int) -> float:
-        """Return the bytes between main memory and the card in a micro-batch."""
+    def _hidden(self, tokens: int) -> float:
+        """Return the bytes that cross the bus while a micro-batch is computed."""
         moved = 2 * _BYTES * tokens * self.layers * self.width if self.offloads else 0.0
         if self.launch == switches.STREAMED_BASE.words:
             return moved + 2 * self.weights * (_BYTES_IN_4_BITS if self.in_4_bits else _BYTES)
-        if "offload" in self.launch:
-            moved += _BYTES * (2 * self.weights + self.trained) / self.num_gpus
         return moved
+
+    def _waited_for(self) -> float:
+        """Return the bytes of an offload: how much of them DeepSpeed hides was not measured."""
+        if "offload" not in self.launch:
+            return 0.0
+        return _BYTES * (2 * self.weights + self.trained) / self.num_gpus
 
     def _between_cards(self) -> tuple[float, float]:
         """Return the bytes between cards in a micro-batch, and besides in the last of a step."""
