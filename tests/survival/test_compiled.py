@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from tests.models import tiny_llama
 from tests.survival.failing import Gradients, off_by, ragged_rows, small_trainer
+from tests.survival.test_contrastive import clip
 from trainer_plugins import survive_oom
 
 WHOLE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -103,6 +104,12 @@ def test_pieces_add_up_and_are_compiled(tmp_path, caplog, case: str) -> None:
     assert survived
     # Not one graph would be left if what survival measures had been intercepted in compiled code.
     assert "torch.compile compiled" in survived[0]
+
+
+def test_a_loss_that_compares_rows_is_refused(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, clip(), **WHOLE)
+    with pytest.raises(ValueError, match="compares rows, which compiled code does not let pass"):
+        survive_oom(trainer)
 
 
 def test_cuda_graphs_and_compiled_autograd_are_refused(tmp_path, monkeypatch) -> None:

@@ -24,8 +24,11 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
     reasons = [reason for find in _REFUSALS for reason in find(trainer)]
     coupling = family.coupling if isinstance(family, Family) else None
-    if coupling is not None and coupling.sees_all and not kind_of(trainer).passes_twice:
-        reasons.append(_NOT_TWICE)
+    if coupling is not None and coupling.sees_all:
+        if not kind_of(trainer).passes_twice:
+            reasons.append(_NOT_TWICE)
+        if _is_compiled(trainer):
+            reasons.append("its loss compares rows, which compiled code does not let pass apart")
     return reasons
 
 
@@ -46,9 +49,14 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
         yield "tensor, context and sequence parallelism are not supported"
 
 
+def _is_compiled(trainer: HfTrainer) -> bool:
+    backend = str(trainer.accelerator.state.dynamo_plugin.backend)
+    return not backend.endswith("NO") or is_compiled(trainer.model)
+
+
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
     plugin = trainer.accelerator.state.dynamo_plugin
-    if str(plugin.backend).endswith("NO") and not is_compiled(trainer.model):
+    if not _is_compiled(trainer):
         return
     if trainer.args.world_size > 1:
         yield "torch.compile with several processes is not supported yet: turn it off"
