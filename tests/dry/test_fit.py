@@ -105,9 +105,9 @@ def test_what_fits_stays_as_it_is_and_what_cannot_is_not_started(folder: Path) -
     assert "nothing was started" in done.stderr
     assert "trained" not in done.stdout
 
-    done = _fitted(folder, "--gpu", "24GiB", "--may", "length")
+    done = _fitted(folder, "--gpu", "24GiB", "--may", "rows")
     assert done.returncode == 2
-    assert "--may is optim, got length; nothing was started" in done.stderr
+    assert "--may is optim, precision or length, got rows; nothing was started" in done.stderr
 
 
 def test_an_evaluation_that_does_not_fit_takes_fewer_rows(folder: Path) -> None:

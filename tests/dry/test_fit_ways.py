@@ -1,6 +1,7 @@
 """The ways that `exec --fit` tries: no dry run is made, each answer is given."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -21,21 +22,27 @@ _PLAN = MemoryPlan(
 )  # fmt: skip
 
 
-def first_that_fits(monkeypatch: pytest.MonkeyPatch, is_fsdp: bool, **given: object):
-    """Return what is chosen of ways of which only gradients reduced each time fit."""
+def first_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    is_fsdp: bool,
+    may: tuple[str, ...] = (),
+    fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    **given: Any,
+):
+    """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
     arguments = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
-        "gradient_checkpointing": True, "accelerator_config": AcceleratorConfig().to_dict(), **given,
+        "gradient_checkpointing": True, "bf16": False, "fp16": False, "accelerator_config": AcceleratorConfig().to_dict(), **given,
     }  # fmt: skip
 
     def dry_plan(run: DryRun, tell: object) -> DryAnswer:
-        fits = run.changed.get("accelerator_config") == _EACH_TIME
+        fits = fitting.items() <= run.changed.items()
         plan = _PLAN if fits else replace(_PLAN, nvidia_smi_peak_bytes=30 * GIB, fits=False)
         return DryAnswer(plan, arguments, 2048, is_fsdp)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
     run = DryRun(command=["python", "train.py"], card=card_of("24GiB"))
-    found, _ = dry_search.Variations(run, print).first_that_fits(may_round_states=False)
+    found, _ = dry_search.Variations(run, print).first_that_fits(may)
     return found
 
 
@@ -50,3 +57,27 @@ def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeyp
 def test_settings_of_accelerate_that_a_user_has_made_are_left_alone(monkeypatch) -> None:
     mine = {**AcceleratorConfig().to_dict(), "split_batches": True}
     assert first_that_fits(monkeypatch, is_fsdp=True, accelerator_config=mine) is None
+
+
+@pytest.mark.parametrize(
+    ("may", "fitting", "given"),
+    [
+        ("precision", {"bf16": True}, {}),
+        ("length", {"max_length": 512}, {"max_length": 1024}),
+        ("optim", {"optim": "adamw_bnb_8bit"}, {}),
+    ],
+)
+def test_what_changes_the_result_is_tried_only_if_it_was_named(
+    monkeypatch, may: str, fitting: dict[str, Any], given: dict[str, Any]
+) -> None:
+    found = first_that_fits(monkeypatch, False, (may,), fitting, **given)
+    assert found is not None
+    assert fitting.items() <= found.changed.items()
+    others = tuple({"precision", "length", "optim"} - {may})
+    assert first_that_fits(monkeypatch, False, others, fitting, **given) is None
+
+
+@pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}])
+def test_a_run_in_16_bits_keeps_its_precision(monkeypatch, given: dict[str, Any]) -> None:
+    wanted: dict[str, Any] = {"bf16": True, "max_length": 1}
+    assert first_that_fits(monkeypatch, False, ("precision",), wanted, **given) is None

@@ -52,7 +52,10 @@ def exec_(
     ] = None,
     may: Annotated[
         list[str] | None,
-        typer.Option(help="With --fit: what may change besides, optim (8-bit states)."),
+        typer.Option(
+            help="With --fit: what may change besides: optim (8-bit states), precision (bf16),"
+            " length (half of TRL's max_length)."
+        ),
     ] = None,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")

@@ -15,7 +15,8 @@ from trainer_plugins.units import size
 if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
 
-MAY = ("optim",)  # what a user may allow to be changed besides how the same result is computed
+# What a user may allow to be changed besides how the same result is computed.
+MAY = ("optim", "precision", "length")
 
 
 class DoesNotFit(Exception):  # noqa: N818 - what it says
@@ -47,7 +48,9 @@ def variables_to_fit(
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
     if unknown := {*may} - {*MAY}:
-        raise PlanError(f"--may is {' or '.join(MAY)}, got {', '.join(sorted(unknown))}")
+        raise PlanError(
+            f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
+        )
     tell = partial(print, file=sys.stderr, flush=True)
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     card, number = _cards(gpu, num_gpus)
@@ -59,7 +62,7 @@ def variables_to_fit(
             spare = size(variations.spare_bytes(variations.plan))
             say(f"it fits as it is, {spare} to spare")
             return {}
-        found, failed = variations.first_that_fits(may_round_states="optim" in may)
+        found, failed = variations.first_that_fits(may)
     if found is None:
         raise DoesNotFit(f"nothing fits that keeps the result: {'; '.join(failed)}")
     proposal = found.proposal

@@ -296,6 +296,19 @@ def smaller_engine_share(share: float, freed: float) -> Switch:
     return replace(change, frees={"vLLM": freed}, subject="engine")
 
 
+BF16 = replace(
+    of_flags("bf16", "computed in bf16, which rounds more", bf16=True),
+    subject="precision",
+    changes_result=1,
+)
+
+
+def cut_at(length: int) -> Switch:
+    """Make the switch to TRL's rows of at most this many tokens."""
+    change = of_flags("shorter rows", f"rows are cut at {length} tokens", max_length=length)
+    return replace(change, subject="length", changes_result=4)
+
+
 def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"

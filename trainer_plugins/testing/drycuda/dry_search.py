@@ -6,7 +6,7 @@ takes one run.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
@@ -139,19 +139,28 @@ class Variations:
         found = [each.proposal for each in islice(self._fitted(_WAYS, failed, until), _ENOUGH)]
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
-    def first_that_fits(self, may_round_states: bool) -> tuple[Fitted | None, list[str]]:
+    def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
         """Return the least costly arguments with which the command fits, and what does not.
 
         The rows between optimizer steps stay the same, and so does the result, except for rounding;
-        `may_round_states` allows an optimizer in 8 bits.
+        `may` allows an optimizer in 8 bits ("optim"), bf16 ("precision") and TRL's rows cut in half
+        ("length"), each after what keeps more.
         """
         failed: list[str] = []
         if not self._weights_fit():
             return None, ["the weights alone do not fit"]
-        ways = [
-            way for way in _WAYS if may_round_states or not any(each.changes_result for each in way)
-        ]
-        return next(self._fitted(ways, failed, float("inf")), None), failed
+        return next(self._fitted(self._ways(may), failed, float("inf")), None), failed
+
+    def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
+        given = self._as_given.arguments
+        ways = [way for way in _WAYS if not any(each.changes_result for each in way)]
+        if "precision" in may and not (given["bf16"] or given["fp16"]):
+            ways += [(*way, switches.BF16) for way in ways]
+        if "optim" in may:
+            ways += [way for way in _WAYS if way not in ways]
+        if "length" in may and (length := given.get("max_length")):
+            ways += [(*way, switches.cut_at(int(length) // 2)) for way in ways]
+        return ways
 
     def _weights_fit(self) -> bool:
         load, card = self.plan.moments.get("load"), self._run.card
