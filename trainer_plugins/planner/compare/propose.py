@@ -89,13 +89,14 @@ class Proposer:
     def most_rows(self) -> int:
         """Return the most rows at once with which a run that fits would fit too; 0 if unknown.
 
-        What is reserved grows evenly with the rows, as far as it is known from two tries.
+        What is reserved grows evenly with the rows, as far as it is known from two tries. At first
+        it may not grow, where something else than rows makes the peak.
         """
         if not is_safe(self._plan):
             return self._rows_now
-        now, reserved_now = self._rows_now, self._plan.reserved_peak_bytes
-        spare = self._room - margin_bytes(self._room) - reserved_now
-        most, too_many, rows = now, 1 << 30, 2 * now
+        known_rows, known_bytes = self._rows_now, self._plan.reserved_peak_bytes
+        usable = self._room - margin_bytes(self._room, "quantised" in self._plan.planned)
+        most, too_many, rows = known_rows, 1 << 30, 2 * known_rows
         for _ in range(_ROWS_TRIED):
             if self._is_late or most + 1 >= too_many:
                 break
@@ -106,8 +107,11 @@ class Proposer:
                 most = rows
             else:
                 too_many = rows
-            each = max(1, (tried.plan.reserved_peak_bytes - reserved_now) // (rows - now))
-            rows = min(max(now + spare // each, most + 1), too_many - 1)
+            reserved = tried.plan.reserved_peak_bytes
+            each = (reserved - known_bytes) // (rows - known_rows)
+            known_rows, known_bytes = rows, reserved
+            foreseen = rows + (usable - reserved) // each if each > 0 else 2 * rows
+            rows = min(max(foreseen, most + 1), too_many - 1)
         return most
 
     def _lacks(self, plan: MemoryPlan) -> str:
@@ -232,7 +236,7 @@ class Proposer:
         smallest = self._try(changes, sizes[-1])
         if smallest is None or not is_safe(smallest.plan):
             return
-        usable = self._room - margin_bytes(self._room)
+        usable = self._room - margin_bytes(self._room, "quantised" in self._plan.planned)
         likely = [each for each in sizes[:-1] if grown(smallest.plan, each / sizes[-1]) < usable]
         found = self._first_safe(changes, likely) if likely and not self._is_late else None
         if found is None or not is_safe(found.plan):
