@@ -159,28 +159,20 @@ class Gradients(TrainerCallback):
         )
 
 
-class Run:
-    """One training, and what it was made of.
+class Counted:
+    """Counts the allocations of each micro-batch of a training.
 
     `fail_at`: for the n-th micro-batch, the allocations that fail in it.
     """
 
-    def __init__(
-        self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, error=None, **train
-    ) -> None:
+    def __init__(self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None) -> None:
         self.trainer, self.fail_at = trainer, fail_at or {}
         self.allocations = Allocations()
-        self.allocations.error = error
         self.num_allocations: list[int] = []
         self._planned: list[int] = []
-        self.gradients: list[list[torch.Tensor | None]] = []
         self._training_step = trainer.training_step
         self._prepare_inputs = trainer._prepare_inputs
         trainer.training_step, trainer._prepare_inputs = self.training_step, self.prepare_inputs
-        trainer.add_callback(Gradients(self.gradients))
-        with self.allocations:
-            trainer.train(**train)
-        self.weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
     def training_step(self, *args, **kwargs):
         self._planned = list(self.fail_at.get(len(self.num_allocations), []))
@@ -197,6 +189,21 @@ class Run:
         inputs = self._prepare_inputs(*args, **kwargs)
         self.allocations.begin(self._planned)
         return inputs
+
+
+class Run(Counted):
+    """One training, and what it was made of."""
+
+    def __init__(
+        self, trainer: Trainer, fail_at: dict[int, list[int]] | None = None, error=None, **train
+    ) -> None:
+        super().__init__(trainer, fail_at)
+        self.allocations.error = error
+        self.gradients: list[list[torch.Tensor | None]] = []
+        trainer.add_callback(Gradients(self.gradients))
+        with self.allocations:
+            trainer.train(**train)
+        self.weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
     @property
     def logged(self) -> list[dict[str, float]]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.finding import Finding
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.limit.ladder import is_checkpointing
 from trainer_plugins.survival.training_run import Attached
+from trainer_plugins.survival.words import in_parts
 
 Method = Callable[..., Any]
 
@@ -95,15 +95,10 @@ class Completions:
         return scored
 
     def _say(self, what: str, num: int, failures: list[DidNotFit], so: str) -> None:
-        seconds = sum(failure.seconds for failure in failures)
-        finding = Finding.warning(
-            code="out-of-memory-survived",
-            summary=f"{what} did not fit at once, and were divided into {num} parts: {so}",
-            evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
-            remedy="No action needed: the loss that follows is divided by itself.",
-            amount=float(len(failures)),
+        summary = f"{what} did not fit at once, and were divided into {num} parts: {so}"
+        self._attached.say(
+            in_parts(summary, failures, "the loss that follows is divided by itself.")
         )
-        self._attached.say(finding)
 
 
 def _fewer(num: int, failure: DidNotFit, least: str) -> int:

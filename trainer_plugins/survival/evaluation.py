@@ -11,7 +11,6 @@ from torch import nn
 from transformers import Seq2SeqTrainer
 
 from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
-from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, owners_of_state
@@ -23,7 +22,7 @@ from trainer_plugins.survival.limit.limit import cells, lower, sizes
 from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.training_run import Attached
-from trainer_plugins.survival.words import part_raised
+from trainer_plugins.survival.words import in_parts, part_raised
 
 R = TypeVar("R")
 
@@ -108,14 +107,11 @@ class Parts:
 
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
     """Log that a batch was finished in parts, and write it into the timeline."""
-    seconds = sum(failure.seconds for failure in failures)
-    finding = Finding.warning(
-        code="out-of-memory-survived",
-        summary=f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
-        evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
-        remedy="No action needed: loss and outputs are those of the undivided batch. "
+    finding = in_parts(
+        f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
+        failures,
+        "loss and outputs are those of the undivided batch. "
         f"To avoid the failed attempts, {_SMALLER_BATCH}.",
-        amount=float(len(failures)),
     )
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
 

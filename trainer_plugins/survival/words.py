@@ -102,6 +102,18 @@ class Story:
         return f"; you vouched for the loss: it was measured as {self.loss}" if self.loss else ""
 
 
+def in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:
+    """Report what was finished in parts besides micro-batches of a training."""
+    seconds = sum(failure.seconds for failure in failures)
+    return Finding.warning(
+        code="out-of-memory-survived",
+        summary=summary,
+        evidence=f"failed attempts: {len(failures)}, {seconds:.2f} s; {failures[0].first_line}",
+        remedy=f"No action needed: {remedy}",
+        amount=float(len(failures)),
+    )
+
+
 def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
     ways = [SMALLER_MICRO_BATCH] if is_divisible else []

@@ -38,7 +38,7 @@ from transformers import TrainerCallback
 from tests.models import tiny_llama
 from tests.survival import test_trl
 from tests.survival.failing import (
-    Allocations,
+    Counted,
     Recentred,
     logged_by,
     off_by,
@@ -155,22 +155,16 @@ class KnownLimit(TrainerCallback):
         memo_of(self.trainer).limit = self.limit
 
 
-class Run:
-    """One training.
-
-    `fail_at`: for the n-th micro-batch of this rank, the allocations that fail in it.
+class Run(Counted):
+    """One training of this rank.
 
     `only_attempts`: of what survive_oom tries, and not the few numbers on the CPU by which it is
         judged afterwards.
     """
 
     def __init__(self, trainer, fail_at=None, *, only_attempts=False, **train) -> None:
-        self.trainer, self.allocations, self.gradients = trainer, Allocations(), Gradients()
-        self.num_allocations: list[int] = []
-        self.fail_at = fail_at or {}
-        self._planned: list[int] = []
-        self._training_step, self._prepare_inputs = trainer.training_step, trainer._prepare_inputs
-        trainer.training_step, trainer._prepare_inputs = self.training_step, self.prepare_inputs
+        super().__init__(trainer, fail_at)
+        self.gradients = Gradients()
         trainer.add_callback(self.gradients)
         self.num_forwards, self.ended = 0, ""
         trainer.model.register_forward_pre_hook(self.count_forward)
@@ -190,22 +184,6 @@ class Run:
 
     def count_forward(self, *_):
         self.num_forwards += torch.is_grad_enabled()
-
-    def training_step(self, *args, **kwargs):
-        self._planned = list(self.fail_at.get(len(self.num_allocations), []))
-        self.allocations.begin(self._planned)
-        try:
-            return self._training_step(*args, **kwargs)
-        finally:
-            self.num_allocations.append(self.allocations.num)
-            self.allocations.begin([])
-
-    def prepare_inputs(self, *args, **kwargs):
-        """Counted from behind here: the batch is on the device, and completions are generated."""
-        self.allocations.begin([])
-        inputs = self._prepare_inputs(*args, **kwargs)
-        self.allocations.begin(self._planned)
-        return inputs
 
 
 def make(folder: Path, case: dict):

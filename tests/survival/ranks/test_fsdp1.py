@@ -15,6 +15,7 @@ from tests.survival.ranks.test_fsdp2 import (
     OTHER,
     as_launched,
     launched,
+    print_sweep,
     survived_exactly,
 )
 from tests.wanted import wanted
@@ -87,10 +88,7 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
     steps = case.get("settings", {}).get("steps", 2)
     of_trl = rounding.of_gradients(TERMS, [LEARNING_RATE] * steps)
     survived_exactly(two_ranks, name, case, of_trl if name in OF_TRL else 1e-12)
-    if "sweep" in case:
-        with capsys.disabled():
-            off_by = two_ranks[0][name]["gradients"]
-            print(f"\n  FSDP1, {name}: gradients off by {off_by:.1e} at most")
+    print_sweep(capsys, f"FSDP1, {name}", case, two_ranks[0][name])
 
 
 @pytest.mark.parametrize("name", ["nothing fails"])

@@ -196,11 +196,13 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
     for facts in (seen[name] for seen in two_ranks):
         as_launched(facts, 2)
     survived_exactly(two_ranks, name, case)
+    print_sweep(capsys, f"FSDP2, {name}", case, two_ranks[0][name])
+
+
+def print_sweep(capsys, name: str, case: dict[str, Any], facts: dict[str, Any]) -> None:
     if "sweep" in case:
         with capsys.disabled():
-            print(
-                f"\n  FSDP2, {name}: gradients off by {two_ranks[0][name]['gradients']:.1e} at most"
-            )
+            print(f"\n  {name}: gradients off by {facts['gradients']:.1e} at most")
 
 
 def survived_exactly(
