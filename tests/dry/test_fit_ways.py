@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare.switches import LORA
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak
 from trainer_plugins.testing.drycuda import dry_search
 from trainer_plugins.testing.drycuda.dry_plan import DryAnswer
@@ -65,6 +67,7 @@ def test_settings_of_accelerate_that_a_user_has_made_are_left_alone(monkeypatch)
         ("precision", {"bf16": True}, {}),
         ("length", {"max_length": 512}, {"max_length": 1024}),
         ("optim", {"optim": "adamw_bnb_8bit"}, {}),
+        ("peft", {"peft_config": LORA}, {}),
     ],
 )
 def test_what_changes_the_result_is_tried_only_if_it_was_named(
@@ -73,7 +76,7 @@ def test_what_changes_the_result_is_tried_only_if_it_was_named(
     found = first_that_fits(monkeypatch, False, (may,), fitting, **given)
     assert found is not None
     assert fitting.items() <= found.changed.items()
-    others = tuple({"precision", "length", "optim"} - {may})
+    others = tuple({*MAY} - {may})
     assert first_that_fits(monkeypatch, False, others, fitting, **given) is None
 
 
