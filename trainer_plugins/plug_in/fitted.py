@@ -41,13 +41,13 @@ def give_adapters() -> None:
     """
     from transformers.trainer import Trainer
 
-    def of_subclass(cls: Any, **kwargs: Any) -> None:
+    def of_subclass(cls: Any, /, **kwargs: Any) -> None:
         super(Trainer, cls).__init_subclass__(**kwargs)
         if "__init__" in vars(cls) and "peft_config" in signature(cls.__init__).parameters:
             cls.__init__ = _with_adapter(cls.__init__)
 
-    Trainer.__init__ = _with_adapter(Trainer.__init__)  # type: ignore[method-assign]
-    Trainer.__init_subclass__ = classmethod(of_subclass)  # type: ignore[assignment]
+    Trainer.__init__ = _with_adapter(Trainer.__init__)
+    Trainer.__init_subclass__ = classmethod(of_subclass)
 
 
 def _with_adapter(init: Callable[..., None]) -> Callable[..., None]:
