@@ -29,6 +29,7 @@ def first_that_fits(
     is_fsdp: bool,
     may: tuple[str, ...] = (),
     fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    trainer: str = "SFTTrainer",
     **given: Any,
 ):
     """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
@@ -40,6 +41,7 @@ def first_that_fits(
     def dry_plan(run: DryRun, tell: object) -> DryAnswer:
         fits = fitting.items() <= run.changed.items()
         plan = _PLAN if fits else replace(_PLAN, nvidia_smi_peak_bytes=30 * GIB, fits=False)
+        plan = replace(plan, planned={"model": f"LlamaForCausalLM, trained by {trainer}"})
         return DryAnswer(plan, arguments, 2048, is_fsdp)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
@@ -84,3 +86,9 @@ def test_what_changes_the_result_is_tried_only_if_it_was_named(
 def test_a_run_in_16_bits_keeps_its_precision(monkeypatch, given: dict[str, Any]) -> None:
     wanted: dict[str, Any] = {"bf16": True, "max_length": 1}
     assert first_that_fits(monkeypatch, False, ("precision",), wanted, **given) is None
+
+
+def test_activations_stay_where_trl_loses_them(monkeypatch) -> None:
+    wanted: dict[str, Any] = {"gradient_checkpointing_kwargs": {"offload": True}}
+    assert first_that_fits(monkeypatch, False, (), wanted) is not None
+    assert first_that_fits(monkeypatch, False, (), wanted, trainer="DPOTrainer") is None

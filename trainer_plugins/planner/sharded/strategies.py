@@ -92,7 +92,7 @@ def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
 def _refuse_quantised(request: PlanRequest, kind: Kind, by: str) -> None:
     if kind.is_quantised and isinstance(request.source, ConfigSource):
         raise NotPredicted(
-            f"a quantised base under {by}, on fake tensors; --engine dry and `plan -- COMMAND` run it"
+            f"a quantised base under {by}, on fake tensors: --engine dry runs it without a card"
         )
 
 

@@ -136,7 +136,9 @@ class Variations:
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
-        found = [each.proposal for each in islice(self._fitted(_WAYS, failed, until), _ENOUGH)]
+        found = [
+            each.proposal for each in islice(self._fitted(self._usual_ways, failed, until), _ENOUGH)
+        ]
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
     def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
@@ -153,13 +155,13 @@ class Variations:
 
     def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
         given, allowed = self._as_given.arguments, list[Switch]()
-        kept = [way for way in _WAYS if not any(each.changes_result for each in way)]
+        kept = [way for way in self._usual_ways if not any(each.changes_result for each in way)]
         ways = [*kept]
         if "precision" in may and not (given["bf16"] or given["fp16"]):
             allowed.append(switches.BF16)
             ways += [(*way, *allowed) for way in kept]
         if "optim" in may:
-            ways += [(*way, *allowed) for way in _WAYS if way not in kept]
+            ways += [(*way, *allowed) for way in self._usual_ways if way not in kept]
         if "peft" in may and self.plan.num_trainable_parameters == self.plan.num_parameters:
             allowed.append(switches.ADAPTER_IN_SCRIPT)
             ways += [(*way, *allowed) for way in kept]
@@ -167,6 +169,13 @@ class Variations:
             allowed.append(switches.cut_at(int(length) // 2))
             ways += [(*way, *allowed) for way in kept]
         return ways
+
+    @property
+    def _usual_ways(self) -> list[tuple[Switch, ...]]:
+        planned = self.plan.planned
+        name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
+        can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
+        return [way for way in _WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
 
     def _weights_fit(self) -> bool:
         load, card = self.plan.moments.get("load"), self._run.card
