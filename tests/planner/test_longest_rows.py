@@ -86,16 +86,16 @@ def test_columns_that_only_the_trainers_own_loader_reads(tmp_path) -> None:
 
     class OfTexts(Trainer):
         def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-            return torch.utils.data.DataLoader(TEXTS, 2, collate_fn=self.data_collator)
+            return torch.utils.data.DataLoader(texts, 2, collate_fn=self.data_collator)
 
-    texts = ["a" * (LONG if index == 70 else SHORT) for index in range(100)]
-    TEXTS = Dataset.from_dict({"anchor": texts})
+    words = ["a" * (LONG if index == 70 else SHORT) for index in range(100)]
+    texts = Dataset.from_dict({"anchor": words})
     usual = trainer_of(tmp_path, [row(AT), row(0)])
     own = OfTexts(
         usual.model,
         usual.args,
         lambda rows: pad([{"input_ids": [*each["anchor"].encode()]} for each in rows]),
-        train_dataset=TEXTS,
+        train_dataset=texts,
     )
     batch: Any = longest_batch(own).batch
     assert batch["input_ids"].shape == (2, LONG)
