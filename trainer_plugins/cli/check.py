@@ -1,6 +1,5 @@
 """`trainer-plugins check`: find before a launch what usually ends a run hours later."""
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import with_options
@@ -73,11 +73,4 @@ def _show(checklist: "Checklist", verbose: bool, as_json: bool) -> None:
 
         show(check_report(checklist, verbose))
         return
-    groups = {
-        name: [
-            {**asdict(line), "findings": [each.as_json() for each in line.findings]}
-            for line in lines
-        ]
-        for name, lines in checklist.groups
-    }
-    print(json.dumps({"worst": checklist.worst.name, "groups": groups}, indent=2))
+    print_json("check", checklist)

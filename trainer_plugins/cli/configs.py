@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
 from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.finding import Finding, Severity
@@ -167,7 +168,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def _print_findings(file: Path, findings: tuple[Finding, ...], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([each.as_json() for each in findings], indent=2))
+        print(json.dumps(plain(findings), indent=2))
     else:
         lines = [f"{each.severity.name} {each}" for each in findings]
         print("\n".join(lines) or f"{file}: no findings")
