@@ -1,6 +1,10 @@
 """What `--json` prints: as its schema says, with the numbers of the run, and as older readers know it."""
 
 import json
+import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,25 @@ def test_what_older_readers_know_is_still_there(file: Path) -> None:
 
 def test_a_plan_of_before_is_read() -> None:
     assert MemoryPlan.from_json((OLD / "before" / "plan.json").read_text()) == PLAN
+
+
+def filters() -> list[tuple[str, str]]:
+    """The lines of docs/json.md that pipe an answer into jq."""
+    page = Path(__file__).parents[1] / "docs" / "json.md"
+    found = re.findall(r"^trainer-plugins (\w+) .*--json.* \| (jq .*)$", page.read_text(), re.M)
+    assert len(found) > 8
+    return found
+
+
+@pytest.mark.parametrize(("name", "line"), filters())
+def test_the_page_reads_answers_with_jq(name: str, line: str) -> None:
+    if shutil.which("jq") is None:
+        pytest.skip("no jq")
+    words = shlex.split(line)
+    answer = (OLD / "version_1" / f"{name}.json").read_text()
+    done = subprocess.run(words, input=answer, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "null" not in done.stdout
 
 
 def test_a_text(tmp_path: Path) -> None:
