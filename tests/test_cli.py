@@ -195,6 +195,7 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
         "--accelerate-config",
         "--verbose",
         "--json",
+        "--format",
         "--host-memory",
         "--help",
     ]
