@@ -68,7 +68,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Sums up all runs of a folder, the last one first."""
+    """Sums up all runs of a folder, oldest first."""
 
     runs: tuple[RunSummary, ...]
     ending: Finding | None  # how the last run ended, if not as it should
