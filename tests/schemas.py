@@ -113,7 +113,13 @@ def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(name: str) -> str:
-    return json.dumps(schema(name), indent=1) + "\n"
+    """Write a schema; what has no mapping in it stands on one line."""
+    found = schema(name)
+    text = json.dumps(found, indent=1)
+    for pattern in (r"\[[^\[\]{}]*\]", r"\{[^{}]*\}"):
+        text = re.sub(pattern, lambda part: " ".join(part[0].split()), text)
+    assert json.loads(text) == found
+    return text + "\n"
 
 
 def strict(value: Any) -> Any:

@@ -78,10 +78,6 @@ class TensorAtPeak:
     shape: tuple[int, ...]
     dtype: str
 
-    def __post_init__(self) -> None:
-        known_category(self.category)
-        known_moment(self.moment)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtPeak:
@@ -94,10 +90,6 @@ class TensorsAtPeak:
     operation: str
     moment: Moment
     dtype: str
-
-    def __post_init__(self) -> None:
-        known_category(self.category)
-        known_moment(self.moment)
 
     @property
     def total_bytes(self) -> int:
@@ -182,9 +174,6 @@ class MemoryPlan:
     """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
 
     Everything is predicted, without a card.
-
-    Raises:
-        ValueError: a moment or a category does not exist.
     """
 
     json_properties: ClassVar[tuple[str, ...]] = ("margin_bytes",)
@@ -237,12 +226,6 @@ class MemoryPlan:
     # changes with which the run would fit, if asked for; the least costly first
     proposals: tuple[Proposal, ...] = ()
     tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing
-
-    def __post_init__(self) -> None:
-        for moment in (self.moment, *self.moments, *self.host_moments):
-            known_moment(moment)
-        for category in self.breakdown:
-            known_category(category)
 
     @property
     def fits_card(self) -> bool | None:
