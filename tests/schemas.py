@@ -18,6 +18,7 @@ import jsonschema
 from trainer_plugins.check import Checklist
 from trainer_plugins.cli.as_json import VERSION
 from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.launch.environment import LaunchEnvironment
 from trainer_plugins.planner.calibrate import Calibration
 from trainer_plugins.planner.compare.beside import Beside
 from trainer_plugins.planner.compare.lines import Interrupted, SearchResult
@@ -29,6 +30,7 @@ from trainer_plugins.report.top import TopPage
 FOLDER = Path(__file__).parents[1] / "trainer_plugins" / "cli" / "schemas"
 ANSWERS: dict[str, list[tuple[str, Any]]] = {
     "check": [("check", Checklist)],
+    "env": [("env", LaunchEnvironment)],
     "explain": [("explain", Explanation)],
     "plan": [
         ("plan", MemoryPlan),

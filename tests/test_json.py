@@ -161,6 +161,10 @@ def test_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answered("check", code=1)["worst"] == "WARNING"
 
 
+def test_an_environment() -> None:
+    assert answered("env")["exports"]
+
+
 def test_two_plans(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(PLAN.to_json())
     found = answered("plan", "--compare", *2 * [tmp_path / "plan.json"])
