@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
+from tests.schemas import read_answer
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.units import MIB
@@ -46,6 +47,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     rows = ("--per-device-train-batch-size", "2")
     done = plan(*QWEN_LORA, *place, *rows, *CHECKPOINTING, "--json")
     assert done.exit_code == 3, done.output
+    assert read_answer(done.stdout, "plan")["margin_bytes"] < 0
     found = MemoryPlan.from_json(done.stdout)
     assert found.fits is False
     assert found.failed_request is not None

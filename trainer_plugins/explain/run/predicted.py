@@ -146,8 +146,7 @@ def _in_order(
     for remedy in ours:
         outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
         if isinstance(outcome, MemoryPlan):
-            effect = _effect(plan, outcome.nvidia_smi_peak_bytes)
-            known = replace(remedy, effect=effect, grade="predicted")
+            known = _with_peak(remedy, plan, outcome.nvidia_smi_peak_bytes)
             if is_safe(outcome):
                 enough[remedy.do] = known
             else:
@@ -158,7 +157,8 @@ def _in_order(
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
             needs = _needs(plan, fewer.nvidia_smi_peak_bytes)
             effect = f"{remedy.effect}; a piece of {rows} needs {needs}"
-            enough[remedy.do] = replace(remedy, effect=effect, grade="predicted")
+            known = _with_peak(remedy, plan, fewer.nvidia_smi_peak_bytes)
+            enough[remedy.do] = replace(known, effect=effect)
         else:
             unknown.append(remedy)
     others = [each for do, each in found.items() if do not in enough]
@@ -166,11 +166,24 @@ def _in_order(
 
 
 def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
-    effect = _effect(plan, each.nvidia_smi_peak_bytes)
-    if "train_batch_size" in each.flags:
-        rows = each.micro_batch * each.accumulation_steps * world_size
-        effect += f"; the effective batch stays {rows} rows"
-    return Remedy(do=_typed(each), effect=effect, grade="predicted", price=each.price)
+    made = Remedy(do=_typed(each), effect="", grade="predicted", price=each.price)
+    made = _with_peak(made, plan, each.nvidia_smi_peak_bytes)
+    if "train_batch_size" not in each.flags:
+        return made
+    rows = each.micro_batch * each.accumulation_steps * world_size
+    return replace(made, effect=f"{made.effect}; the effective batch stays {rows} rows")
+
+
+def _with_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
+    spare = (plan.capacity_bytes or 0) - peak_bytes
+    return replace(
+        remedy,
+        effect=_effect(plan, peak_bytes),
+        grade="predicted",
+        predicted_peak_bytes=peak_bytes,
+        spare_bytes=spare,
+        fits=spare >= 0,
+    )
 
 
 def _typed(each: Proposal) -> str:
