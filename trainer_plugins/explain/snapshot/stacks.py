@@ -68,10 +68,15 @@ def line_of(frame: Frame) -> str:
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
+def is_python(frame: Frame) -> bool:
+    """Return whether it is a frame of Python, and not of C++."""
+    return _PYTHON.search(frame.file) is not None
+
+
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
     """Return all frames, and those of Python, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    python = [frame for frame in frames if is_python(frame)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 

@@ -36,6 +36,7 @@ def plan_page(plan: MemoryPlan) -> Page:
     breakdown = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
     return page(
         "plan.html.jinja",
+        {},
         plan=plan,
         moment=moment_of(plan),
         verdict=verdict(plan),

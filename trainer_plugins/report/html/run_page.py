@@ -77,6 +77,7 @@ def run_page(
         beside = [each for each in differences if each.counter != "card"]
     return page(
         "run.html.jinja",
+        {},
         folder=folder,
         verdict=verdict(run, answer, ending),
         is_bad=ending is not None or bool(failures),
