@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.browser import CHROMIUM, look, luminance
+from tests.report.browser import look, luminance
+from tests.report.chromium import CHROMIUM
 from tests.report.drawn import MOMENTS, page_of_snapshot, plan_of
 from tests.report.test_run_page import long_run
 from tests.test_report import write
