@@ -34,7 +34,6 @@ class Read(HTMLParser):
         self.figures: set[int] = set()
         self.words = ""
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.paths: dict[str, str] = {}
         self.titles: list[str] = []
         self.data: dict[str, Any] = {}
         self.scripts: list[str] = []
@@ -48,8 +47,6 @@ class Read(HTMLParser):
         self.tags.append((tag, given))
         if tag == "data":
             self.figures.add(int(given["value"]))
-        if tag == "path" and given["class"].startswith(("band", "rule")):
-            self.paths[given["class"].split()[1]] = given["d"]
         if tag not in VOID:
             self._open.append(tag)
 
@@ -96,9 +93,13 @@ def loads_nothing(text: str) -> bool:
     )
 
 
-def heights(path: str) -> list[float]:
-    """The heights of the stairs of a path, in pixels from above."""
-    return [float(piece.split("H")[0].split("V")[0]) for piece in path.split("V")[1:]]
+def highest(page: Read, colour: str, which: int = 0) -> float:
+    """The highest point of an area or a line of a chart, as a number."""
+    chart = [*page.data["charts"].values()][which]
+    (values,) = (
+        each["values"] for each in (*chart["areas"], *chart["lines"]) if each["colour"] == colour
+    )
+    return max(value for value in values if value is not None)
 
 
 class Keeps(TrainerCallback):

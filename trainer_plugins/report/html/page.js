@@ -52,13 +52,13 @@ function ticks(low, high, step) {
   return found;
 }
 
-function heightTicks(low, high, unit) { // in the unit that the numbers are rounded in
+function heightTicks(low, high, unit, most) { // in the unit that the numbers are rounded in
   if (unit !== "bytes") {
-    const step = round(high - low, 3);
-    return ticks(low, high, step).map(at => [at, at >= 1000 ? `${+(at / 1000).toPrecision(6)}k` : String(+at.toPrecision(6))]);
+    const [per, name] = high >= 1e6 ? [1e6, "M"] : high >= 1e4 ? [1e3, "k"] : [1, ""];
+    return ticks(low, high, round(high - low, most)).map(at => [at, `${+(at / per).toPrecision(6)}${name}${unit === "s" ? " s" : "/s"}`]);
   }
   const [name, per] = high - low >= 2 ** 30 ? ["GiB", 2 ** 30] : high - low >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 1024];
-  const step = round((high - low) / per, 5);
+  const step = round((high - low) / per, most);
   return ticks(low / per, high / per, step).map(at => [at * per, `${+at.toPrecision(6)} ${name}`]);
 }
 
@@ -149,7 +149,9 @@ class Chart {
   }
 
   mark(mark) {
+    this.marks.style.height = `${Math.max(parseFloat(this.marks.style.height) || 0, 22 * (mark.row + 1))}px`;
     const made = make(mark.href ? "a" : "span", { class: `mark c-${mark.colour}`, title: mark.title, ...(mark.href ? { href: mark.href } : {}) }, mark.text);
+    made.style.top = `${22 * mark.row}px`;
     this.marks.append(made);
     return [mark.at, made];
   }
@@ -248,7 +250,7 @@ class Chart {
   axes(context, width, bottom) {
     context.fillStyle = ink("faint");
     context.textAlign = "right";
-    for (const [value, text] of heightTicks(this.low, this.high, this.source.unit)) {
+    for (const [value, text] of heightTicks(this.low, this.high, this.source.unit, Math.max(2, Math.floor(bottom / 45)))) {
       const y = this.y(value);
       context.fillText(text, LEFT - 6, Math.min(Math.max(y + 4, 10), bottom));
       context.globalAlpha = 0.15;
@@ -263,9 +265,10 @@ class Chart {
       context.fillText(text, x, bottom + 15);
       after = x + wide / 2 + 8;
     }
-    for (const { at, text } of this.source.words ?? []) {
+    for (const [at, text] of this.source.words ?? []) {
+      const fits = context.measureText(text).width < this.x(1) - this.x(0);
       context.textAlign = "center";
-      if (context.measureText(text).width < this.x(1) - this.x(0)) context.fillText(text, this.x(at), bottom + 15);
+      context.fillText(fits ? text : text.split(" ")[0], this.x(at), bottom + 15); // else its number
     }
     context.textAlign = "right";
     if (this.source.axis === "events") context.fillText("event", LEFT - 6, bottom + 15);
@@ -287,7 +290,7 @@ class Chart {
   }
 
   tell(at) { // the figures of one moment, in the key and below the picture
-    const named = this.source.named(at);
+    const named = this.source.pixels < 80 ? [] : this.source.named(at); // a small one has no key
     this.key.replaceChildren(...named.map(({ name, colour, text, isLine }) => {
       const swatch = make("span", { class: `swatch c-${colour}${isLine ? " line" : ""}` });
       return make("li", {}, swatch, name, ...(text ? [" ", make("b", {}, text)] : []));
@@ -594,7 +597,7 @@ class Pages {
   }
 
   about(at) {
-    if (at === null) return "Point at a block, or click it to keep its stack. Drag to zoom; keys: + − 0, arrows, f, / to search.";
+    if (at === null) return "Point at a block, or click it to keep its stack. Drag to zoom; keys: + - 0, arrows, f, / to search.";
     const words = this.hover === null ? "" : `: ${this.block_words(this.hover)}`;
     return `Event ${number(Math.floor(at))}${words}`;
   }
@@ -820,7 +823,8 @@ function label(context, text, x, y, width) {
 
 const views = new Map();
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
-  const source = new Recorded(data.charts[figure.dataset.chart]), [low, high] = [source.edges[0], source.edges[source.edges.length - 1]];
+  const source = new Recorded(data.charts[figure.dataset.chart]), low = source.edges[0];
+  const high = Math.max(source.edges[source.edges.length - 1], ...source.uprights, ...source.marks.map(each => each.at));
   if (!views.has(source.axis)) views.set(source.axis, new View(low, high, (high - low) / 1000));
   const chart = new Chart(figure, source, views.get(source.axis), source.pixels);
   if (source.pixels > 100) figure.querySelector(".canvas").before(make("div", { class: "tools" }, ...chart.buttons()));

@@ -43,7 +43,7 @@ def snapshot_data(case: SnapshotCase, title: str) -> dict[str, object]:
         "capacity": case.capacity_bytes if case.oom is not None else None,
         "peak": max(case.peak_reserved_bytes, case.in_use_bytes),
         "categories": list(_CATEGORIES),
-        "colours": [colour_of(name).removeprefix("c-") for name in _CATEGORIES],
+        "colours": [colour_of(name) for name in _CATEGORIES],
         "birth": [after - before for before, after in zip([BEFORE, *births], births, strict=False)],
         "lasted": lasted,
         "bytes": sizes,

@@ -34,7 +34,7 @@ def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
         answer=answer,
         grades=GRADES,
         snapshots=shown,
-        colours={WORDS[name]: colour_of(name) for name in WORDS},
+        colours={WORDS[name]: f"c-{colour_of(name)}" for name in WORDS},
         facts=answer.facts[1:],
     )
 
