@@ -65,6 +65,7 @@ def test_pages_are_readable(pages: dict[str, str], tmp_path: Path, is_dark: bool
         low, high = sorted((luminance(seen["ink"]), luminance(seen["paper"])))
         assert (high + 0.05) / (low + 0.05) >= 7, about
         assert seen["wider_by"] <= 0, about
+        assert seen["plots"], about
         assert all(num_colours >= 3 for num_colours in seen["plots"]), about
         assert (seen["unnamed"], seen["unreachable"]) == (0, 0), about
         assert seen["broken"] == [], about
