@@ -1,5 +1,6 @@
 """The page of a run: what happened is on it, a peak is never lost, and it is small."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.report.drawn import MOMENTS, Keeps, Read, highest, loads_nothing, plan_of
+from tests.report.drawn import (
+    MOMENTS,
+    Keeps,
+    Read,
+    highest,
+    loads_nothing,
+    page_of_snapshot,
+    plan_of,
+)
 from tests.test_report import HOSTILE, write
 from tests.test_timeline import READING
 from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, StrategyInForce, draw
@@ -65,6 +74,20 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
         assert page.words.count(code) >= 2, "on the axis, and in words"
     evaluated = [e.reading for e in entries if isinstance(e, Sample) and e.moment == "eval"]
     assert max(each.peak_allocated_bytes for each in evaluated) in page.figures
+
+
+def test_the_snapshot_of_an_oom_is_on_the_page_of_its_run(make_trainer, simgpu, tmp_path) -> None:
+    trainer = make_trainer(Keeps(6), MemoryWatchdog(), OOMReporter(), max_steps=60)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    (file,) = (tmp_path / "run").rglob("oom-rank0.json")
+    assert "<section data-snapshot" not in page_of(tmp_path / "run")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"snapshot": "snapshot.pickle"}))
+    page_of_snapshot(tmp_path / "run")  # which leaves the file there
+    text = page_of(tmp_path / "run")
+    (shown,) = Read(text).data["snapshots"]
+    assert shown["asked_bytes"] == 20 * MIB
+    assert text.index("data-chart") < text.index('data-snapshot="0"') < text.index("<h2>Findings</h2>")
 
 
 def test_the_highest_points_of_a_picture_are_the_peaks_of_the_run(make_trainer, simgpu, tmp_path):

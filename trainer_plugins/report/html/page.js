@@ -250,7 +250,7 @@ class Chart {
   axes(context, width, bottom) {
     context.fillStyle = ink("faint");
     context.textAlign = "right";
-    for (const [value, text] of heightTicks(this.low, this.high, this.source.unit, Math.max(2, Math.floor(bottom / 45)))) {
+    for (const [value, text] of heightTicks(this.low, this.high, this.source.unit, Math.max(3, Math.floor(bottom / 45)))) {
       const y = this.y(value);
       context.fillText(text, LEFT - 6, Math.min(Math.max(y + 4, 10), bottom));
       context.globalAlpha = 0.15;
@@ -331,27 +331,28 @@ class Chart {
       event.preventDefault();
       this.view.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.at(this.picture.place(event)[0]));
     }, { passive: false });
-    canvas.addEventListener("keydown", event => {
-      const { view } = this, key = event.key;
-      if (key === "+" || key === "=") view.zoom(0.5, this.source.moment ?? undefined);
-      else if (key === "-") view.zoom(2, this.source.moment ?? undefined);
-      else if (key === "0") view.all();
-      else if (key === "f") { this.fits = !this.fits; this.picture.again(); }
-      else if (key === "ArrowLeft" || key === "ArrowRight") {
-        const way = key === "ArrowLeft" ? -1 : 1;
-        if (event.shiftKey && this.source.step) this.source.step(way); else view.pan(0.2 * way);
-      } else if ((key === "ArrowUp" || key === "ArrowDown") && this.source.next) this.source.next(key === "ArrowUp" ? 1 : -1);
-      else return;
-      event.preventDefault();
-    });
+    canvas.addEventListener("keydown", event => { if (this.act(event.key, event.shiftKey)) event.preventDefault(); });
+  }
+
+  act(key, shift) { // what a key or a button does; false if that is nothing
+    const { view, source } = this, moment = source.moment >= view.begin && source.moment <= view.end ? source.moment : undefined;
+    const way = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1 }[key], isUpright = key === "ArrowUp" || key === "ArrowDown";
+    if (key === "+" || key === "=") view.zoom(0.5, moment);
+    else if (key === "-") view.zoom(2, moment);
+    else if (key === "0") view.all();
+    else if (key === "f") { this.fits = !this.fits; this.picture.again(); }
+    else if (way && isUpright && source.next) source.next(way);
+    else if (way && !isUpright && shift && source.step) source.step(way);
+    else if (way && !isUpright) view.pan(0.2 * way);
+    else return false;
+    return true;
   }
 
   buttons() {
-    const keys = [["+", "Zoom in (+)", () => this.view.zoom(0.5, this.source.moment ?? undefined)], ["−", "Zoom out (-)", () => this.view.zoom(2)],
-      ["all", "Show all (0)", () => this.view.all()], ["fit", "Fit the height to what is shown (f)", () => { this.fits = !this.fits; this.picture.again(); }]];
-    return keys.map(([text, title, does]) => {
+    const keys = [["+", "Zoom in (+)", "+"], ["\u2212", "Zoom out (-)", "-"], ["all", "Show all (0)", "0"], ["fit", "Fit the height to what is shown (f)", "f"]];
+    return keys.map(([text, title, key]) => {
       const made = make("button", { type: "button", title }, text);
-      made.addEventListener("click", does);
+      made.addEventListener("click", () => this.act(key, false));
       return made;
     });
   }
@@ -515,7 +516,7 @@ class Snapshot {
 }
 
 // The pictures of one snapshot: they share the chosen moment, the chosen block, and what is searched for.
-class Pages {
+class Explorer {
   constructor(section, snapshot, top) {
     const shown = this.snapshot = snapshot;
     Object.assign(this, { moment: shown.moment, hover: null, picked: null, focus: null, wanted: "", marked: null });
@@ -832,7 +833,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
 
 const snapshots = (data.snapshots ?? []).map(raw => new Snapshot(raw));
 const most = Math.max(...snapshots.map(each => Math.max(each.capacity && each.capacity < 2.5 * each.peak ? each.capacity : 0, each.peak)));
-const shown = [...document.querySelectorAll("section[data-snapshot]")].map((section, at) => new Pages(section, snapshots[at], most));
+const shown = [...document.querySelectorAll("section[data-snapshot]")].map((section, at) => new Explorer(section, snapshots[at], most));
 
 const field = document.getElementById("search"), told_found = document.getElementById("found");
 function search(wanted) {
