@@ -87,7 +87,9 @@ def test_the_snapshot_of_an_oom_is_on_the_page_of_its_run(make_trainer, simgpu, 
     text = page_of(tmp_path / "run")
     (shown,) = Read(text).data["snapshots"]
     assert shown["asked_bytes"] == 20 * MIB
-    assert text.index("data-chart") < text.index('data-snapshot="0"') < text.index("<h2>Findings</h2>")
+    assert (
+        text.index("data-chart") < text.index('data-snapshot="0"') < text.index("<h2>Findings</h2>")
+    )
 
 
 def test_the_highest_points_of_a_picture_are_the_peaks_of_the_run(make_trainer, simgpu, tmp_path):

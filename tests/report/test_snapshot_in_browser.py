@@ -229,3 +229,16 @@ def test_two_snapshots_stand_side_by_side_on_one_scale(tab: Tab, tmp_path: Path)
     one, two = tab.text("#found").split(" | ")
     assert "80.0 MiB" in one
     assert "160.0 MiB" in two
+
+
+def test_a_snapshot_without_events_is_drawn_as_it_ended(tab: Tab, tmp_path: Path) -> None:
+    card = RecordedCard()
+    train(card, 2)
+    card.events.clear()
+    case, answer = explained_case(card.dump(tmp_path / "snapshot.pickle"))
+    page = tmp_path / "page.html"
+    page.write_text(snapshot_page(answer, case), encoding="utf-8")
+    tab.open(page, width=390)
+    assert "in use at the peak" in tab.text("section[data-snapshot] > figure:nth-of-type(2)")
+    tab.point("section[data-snapshot] canvas", 0.99, 0.5)
+    assert "MiB" in tab.text("section[data-snapshot] > figure:nth-of-type(2) .said")
