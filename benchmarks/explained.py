@@ -1,18 +1,22 @@
 """Explains memory snapshots, and compares what comes out with what the files state.
 
 For each file: the bytes that it states as allocated at its end and the sum of the categories there,
-the recorded peak of reserved memory and that of the replay. Prints Markdown, and ends with 1 if
-anything differs. `docs/explain_snapshots.md` has the sums of public ones:
+the recorded peak of reserved memory and that of the replay; and what its page takes: CPU seconds,
+and megabytes. Prints Markdown, and ends with 1 if anything differs. `docs/explain_snapshots.md` has
+the sums of public ones:
 
     python -m benchmarks.explained SNAPSHOT ...
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer_plugins.explain.snapshot import NotReadableError
-from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.explain.snapshot.explained import explained_case
+from trainer_plugins.explain.snapshot.oom import SnapshotCase
+from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.units import size
 
 _MOST_CATEGORIES = 3
@@ -24,15 +28,18 @@ def main(words: Sequence[str]) -> int:
         "| snapshot | events | at the end, stated | summed | reserved, recorded | replayed |",
         end="",
     )
-    print(" allocated at the peak | most of it |\n|" + " --- |" * 8)
+    print(" allocated at the peak | most of it | CPU s | page, MB |\n|" + " --- |" * 10)
     different = []
     for path in map(Path, words):
         try:
-            case = case_of(path)
+            began = time.process_time()
+            case, answer = explained_case(path)
+            page = snapshot_page(answer, case)
+            seconds = time.process_time() - began
         except NotReadableError as error:
             different.append(f"{path}: {error}")
             continue
-        print(_row(path.name, case))
+        print(_row(path.name, case), f"{seconds:.1f} | {len(page.encode()) / 1e6:.2f} |")
         if not _is_same(case):
             different.append(f"{path}: {case.why_not_repeated or 'figures differ'}")
     for line in different:

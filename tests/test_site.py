@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.browser import CHROMIUM, luminance, measured_in
+from tests.report.browser import luminance, measured_in
+from tests.report.chromium import CHROMIUM
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page.stem for page in (ROOT / "docs").glob("*.md")}

@@ -152,6 +152,108 @@ def test_the_product_of_the_head_is_logits_and_other_products_are_not(name, tmp_
     assert found.causes[0].code == "logits-loss"
 
 
+FSDP, ZERO = f"{SITE}/torch/distributed/fsdp", f"{SITE}/deepspeed/runtime/zero"
+OPERATIONS, FUNCTION = (
+    f"{SITE}/accelerate/utils/operations.py",
+    f"{SITE}/torch/autograd/function.py",
+)
+TRAINER = (f"{SITE}/transformers/trainer.py", 2164, "compute_loss")
+# Frames as dry cards recorded them, of torch 2.11, transformers 5.23, DeepSpeed 0.19.8, TRL 1.16.
+OF_LIBRARIES: dict[str, tuple[str, Frames]] = {
+    "FSDP2": ("gathered parameters", (
+        (f"{FSDP}/_fully_shard/_fsdp_collectives.py", 59, "allocate"),
+        (f"{FSDP}/_fully_shard/_fsdp_collectives.py", 263, "foreach_all_gather"),
+        (f"{FSDP}/_fully_shard/_fsdp_param_group.py", 339, "unshard"),
+        (f"{FSDP}/_fully_shard/_fsdp_param_group.py", 449, "pre_forward"), MODULE, *LAYER, *CALLED,
+    )),
+    "FSDP1": ("gathered parameters", (
+        (f"{SITE}/torch/storage.py", 1270, "_resize_"),
+        (f"{FSDP}/_flat_param.py", 1409, "_alloc_padded_unsharded_flat_param"),
+        (f"{FSDP}/_flat_param.py", 1382, "unshard"),
+        (f"{FSDP}/_runtime_utils.py", 305, "_unshard"), MODULE, *LAYER, *CALLED,
+    )),
+    "ZeRO-3": ("gathered parameters", (
+        (f"{ZERO}/partition_parameters.py", 1388, "_all_gather_sequential"),
+        (f"{ZERO}/partitioned_param_coordinator.py", 580, "__all_gather_params"),
+        (f"{ZERO}/partitioned_param_coordinator.py", 344, "fetch_sub_module"), MODULE, *LAYER,
+    )),
+    "FSDP1's shards": ("parameters", (
+        (f"{FSDP}/_flat_param.py", 905, "shard"),
+        (f"{SITE}/accelerate/accelerator.py", 2037, "prepare_model"), MAIN,
+    )),
+    "FSDP1's gradients": ("gradients", (
+        (f"{FSDP}/_runtime_utils.py", 1048, "_cast_grad_to_param_dtype"),
+        (f"{FSDP}/_runtime_utils.py", 766, "_post_backward_hook"),
+    )),
+    "a function of DeepSpeed's": ("gradients", (
+        (f"{ZERO}/linear.py", 129, "backward"), (FUNCTION, 317, "apply"),
+    )),
+    "a cache": ("KV cache", (
+        (f"{SITE}/transformers/cache_utils.py", 137, "update"),
+        (f"{SITE}/transformers/cache_utils.py", 1570, "update"), (LLAMA, 251, "forward"), MODULE, MAIN,
+    )),
+    "accelerate's float32 outputs": ("logits", (
+        (OPERATIONS, 902, "_convert_to_fp32"), (OPERATIONS, 931, "__call__"), MODULE, TRAINER, MAIN,
+    )),
+    "TRL's loss in chunks": ("logits", (
+        (f"{SITE}/trl/kernels/chunked_logprob.py", 413, "backward"), (FUNCTION, 317, "apply"),
+    )),
+    "PEFT's float32 copies": ("parameters", (
+        (f"{SITE}/peft/utils/other.py", 209, "prepare_model_for_kbit_training"), MAIN,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_what_libraries_make_has_its_name_also_if_it_lives_shortly(name, tmp_path):
+    category, frames = OF_LIBRARIES[name]
+    card = RecordedCard(200 * MIB)
+    made = card.alloc(20 * MIB, frames)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.at_end.categories == {category: 20 * MIB}
+    if category in ("gathered parameters", "KV cache", "logits"):
+        card.release(made)
+        case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+        assert case.held.categories == {category: 20 * MIB}
+
+
+def test_a_gather_within_the_backward_pass_does_not_end_it(tmp_path):
+    card = RecordedCard()
+    card.alloc(4 * MIB, FORWARD)
+    gradient = card.alloc(10 * MIB, BACKWARD)
+    gathered = card.alloc(20 * MIB, OF_LIBRARIES["FSDP2"][1])
+    card.alloc(10 * MIB, BACKWARD)
+    card.release(gathered, gradient)
+    card.alloc(8 * MIB, BACKWARD)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert [each.kind for each in case.sorter.passes] == ["forward", "backward"]
+    assert case.held.categories == {
+        "gathered parameters": 20 * MIB,
+        "temporaries": 10 * MIB,
+        "gradients": 10 * MIB,
+        "activations": 4 * MIB,
+    }
+
+
+def test_the_gradient_of_the_logits_is_theirs_by_its_size(tmp_path):
+    card = RecordedCard()
+    head, loss = card.alloc(16 * MIB, HEAD), card.alloc(32 * MIB, LOSS)
+    card.release(card.alloc(32 * MIB, BACKWARD))
+    card.alloc(20 * MIB, BACKWARD)
+    card.release(head, loss)
+    case = case_of(card.dump(tmp_path / "snapshot.pickle"))
+    assert case.held.categories == {"logits": 80 * MIB}
+
+
+def test_a_layer_that_cannot_be_gathered_is_named(tmp_path):
+    def run(card: RecordedCard) -> None:
+        train(card, 1)
+        card.alloc(200 * MIB, OF_LIBRARIES["ZeRO-3"][1])
+
+    found = explained(RecordedCard(420 * MIB), run, tmp_path / "snapshot.pickle")
+    assert found.causes[0].code == "zero3-gather"
+
+
 def test_a_healthy_run_has_no_cause_and_its_cache_is_not_called_fragmentation(tmp_path):
     card = RecordedCard()
     train(card)

@@ -2,74 +2,65 @@
 
 import json
 import re
-import shutil
 import subprocess
-from html import escape, unescape
+from html import unescape
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium")
+from tests.report.chromium import CHROMIUM, chromium
 
 MEASURE = r"""
-function measured(frame) {
-  const view = frame.contentWindow, page = frame.contentDocument, root = page.documentElement;
-  for (const each of page.querySelectorAll("details")) each.open = true;
+(() => {
+  const root = document.documentElement;
+  for (const each of document.querySelectorAll("details")) each.open = true;
   const seen = rect => rect.width > 0 && rect.height > 0;
-  const texts = [...page.querySelectorAll("svg text")].filter(each => seen(each.getBoundingClientRect()));
-  const broken = [], outside = [], over = [];
-  const walk = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
+  const broken = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) {
     const node = walk.currentNode;
-    if (node.parentElement.closest("svg, pre, title, desc")) continue;
+    if (node.parentElement.closest("pre, script, .said, .block, .mark")) continue;
     for (const word of node.data.matchAll(/[^\s-]+/g)) {
-      const range = page.createRange();
+      const range = document.createRange();
       range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
       const tops = new Set([...range.getClientRects()].filter(seen).map(each => Math.round(each.top)));
       if (tops.size > 1) broken.push(word[0]);
     }
   }
-  for (const one of texts) {
-    const a = one.getBoundingClientRect();
-    if (a.left < 0 || a.right > view.innerWidth) outside.push(one.textContent);
-    for (const other of texts) {
-      const b = other.getBoundingClientRect();
-      if (one !== other && a.left < b.right - 1 && b.left < a.right - 1 && a.top + 3 < b.bottom - 3 && b.top + 3 < a.bottom - 3)
-        over.push(one.textContent + " / " + other.textContent);
-    }
-  }
-  const style = view.getComputedStyle(page.body);
-  return {
-    width: view.innerWidth,
-    is_dark: view.matchMedia("(prefers-color-scheme: dark)").matches,
-    ink: style.color, paper: style.backgroundColor,
-    wider_by: root.scrollWidth - view.innerWidth,
-    smallest_text: Math.min(...texts.map(each => parseFloat(view.getComputedStyle(each).fontSize) * Math.abs(each.getScreenCTM().a))),
-    num_texts: texts.length,
-    plots: [...page.querySelectorAll("svg[role=img]")].map(each => [...each.querySelectorAll("path.band, path.rule")].filter(path => seen(path.getBoundingClientRect())).length),
-    unnamed: [...page.querySelectorAll("svg[role=img]")].filter(each => !(each.getAttribute("aria-label") || each.querySelector("title"))).length,
-    unreachable: [...page.querySelectorAll("summary, a[href], pre, .table")].filter(each => { each.focus(); return page.activeElement !== each; }).length,
-    broken, outside, over: [...new Set(over)],
+  const colours = canvas => {
+    const some = new OffscreenCanvas(200, 100).getContext("2d", {willReadFrequently: true});
+    some.imageSmoothingEnabled = false;
+    some.drawImage(canvas, 0, 0, 200, 100);
+    const points = new Uint32Array(some.getImageData(0, 0, 200, 100).data.buffer);
+    return new Set(points).size;
   };
-}
-addEventListener("load", () => {
-  const all = [...document.querySelectorAll("iframe")].map(measured);
-  document.body.innerHTML = "<pre id=measured></pre>";
-  document.querySelector("pre").textContent = JSON.stringify(all);
-});
+  const style = getComputedStyle(document.body), canvases = [...document.querySelectorAll("canvas:not(.over)")];
+  return {
+    width: innerWidth,
+    is_dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    ink: style.color, paper: style.backgroundColor,
+    wider_by: root.scrollWidth - innerWidth,
+    plots: canvases.filter(each => each.width && each.height).map(colours),
+    unnamed: canvases.filter(each => !each.getAttribute("aria-label")).length,
+    unreachable: [...document.querySelectorAll("summary, a[href], pre, button, input, .table, canvas:not(.over)")].filter(each => { each.focus(); return document.activeElement !== each; }).length,
+    broken,
+  };
+})()
 """
 
 
 def look(
-    folder: Path, pages: dict[str, str], *, is_dark: bool, widths: tuple[int, ...] = (1280, 400)
+    folder: Path, pages: dict[str, str], *, is_dark: bool, widths: tuple[int, ...] = (1280, 390)
 ) -> tuple[dict[tuple[str, int], dict[str, Any]], list[str]]:
-    """Draw pages at each width at once; return the measurements, and what the console says."""
-    asked = [(name, width) for name in pages for width in widths]
-    frames = "".join(
-        f'<iframe width="{width}" height="900" srcdoc="{escape(pages[name])}"></iframe>'
-        for name, width in asked
-    )
-    found, console = measured_in(folder, MEASURE, frames, is_dark=is_dark)
-    return dict(zip(asked, found, strict=True)), console
+    """Draw pages at each width; return the measurements, and what the console says."""
+    found = {}
+    with chromium(folder) as tab:
+        for name, text in pages.items():
+            file = folder / "page.html"
+            file.write_text(text, encoding="utf-8")
+            for width in widths:
+                tab.open(file, width, is_dark=is_dark)
+                found[name, width] = tab.run(MEASURE)
+        return found, tab.console
 
 
 def measured_in(

@@ -1,8 +1,13 @@
 """Pages as the tests read them, and runs, plans and snapshots that are drawn."""
 
+import base64
+import hashlib
+import json
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import TrainerCallback
@@ -12,11 +17,13 @@ from tests.explain.test_snapshot import train
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.explain.snapshot.explained import explained_case
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal, TensorAtPeak
+from trainer_plugins.report.html import page as page_module
 from trainer_plugins.report.html.page import Page
 from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.units import GIB, MIB
 
-VOID = {"meta", "br", "hr", "wbr"}
+HTML = Path(page_module.__file__).parent
+VOID = {"meta", "br", "hr", "wbr", "input"}
 
 
 class Read(HTMLParser):
@@ -27,8 +34,9 @@ class Read(HTMLParser):
         self.figures: set[int] = set()
         self.words = ""
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.paths: dict[str, str] = {}
         self.titles: list[str] = []
+        self.data: dict[str, Any] = {}
+        self.scripts: list[str] = []
         self._open: list[str] = []
         self.feed(text)
         self.close()
@@ -39,8 +47,6 @@ class Read(HTMLParser):
         self.tags.append((tag, given))
         if tag == "data":
             self.figures.add(int(given["value"]))
-        if tag == "path" and given["class"].startswith(("band", "rule")):
-            self.paths[given["class"].split()[1]] = given["d"]
         if tag not in VOID:
             self._open.append(tag)
 
@@ -48,6 +54,11 @@ class Read(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data):
+        if self._open and self._open[-1] == "script":
+            self.scripts.append(data)
+            if self.tags[-1][1].get("type") == "application/json":
+                self.data = json.loads(data)
+            return
         self.words += data
         if self._open and self._open[-1] == "title":
             self.titles.append(data)
@@ -57,12 +68,14 @@ class Read(HTMLParser):
 
 
 def loads_nothing(text: str) -> bool:
-    """Whether a page neither loads nor runs anything, nor leads anywhere else."""
+    """Whether a page loads nothing, leads nowhere else, and runs its own script only."""
     page = Read(text)
     here = all(each.startswith("#") for each in page.attributes("href"))
     tags = {tag for tag, _ in page.tags}
-    active = {"script", "link", "img", "iframe", "object", "embed", "form", "base", "foreignobject"}
+    active = {"link", "img", "iframe", "object", "embed", "form", "base", "foreignobject"}
     names = {name for _, given in page.tags for name in given}
+    _, script = page.scripts  # the first is data
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         here
         and not tags & active
@@ -71,12 +84,22 @@ def loads_nothing(text: str) -> bool:
         and "@import" not in text
         and "url(" not in text
         and "default-src 'none'" in text
+        and re.findall('script-src ([^;"]*)', text) == [f"'sha256-{allowed}'"]
+        and script == (HTML / "page.js").read_text(encoding="utf-8")
+        and not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function\(", script
+        )
+        and not re.search(r"fetch\(|XMLHttp|WebSocket|import\(|sendBeacon", script)
     )
 
 
-def heights(path: str) -> list[float]:
-    """The heights of the stairs of a path, in pixels from above."""
-    return [float(piece.split("H")[0].split("V")[0]) for piece in path.split("V")[1:]]
+def highest(page: Read, colour: str, which: int = 0) -> float:
+    """The highest point of an area or a line of a chart, as a number."""
+    chart = [*page.data["charts"].values()][which]
+    (values,) = (
+        each["values"] for each in (*chart["areas"], *chart["lines"]) if each["colour"] == colour
+    )
+    return max(value for value in values if value is not None)
 
 
 class Keeps(TrainerCallback):
@@ -134,4 +157,5 @@ def page_of_snapshot(folder: Path) -> Page:
     card = RecordedCard(500 * MIB)
     with pytest.raises(AllocatorFull):
         train(card, 30, keeps=True)
-    return snapshot_page(*explained_case(card.dump(folder / "snapshot.pickle")))
+    case, answer = explained_case(card.dump(folder / "snapshot.pickle"))
+    return snapshot_page(answer, case)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.browser import CHROMIUM, look, luminance
+from tests.report.browser import look, luminance
+from tests.report.chromium import CHROMIUM
 from tests.report.drawn import MOMENTS, page_of_snapshot, plan_of
 from tests.report.test_run_page import long_run
 from tests.test_report import write
@@ -64,24 +65,22 @@ def test_pages_are_readable(pages: dict[str, str], tmp_path: Path, is_dark: bool
         low, high = sorted((luminance(seen["ink"]), luminance(seen["paper"])))
         assert (high + 0.05) / (low + 0.05) >= 7, about
         assert seen["wider_by"] <= 0, about
-        assert seen["smallest_text"] >= 10, about
-        assert seen["num_texts"] >= 10, about
         assert seen["plots"], about
-        assert min(seen["plots"]) >= 1, about
+        assert all(num_colours >= 3 for num_colours in seen["plots"]), about
         assert (seen["unnamed"], seen["unreachable"]) == (0, 0), about
-        assert (seen["broken"], seen["outside"], seen["over"]) == ([], [], []), about
+        assert seen["broken"] == [], about
 
 
 def test_what_is_wrong_is_measured(pages: dict[str, str], tmp_path: Path) -> None:
     """A page that is spoilt on purpose fails in each way."""
-    page = pages["run"]
-    spoilt = page.replace("</style>", "svg text { font-size: 9px !important; } p { word-break: break-all; }"
-                          " h1 { width: 2000px; } path { display: none; } </style>").replace(
-        "</main>", '<script>alert()</script><img src="https://example.com/x.png"></main>')  # fmt: skip
-    found, console = look(tmp_path, {"spoilt": spoilt}, is_dark=False, widths=(400,))
+    page = pages["snapshot"]
+    spoilt = page.replace("</style>", "p { word-break: break-all; } h1 { width: 2000px; }"
+                          " canvas { visibility: hidden; } </style>").replace(
+        "</main>", '<script>alert()</script><img src="https://example.com/x.png"></main>').replace(
+        "var(--ink)", "var(--paper)")  # fmt: skip
+    found, console = look(tmp_path, {"spoilt": spoilt}, is_dark=False, widths=(390,))
     (seen,) = found.values()
-    assert seen["smallest_text"] == 9
     assert seen["wider_by"] > 0
     assert seen["broken"] != []
-    assert max(seen["plots"]) == 0
-    assert len(console) >= 2
+    assert seen["unreachable"] > 0
+    assert len(console) >= 2, "neither the script nor the picture is taken"

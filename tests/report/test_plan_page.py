@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
-from tests.report.drawn import MOMENTS, Read, heights, loads_nothing, plan_of
+from tests.report.drawn import MOMENTS, Read, highest, loads_nothing, plan_of
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
-from trainer_plugins.report.html.chart import height_of
+from trainer_plugins.report.html.chart import top_of
 from trainer_plugins.report.html.plan_page import plan_chart, plan_page
 from trainer_plugins.units import GIB
 
@@ -67,17 +67,13 @@ def test_the_chart_is_as_high_as_the_peaks(written):
     plan, text = written
     page = Read(text)
     outside = plan.context_bytes
-    scale = height_of(plan.reserved_peak_bytes + outside, plan.capacity_bytes, 260)
-    for colour, peak in (
-        ("c-within", plan.allocated_peak_bytes),
-        ("c-cached", plan.reserved_peak_bytes),
-    ):
-        highest = min(heights(page.paths[colour]))
-        assert highest == pytest.approx(scale.y(peak + outside), abs=0.1)
+    assert highest(page, "within") == plan.allocated_peak_bytes + outside
+    assert highest(page, "cached") == plan.reserved_peak_bytes + outside
+    chart = page.data["charts"]["plan"]
+    assert chart["top"] == top_of(plan.reserved_peak_bytes + outside, plan.capacity_bytes)
     names = [moment for moment, *_ in plan.timeline]
     changes = sum(before != after for before, after in itertools.pairwise(names))
-    titles = [title for title in page.titles if title in plan.moments]
-    assert len(titles) == changes + 1, "each stretch is named"
+    assert len(chart["words"]) == changes + 1, "each stretch is named"
 
 
 def test_it_loads_nothing(written):
@@ -91,21 +87,20 @@ def test_what_would_fit_comes_first_and_every_moment_is_named():
     text = plan_page(plan)
     assert loads_nothing(text)
     flags = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
-    assert text.index(flags) < text.index('role="img"') < text.index("<table>")
+    assert text.index(flags) < text.index("data-chart") < text.index("<table>")
     page = Read(text)
-    assert {"outside", "kept", "within", "cached", "limit"} <= {
-        colour.removeprefix("c-") for colour in page.paths
-    }
-    assert page.words.count("optimizer") >= 4, "three times on the axis, once in the table"
-    assert "the card: 5.00 GiB" in page.words
+    (chart,) = page.data["charts"].values()
+    assert [area["colour"] for area in chart["areas"]] == ["outside", "kept", "within", "cached"]
+    assert [text for _, text in chart["words"]].count("4 optimizer") == 3
+    assert chart["limit"]["text"] == "the card: 5.00 GiB"
 
 
-def test_a_limit_is_on_the_picture_only_where_its_text_has_room():
-    for gpu_gib, is_named_there in ((5, False), (8, True), (80, False)):
+def test_a_limit_is_on_the_picture_where_it_has_room_and_else_in_the_key():
+    for gpu_gib, is_on_it in ((5, True), (8, True), (80, False)):
         chart = plan_chart(plan_of(MOMENTS, gpu_gib=gpu_gib))
         assert chart is not None
-        assert (chart.limit is not None) == is_named_there
-        assert any(band.colour == "c-limit" for band in chart.bands) != is_named_there
+        assert (chart.limit is not None) == is_on_it
+        assert any(key.colour == "limit" for key in chart.others) != is_on_it
 
 
 def test_a_plan_that_was_searched_for_nothing_says_how_to_search():
@@ -128,7 +123,7 @@ def test_text_of_the_user_is_text():
     page = Read(plan_page(MemoryPlan.from_json(json.dumps(fields))))
     assert "<b>card</b>" in page.words
     assert "<script>alert()</script>" in page.words
-    assert page.paths == {}
+    assert page.data["charts"] == {}
 
 
 def test_a_place_that_is_none_is_said_before_anything_is_predicted(tmp_path):

@@ -101,16 +101,20 @@ def _explained(path: str, predicts: bool) -> Explanation:
 
 
 def _drawn(paths: list[str], html: Path) -> Explanation:
-    from trainer_plugins.explain.snapshot.explained import explained_case
+    from trainer_plugins.explain.snapshot.explained import compared_cases, explained_case
     from trainer_plugins.report.html.snapshot_page import snapshot_page
 
-    if len(paths) > 1 or not _is_pickle(Path(paths[0])):
+    if len(paths) > 2 or not all(_is_pickle(Path(path)) for path in paths):
         raise ValueError(
-            "--html draws one memory snapshot; for the folder of a run there is"
-            " trainer-plugins report RUN_DIR --html FILE"
+            "--html draws one memory snapshot, or two side by side; for the folder of a run there"
+            " is trainer-plugins report RUN_DIR --html FILE"
         )
-    case, answer = explained_case(Path(paths[0]))
-    html.write_text(snapshot_page(case, answer), encoding="utf-8")
+    if len(paths) == 2:
+        cases, answer = compared_cases(Path(paths[0]), Path(paths[1]))
+    else:
+        case, answer = explained_case(Path(paths[0]))
+        cases = [case]
+    html.write_text(snapshot_page(answer, *cases), encoding="utf-8")
     return answer
 
 

@@ -147,6 +147,9 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
             "generate-cache",
             summary="the cache of keys and values grows with each generated token",
         )
+    elif work == "gathering":
+        gathered = size(held.get("gathered parameters", 0))
+        yield cause("zero3-gather", f"Gathered parameters held {gathered}", grade="likely")
     elif work == "saving":
         yield cause("save-gather", grade="likely")
 

@@ -172,6 +172,11 @@ def _in_bytes(num_bytes: int) -> str:
 
 def compare_snapshots(before: Path, after: Path) -> Explanation:
     """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
+    return compared_cases(before, after)[1]
+
+
+def compared_cases(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
+    """Return what `compare_snapshots` says, with the two cases that it is about."""
     with no_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)
@@ -181,7 +186,7 @@ def compare_snapshots(before: Path, after: Path) -> Explanation:
         causes = (_growth(first, second, grown),)
     subject = f"{printable(before)} and {printable(after)}"
     facts = tuple(_compared(first, second, cases))
-    return Explanation(
+    said = Explanation(
         subject=subject,
         causes=causes,
         remedies=(),
@@ -189,6 +194,7 @@ def compare_snapshots(before: Path, after: Path) -> Explanation:
         numbers=numbers_of(cases[1]),
         before=numbers_of(cases[0]),
     )
+    return cases, said
 
 
 def _case(path: Path) -> SnapshotCase:

@@ -21,6 +21,8 @@ Category = Literal[
     "gradients",
     "optimizer states",
     "activations",
+    "gathered parameters",
+    "KV cache",
     "logits",
     "temporaries",
     "other",
@@ -34,6 +36,8 @@ WORDS: Mapping[Category, str] = {
     "optimizer states": "optimizer states",
     "gradients": "gradients",
     "activations": "activations",
+    "gathered parameters": "parameters gathered from other ranks",
+    "KV cache": "cache of keys and values",
     "logits": "logits and loss",
     "temporaries": "temporaries",
     "other": "others (batches, tensors outside of modules)",
@@ -41,6 +45,11 @@ WORDS: Mapping[Category, str] = {
     "waiting": "released, but still read by another stream",
 }
 
+_OF_WORK: Mapping[Work, Category] = {
+    "loss": "logits",
+    "gathering": "gathered parameters",
+    "generation": "KV cache",
+}
 _SHORT_EVENTS = 30  # 60 to 85 % of all freed bytes lived shorter
 _LEAST_LOGITS_BYTES = 1 * MIB
 
@@ -136,11 +145,14 @@ class Sorter:
         if work == "unknown" and not self._has_frames:
             is_short = life.death is not None and life.death - life.birth < _SHORT_EVENTS
             return "temporaries" if is_short else "unknown"
-        if work == "loss" or (work == "forward" and life.requested_bytes in self._logits_bytes):
+        if work in _OF_WORK:
+            return _OF_WORK[work]
+        has_size_of_logits = life.requested_bytes in self._logits_bytes
+        if work == "forward" and has_size_of_logits:
             return "logits"
         fate = self._fate(life)
         if self._fates.get(life.stack, False) if fate is None else fate:
-            return "temporaries"
+            return "logits" if work == "backward" and has_size_of_logits else "temporaries"
         if work in ("backward", "unknown"):
             return "gradients"
         if work == "optimizer":
@@ -152,6 +164,8 @@ class Sorter:
         return "other"
 
     def _extend(self, birth: int, work: Work) -> None:
+        if work == "gathering":
+            return  # in the forward pass and in the backward pass
         kind = work if work in ("backward", "optimizer") else "forward"
         if work == "unknown" and self._has_frames:
             kind = "backward"  # its thread has no frames of Python

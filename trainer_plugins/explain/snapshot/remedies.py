@@ -19,6 +19,7 @@ from trainer_plugins.explain.snapshot.lives import BEFORE, Life, Repeated
 from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
+_OF_A_PASS = ("gathering", "forward", "backward", "loss", "other", "unknown")
 _MOST_EVENTS = 400_000  # repeated in all, which takes about two seconds
 _PAGE_BYTES = 20 * MIB  # of expandable segments; others are rounded up to 2 MiB
 _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
@@ -30,7 +31,7 @@ def leaked_lives(case: SnapshotCase) -> list[Life]:
     now = case.sorter.step_at(case.held.position)
     old: defaultdict[str, list[Life]] = defaultdict(list)
     for life in case.sorter.alive_at(case.held.position):
-        is_kept = case.sorter.category(life) in ("activations", "logits", "other")
+        is_kept = case.sorter.category(life) in ("activations", "logits", "KV cache", "other")
         if is_kept and life.birth != BEFORE and case.sorter.step_at(life.birth) < now:
             old[case.sorter.place(life)].append(life)
     leaked: list[Life] = []
@@ -130,12 +131,12 @@ class _Trial:
     def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
         sorter = self.case.sorter
-        if self.case.request.work not in ("forward", "backward", "loss", "other", "unknown"):
+        if self.case.request.work not in _OF_A_PASS:
             return
         of_batch = [
             life
             for life in sorter.lives
-            if sorter.category(life) in ("activations", "logits", "temporaries")
+            if sorter.category(life) in ("activations", "logits", "KV cache", "temporaries")
             and sorter.meaning(life.stack).work != "optimizer"
         ]
         spare = self._spare(smaller=of_batch, divisor=2, request_divisor=2)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple
 
 from trainer_plugins.explain.shared import OF_TORCH, is_ours, is_users
@@ -10,8 +10,8 @@ from trainer_plugins.explain.snapshot.cards import Frame, Stack
 from trainer_plugins.printable import printable
 
 Work = Literal[
-    "optimizer", "evaluation", "generation", "parameters", "saving", "backward", "loss", "forward",
-    "other", "unknown",
+    "optimizer", "evaluation", "generation", "parameters", "saving", "gathering", "backward",
+    "loss", "forward", "other", "unknown",
 ]  # fmt: skip
 """What the program was doing; `unknown` if no frame was recorded."""
 
@@ -31,11 +31,26 @@ _RULES: tuple[tuple[Work, str, str], ...] = (
     ("parameters", "", "^(?:from_pretrained|_?load_state_dict|_load_pretrained_model)$"),
     # a thread loads, which no `from_pretrained` has called
     ("parameters", r"/transformers/core_model_loading\.py$", ""),
+    ("parameters", r"/peft/utils/other\.py$", "^prepare_model_for_kbit_training$"),
+    ("parameters", r"/accelerate/accelerator\.py$", "^prepare_model$|^_prepare_fsdp2$"),
     ("parameters", r"/torch/serialization\.py$|/torch/nn/parallel/replicate\.py$", ""),
-    ("saving", "", "^(?:state_dict|_?save_checkpoint|_?save_model|save_pretrained)$"),
+    (
+        "saving",
+        "",
+        "^(?:state_dict|_get_model_state_dict|_?save_checkpoint|_?save_model|save_pretrained)$",
+    ),
+    # FSDP2, FSDP1 and ZeRO-3 make a layer's parameters whole for a while
+    ("backward", r"/distributed/fsdp/", "^_?post_backward(?:_hook)?$"),
+    ("backward", r"/deepspeed/runtime/zero/stage", "reduce|ipg"),
+    ("gathering", r"/distributed/fsdp/_fully_shard/", "unshard|all_gather|unsharded_param"),
+    ("gathering", r"/distributed/fsdp/_(?:flat_param|runtime_utils)\.py$", "unshard|all_gather"),
+    ("gathering", r"/deepspeed/runtime/zero/partition", "gather|^fetch_sub_module$"),
     ("loss", r"/torch/nn/functional\.py$", "^(?:cross_entropy|nll_loss|log_softmax)$"),
     ("loss", "/transformers/loss/", ""),
     ("loss", "", "cross_entropy"),
+    ("loss", r"/chunked_logprob\.py$|/liger_kernel/chunked_loss/", ""),
+    # what the outermost module returns, as it is used for the loss
+    ("loss", r"/accelerate/utils/operations\.py$", "^_convert_to_fp32$"),
 )
 _HEAD = re.compile(r"logit|lm_head|logps|log_?probs?|log_softmax")
 _MODEL_FILE = re.compile(r"/modeling_\w+\.py$")
@@ -68,10 +83,15 @@ def line_of(frame: Frame) -> str:
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
+def is_python(frame: Frame) -> bool:
+    """Return whether it is a frame of Python, and not of C++."""
+    return _PYTHON.search(frame.file) is not None
+
+
 def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
     """Return all frames, and those of Python, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
-    python = [frame for frame in frames if _PYTHON.search(frame.file)]
+    python = [frame for frame in frames if is_python(frame)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 
@@ -82,7 +102,7 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
         if any(re.search(file, frame.file) and re.search(name, frame.name) for frame in python):
             return work
     in_module = any(frame.name in ("_call_impl", "forward") for frame in python)
-    if not in_module and any(_is_engine(frame) for frame in frames):
+    if not in_module and (any(map(_is_engine, frames)) or _is_function_backward(python)):
         return "backward"
     if _is_head(python):
         return "loss"
@@ -106,6 +126,14 @@ def _is_head(python: Sequence[Frame]) -> bool:
 def _is_engine(frame: Frame) -> bool:
     return frame.name.startswith(("torch::autograd::Engine", "torch::autograd::python::")) or (
         frame.name in ("_engine_run_backward", "backward") and "/torch/" in frame.file
+    )
+
+
+def _is_function_backward(python: Sequence[Frame]) -> bool:
+    """Return whether it is the backward of a function that a library or the user wrote."""
+    return any(
+        inner.name == "backward" and outer.file.endswith("/torch/autograd/function.py")
+        for inner, outer in pairwise(python)
     )
 
 

@@ -1,32 +1,33 @@
-"""Draws the events of a run as lanes under a chart of its memory."""
+"""Finds what happened when in a run: bands behind a chart of its memory, and marks below it."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import Timelines, entries_of
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
-from trainer_plugins.report.html.chart import WIDTH, Lane, Sign, colour_of, percent_of
+from trainer_plugins.report.html.chart import Key, Mark, Span, colour_of
 from trainer_plugins.units import size
 
-_AT_ONCE = 200  # signs of one kind in a lane
+_AT_ONCE = 1000  # bands of one kind, and marks of one finding, over the whole run
+_TRAINING = ("train", "begin", "end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Duration:
     """Holds the time that all charts of a run share."""
 
     began_seconds: float  # since the Unix epoch
     seconds: float
 
-    def place(self, seconds: float) -> float:
-        """Return where a time since the beginning lies, in units of the chart."""
-        return round(WIDTH * min(max(seconds / self.seconds, 0.0), 1.0), 1)
+    def since(self, time_seconds: float) -> float:
+        """Return the seconds from the beginning to a time, within the run."""
+        return round(min(max(time_seconds - self.began_seconds, 0.0), self.seconds), 3)
 
-    def percent(self, time_seconds: float) -> float:
-        return percent_of(self.place(time_seconds - self.began_seconds))
+    def place(self, time_seconds: float) -> int:
+        return int(_AT_ONCE * self.since(time_seconds) / self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,100 +73,69 @@ def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
     )
 
 
-def lanes_of(entries: Sequence[Entry], span: Span, noted: Iterable[Noted]) -> tuple[Lane, ...]:
-    """Show the moments of one rank, the releases of its cache, its errors, and all findings."""
-    of_rank = (*_moments(entries, span), *_releases(entries, span), *_failures(entries, span))
-    return (*of_rank, *_findings(noted, span))
-
-
-def lane_key(entries: Sequence[Entry]) -> tuple[tuple[str, str], ...]:
-    """Name the colours of the moments, with the number of readings of each."""
-    counts = Counter[str]()
-    for entry in entries:
-        if isinstance(entry, Sample) and entry.moment not in ("begin", "end"):
-            counts[entry.moment] += entry.num_readings
-    keys = [(f"{name} ({num:,})", colour_of(name)) for name, num in counts.items()]
-    has_flush = any(isinstance(entry, Flush) for entry in entries)
-    return (*keys, ("cache released", "c-flush")) if has_flush else tuple(keys)
-
-
-def _moments(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    signs: dict[tuple[str, int], Sign] = {}
+def spans_of(entries: Iterable[Entry], during: Duration) -> list[Span]:
+    """Shade evaluations, generations and saves, and stroke the releases of the cache."""
+    spans: dict[tuple[str, int], Span] = {}
     before = 0.0
     for entry in entries:
+        if isinstance(entry, Flush):
+            at, key = during.since(entry.time_seconds), ("flush", during.place(entry.time_seconds))
+            spans[key] = Span(begin=at, end=at, colour="flush")
         if not isinstance(entry, Sample):
             continue
-        until = span.percent(entry.time_seconds)
-        if entry.moment not in ("begin", "end"):
-            key = (entry.moment, 0 if entry.moment == "train" else int(until * _AT_ONCE / 100))
-            begin = signs[key].at_percent if key in signs else before
-            signs[key] = Sign(
-                at_percent=begin,
-                width_percent=round(max(until - begin, 0.6), 2),
-                colour=colour_of(entry.moment),
-                title=f"{entry.moment}, step {entry.step}",
-            )
+        until = during.since(entry.time_seconds)
+        if entry.moment not in _TRAINING:
+            key = (entry.moment, during.place(entry.time_seconds))
+            begin = spans[key].begin if key in spans else before
+            spans[key] = Span(begin=begin, end=until, colour=colour_of(entry.moment))
         before = until
-    ordered = sorted(signs.values(), key=lambda sign: sign.colour != "c-train")
-    return [Lane(name="doing", signs=tuple(ordered))] if ordered else []
+    return [*spans.values()]
 
 
-def _releases(entries: Iterable[Entry], span: Span) -> list[Lane]:
-    together: dict[int, list[Flush]] = {}
+def span_key(entries: Sequence[Entry]) -> tuple[Key, ...]:
+    """Name the colours of the bands, with the number of readings of each."""
+    counts = Counter[str]()
+    released, times = 0, 0
     for entry in entries:
-        if isinstance(entry, Flush):
-            place = int(span.percent(entry.time_seconds) * _AT_ONCE / 100)
-            together.setdefault(place, []).append(entry)
-    signs = [
-        Sign(
-            at_percent=span.percent(some[-1].time_seconds),
-            width_percent=0.4,
-            colour="c-flush",
-            title=f"cache released {sum(each.num_releases for each in some)} times until step"
-            f" {some[-1].step}: {size(sum(each.released_bytes for each in some))}",
-        )
-        for some in together.values()
-    ]
-    return [Lane(name="flush", signs=tuple(signs))] if signs else []
+        if isinstance(entry, Sample) and entry.moment not in _TRAINING:
+            counts[entry.moment] += entry.num_readings
+        elif isinstance(entry, Flush):
+            released, times = released + entry.released_bytes, times + entry.num_releases
+    keys = [Key(name=f"{name} ({num:,})", colour=colour_of(name)) for name, num in counts.items()]
+    if times:
+        keys.append(Key(name=f"cache released ({times:,})", colour="flush", text=size(released)))
+    return tuple(keys)
 
 
-def _failures(entries: Iterable[Entry], span: Span) -> Iterator[Lane]:
+_SEVERITIES = {Severity.INFO: "info", Severity.WARNING: "warning", Severity.ERROR: "error"}
+
+
+def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration) -> Iterator[Mark]:
+    """Mark the errors of one rank, and the findings of all with the number of their sentence."""
     for entry in entries:
         if isinstance(entry, Failure):
-            sign = Sign(
-                at_percent=span.percent(entry.time_seconds),
-                colour="c-error",
-                title=f"step {entry.step}: {entry.words}",
-                text="✕",
-            )
-            what = "out of memory" if entry.record else "failed"
-            yield _labelled([sign], f"{what} after step {entry.step}")
-
-
-_SEVERITIES = {Severity.INFO: "c-info", Severity.WARNING: "c-warning", Severity.ERROR: "c-error"}
-
-
-def _findings(noted: Iterable[Noted], span: Span) -> Iterator[Lane]:
-    for each in noted:
-        signs: dict[int, Sign] = {}  # the last of those that would cover each other
-        for rank, remark in each.moments:
-            at_percent = span.percent(remark.time_seconds)
-            signs[int(at_percent * _AT_ONCE / 100)] = Sign(
-                at_percent=at_percent,
+            title = f"step {entry.step}: {entry.words}"
+            at = during.since(entry.time_seconds)
+            yield Mark(at=at, row=0, colour="error", text="✕", title=title)
+    for row, each in enumerate(noted, start=1):
+        marks = {
+            during.place(remark.time_seconds): Mark(
+                at=during.since(remark.time_seconds),
+                row=row,
                 colour=_SEVERITIES[remark.finding.severity],
                 title=f"rank {rank}, step {remark.step}: {remark.finding.summary}",
                 text=str(each.number),
                 href=f"#finding-{each.number}",
             )
-        yield _labelled([*signs.values()], each.finding.code)
+            for rank, remark in each.moments
+        }
+        yield from marks.values()
 
 
-def _labelled(signs: Sequence[Sign], label: str) -> Lane:
-    """Put a label where the lane has no sign, even if the page is narrow."""
-    first, last = signs[0].at_percent, signs[-1].at_percent
-    lane = Lane(name="", signs=tuple(signs), label=label, side="above")
-    if first > 42:
-        return replace(lane, label_percent=first, side="left")
-    if last < 58:
-        return replace(lane, label_percent=last, side="right")
-    return lane
+def failures_in_words(entries: Iterable[Entry]) -> list[str]:
+    """Say when errors ended a rank."""
+    return [
+        f"{'out of memory' if entry.record else 'failed'} after step {entry.step}"
+        for entry in entries
+        if isinstance(entry, Failure)
+    ]

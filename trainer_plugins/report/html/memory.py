@@ -3,33 +3,29 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from statistics import median_low
 
+from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
 from trainer_plugins.report.html.chart import (
-    AxisRow,
-    Band,
     Chart,
     Dot,
-    Height,
-    Limit,
+    Line,
     Table,
     areas,
-    byte_ticks,
-    height_of,
     limited,
-    percent_of,
     seconds_text,
     stacked,
-    stairs,
-    time_ticks,
+    top_of,
 )
-from trainer_plugins.report.html.events import Noted, Span, lane_key, lanes_of
+from trainer_plugins.report.html.events import Duration, Noted, marks_of, span_key, spans_of
 from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
-MOST = 240  # a picture of a thousand pixels shows no more
-_PIXELS, _SMALL_PIXELS = 260, 48
+MOST = 1500  # a picture can be zoomed into
+_MOST_ROWS = 240
+_ALIKE_FRACTION = 0.1  # ranks whose peaks are this close to each other are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,90 +107,106 @@ def fullest(entries: Iterable[Entry]) -> Sample | None:
 def memory_chart(
     rank: int,
     entries: Sequence[Entry],
-    span: Span,
+    during: Duration,
     noted: Sequence[Noted],
     planned: Mapping[str, int],
 ) -> Chart | None:
     """Draw one rank, and the planned peak of each moment; None if it has no readings."""
-    found, top = stretches_of(entries, span.began_seconds), fullest(entries)
+    found, top = stretches_of(entries, during.began_seconds), fullest(entries)
     if not found or top is None:
         return None
     reading = top.reading
     highest = max(*(each.used_bytes for each in found), *planned.values(), 1)
-    height = height_of(highest, reading.total_bytes, _PIXELS)
-    unit, ticks = byte_ticks(height)
-    edges, rows = _edges(found, span), tuple(map(_row, found))
+    scale = top_of(highest, reading.total_bytes)
     peak = max(found, key=lambda each: each.peak_bytes)
-    at = percent_of(span.place((peak.began_seconds + peak.ended_seconds) / 2))
-    y, limit_y = height.y(peak.peak_bytes), height.y(reading.total_bytes)
-    words = f"the card: {size(reading.total_bytes)}"
-    limit, line = limited(height, reading.total_bytes, words, highest, is_left=at > 50)
+    limit, key = limited(scale, reading.total_bytes, f"the card: {size(reading.total_bytes)}")
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
         f" the peak, in step {top.step}",
-        description="What was in use over the time of the run. The table below has all figures.",
-        pixels=_PIXELS,
-        unit=unit,
-        ticks=ticks,
-        bands=(
-            *line,
-            *stacked(edges, _levels(found), _named(reading), height),
-            *_planned(edges, found, planned, height),
-        ),
-        times=times_under(span, found),
-        lines_percent=_failures(entries, span),
+        pixels=260,
+        unit="bytes",
+        axis="seconds",
+        top=scale,
+        edges=_edges(found),
+        areas=stacked(_named(reading), _levels(found)),
+        lines=_planned(found, planned),
+        said=[_said(each) for each in found],
+        hint="Point at a moment. Drag to zoom; keys: + - 0, arrows, f.",
         limit=limit,
         dot=Dot(
-            at_percent=at,
-            y=y,
+            at=(peak.began_seconds + peak.ended_seconds) / 2,
+            value=peak.peak_bytes,
             text=f"{size(peak.peak_bytes)}, {percent(peak.peak_bytes / reading.total_bytes)}",
-            text_y=limit_y - 6 if -4 < y - 10 - limit_y < 14 else y - 10,  # no line through it
         ),
-        lanes=lanes_of(entries, span, noted),
-        lane_key=lane_key(entries),
-        edges=edges,
-        titles=[
-            f"{until}, {steps}, {moments}: {tensors} in tensors at the peak"
-            for until, steps, moments, tensors, *_ in rows
-        ],
-        table=Table(head=_HEAD, rows=rows),
+        uprights=_failures(entries, during),
+        spans=spans_of(entries, during),
+        marks=[*marks_of(entries, noted, during)],
+        others=(*key, *span_key(entries)),
+        table=Table(
+            head=_HEAD,
+            rows=tuple(map(_row, stretches_of(entries, during.began_seconds, _MOST_ROWS))),
+        ),
     )
 
 
-def small_chart(rank: int, entries: Sequence[Entry], span: Span, num_ranks: int) -> Chart | None:
+def small_chart(
+    rank: int, entries: Sequence[Entry], during: Duration, num_ranks: int
+) -> Chart | None:
     """Draw one rank of many: the memory in use, below the limit of its card."""
-    found = stretches_of(entries, span.began_seconds, max(40, MOST // num_ranks))
+    found = stretches_of(entries, during.began_seconds, max(40, MOST // num_ranks))
     top = fullest(entries)
     if not found or top is None:
         return None
     reading = top.reading
-    highest = max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found))
-    height, edges = Height(highest, _SMALL_PIXELS), _edges(found, span)
-    words = f"rank {rank}: {size(reading.peak_allocated_bytes)}, {percent(reading.pressure)} full"
     return Chart(
         name=f"rank-{rank}",
-        title=words,
-        description=f"In {top.moment}, step {top.step}, on {reading.device}.",
-        pixels=_SMALL_PIXELS,
-        unit="",
-        ticks=(),
-        bands=stacked(edges, _levels(found)[:3], _named(reading)[:3], height),
-        limit=Limit(y=height.y(reading.total_bytes), text="", is_left=False),
-        lines_percent=_failures(entries, span),
+        title=f"rank {rank}: {size(reading.peak_allocated_bytes)}, {percent(reading.pressure)}"
+        f" full, in {top.moment}, step {top.step}, on {reading.device}",
+        pixels=60,
+        unit="bytes",
+        axis="seconds",
+        top=max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found)),
+        edges=_edges(found),
+        areas=stacked(_named(reading)[:3], _levels(found)[:3]),
+        said=[_said(each) for each in found],
+        limit=Dot(value=reading.total_bytes, text=""),
+        uprights=_failures(entries, during),
     )
 
 
-def _failures(entries: Iterable[Entry], span: Span) -> tuple[float, ...]:
-    return tuple(span.percent(each.time_seconds) for each in entries if isinstance(each, Failure))
+def odd_one(timelines: Mapping[int, Sequence[Entry]]) -> str:
+    """Name the rank whose peak is furthest from that of most; empty if all are alike."""
+    peaks = {
+        rank: top.reading.peak_allocated_bytes
+        for rank, entries in timelines.items()
+        if (top := fullest(entries)) is not None
+    }
+    if len(peaks) < 2:
+        return ""
+    usual = median_low(peaks.values())
+    rank = max(peaks, key=lambda rank: abs(peaks[rank] - usual))
+    if abs(peaks[rank] - usual) <= _ALIKE_FRACTION * usual:
+        return ""
+    return f"Rank {rank} differs: {size(peaks[rank])} at its peak, where most have {size(usual)}."
+
+
+def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
+    return tuple(during.since(each.time_seconds) for each in entries if isinstance(each, Failure))
 
 
 _HEAD = ("until", "steps", "moment", "tensors at the peak", "with others", "reserved", "outside")
 
 
-def _edges(found: Sequence[Stretch], span: Span) -> list[float]:
-    times = [*(each.began_seconds for each in found), found[-1].ended_seconds]
-    return [*map(span.place, times)]
+def _edges(found: Sequence[Stretch]) -> list[float]:
+    return [*(round(each.began_seconds, 3) for each in found), round(found[-1].ended_seconds, 3)]
+
+
+def _said(each: Stretch) -> str:
+    return (
+        f"{seconds_text(each.ended_seconds)}, {steps_in_words(each.first_step, each.last_step)},"
+        f" {', '.join(map(printable, each.moments))}"
+    )
 
 
 def _row(each: Stretch) -> tuple[str, ...]:
@@ -219,25 +231,11 @@ def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
     return areas(reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
 
 
-def _planned(
-    edges: Sequence[float], found: Sequence[Stretch], planned: Mapping[str, int], height: Height
-) -> tuple[Band, ...]:
+def _planned(found: Sequence[Stretch], planned: Mapping[str, int]) -> tuple[Line, ...]:
     if not planned:
         return ()
     levels = [
         max((planned[moment] for moment in each.moments if moment in planned), default=None)
         for each in found
     ]
-    path = stairs(edges, levels, height)
-    return (Band(name="planned peak", colour="c-planned", path=path, is_line=True),)
-
-
-def times_under(span: Span, found: Sequence[Stretch]) -> tuple[AxisRow, AxisRow]:
-    """Write times under the picture, and how many steps were complete by then."""
-    times, steps = [], []
-    for seconds, text in time_ticks(span.seconds):
-        complete = [each.last_step for each in found if each.ended_seconds <= seconds]
-        place = percent_of(span.place(seconds))
-        times.append((place, text))
-        steps.append((place, str(max(complete, default=found[0].first_step))))
-    return ("time", tuple(times)), ("step", tuple(steps))
+    return (Line(name="planned peak", colour="planned", values=levels, dashed=True),)

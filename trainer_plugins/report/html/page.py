@@ -1,6 +1,10 @@
 """Page: one file of HTML, made from templates that make foreign text harmless."""
 
+import base64
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
@@ -12,7 +16,11 @@ from trainer_plugins.report.html.chart import colour_of
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import percent, size
 
-_FRAME = '<iframe srcdoc="{}" sandbox title="{}" style="width:100%;height:46rem;border:0"></iframe>'
+_FOLDER = Path(__file__).parent
+_FRAME = (
+    '<iframe srcdoc="{}" sandbox="allow-scripts" title="{}"'
+    ' style="width:100%;height:46rem;border:0"></iframe>'
+)
 _PLACES_TO_BREAK = re.compile(r"(?<=[/_=])(?=\w)|(?<=[a-z]\.)(?=[A-Za-z_*])|(?<=\w)(?=:\d)")
 
 
@@ -20,14 +28,20 @@ class Page(str):
     """Holds the text of a page; a notebook draws it if it is the last value of a cell."""
 
     def _repr_html_(self) -> str:
-        # In a frame of its own, so that its style does not reach the notebook.
+        # In a frame of its own, so that neither its style nor its script reaches the notebook.
         return _FRAME.format(escape(self, quote=True), "Memory")
 
 
-def page(template: str, **values: object) -> Page:
-    """Render a template of this folder with values; all but `Markup` is escaped."""
+def page(template: str, data: Mapping[str, object], **values: object) -> Page:
+    """Render a template of this folder with values; all but `Markup` is escaped.
+
+    Pictures are drawn from `data` by the one script that the page allows, by its hash.
+    """
+    script = (_FOLDER / "page.js").read_text(encoding="utf-8")
+    digest = hashlib.sha256(script.encode()).digest()
+    values |= {"script": Markup(script), "hash": base64.b64encode(digest).decode()}
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -36,7 +50,13 @@ def page(template: str, **values: object) -> Page:
     )
     environment.filters |= {"colour": colour_of, "percent": percent, "size": size}
     environment.filters |= {"soft": soft, "words": words_of}
-    return Page(environment.get_template(template).render(values))
+    return Page(environment.get_template(template).render(values, data=_json(data)))
+
+
+def _json(data: Mapping[str, object]) -> Markup:
+    """Write data so that no text in it can end its element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"))
 
 
 def soft(text: object, longest: int = 36) -> Markup:

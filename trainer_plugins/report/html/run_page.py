@@ -7,7 +7,7 @@ from pathlib import Path
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.snapshot.oom import case_of
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
@@ -22,11 +22,11 @@ from trainer_plugins.record.history import History, Run, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.report.html.chart import Chart
-from trainer_plugins.report.html.events import Span, noted_in
-from trainer_plugins.report.html.memory import fullest, memory_chart, small_chart
+from trainer_plugins.report.html.events import Duration, failures_in_words, noted_in
+from trainer_plugins.report.html.memory import fullest, memory_chart, odd_one, small_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
-from trainer_plugins.report.html.segments import SegmentMap, segment_map
+from trainer_plugins.report.html.snapshot_data import snapshot_data
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
@@ -64,7 +64,7 @@ def run_page(
     died = ending is not None or any(failure.record for _, failure in failures)
     answer = explain_run(folder, predicts) if died else None
     began, ended = run.seconds
-    span = Span(began_seconds=began, seconds=max(ended - began, 1e-3))
+    during = Duration(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
     alive, held = _alive_and_held(record)
     rank = _rank_in_full(run, record)
@@ -75,8 +75,16 @@ def run_page(
         planned = {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
         differences = differences_of(plan, run.timelines)
         beside = [each for each in differences if each.counter != "card"]
+    memory = memory_chart(rank, entries, during, noted, planned)
+    pace = pace_chart(rank, entries, during)
+    rate = rate_chart(rank, entries, during, _num_rows_a_step(run, folder))
+    ranks = _small(run, during)
+    case = _case(record, folder)
+    charts = [each for each in (memory, pace, rate, *ranks) if each is not None]
+    snapshots = [] if case is None else [snapshot_data(case, "What torch's snapshot holds")]
     return page(
         "run.html.jinja",
+        {"charts": {each.name: each.drawn() for each in charts}, "snapshots": snapshots},
         folder=folder,
         verdict=verdict(run, answer, ending),
         is_bad=ending is not None or bool(failures),
@@ -86,15 +94,17 @@ def run_page(
         answer=answer,
         grades=GRADES,
         rank=rank,
-        memory=memory_chart(rank, entries, span, noted, planned),
-        pace=pace_chart(rank, entries, span),
-        rate=rate_chart(rank, entries, span, _num_rows_a_step(run, folder)),
-        ranks=_small(run, span),
+        memory=memory,
+        failures=failures_in_words(entries),
+        pace=pace,
+        rate=rate,
+        ranks=ranks,
+        odd_one=odd_one(run.timelines),
         beside=beside,
         record=record,
         alive=alive,
         held=held,
-        segments=_segments(record, folder),
+        has_snapshot=case is not None,
         noted=noted,
         peaks=_peaks(run),
         earlier=[*_earlier(history)],
@@ -172,9 +182,9 @@ def _lede(record: OomRecord | None) -> str:
     return f"{size(error.requested_bytes)} were asked for{free}{total}, in {record.where}."
 
 
-def _small(run: Run, span: Span) -> list[Chart]:
+def _small(run: Run, during: Duration) -> list[Chart]:
     num, ranks = len(run.timelines), run.timelines.items()
-    drawn = (small_chart(rank, entries, span, num) for rank, entries in ranks if num > 1)
+    drawn = (small_chart(rank, entries, during, num) for rank, entries in ranks if num > 1)
     return [each for each in drawn if each is not None]
 
 
@@ -199,11 +209,11 @@ def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
     return largest(by_category), largest(by_holder)
 
 
-def _segments(record: OomRecord | None, folder: Path) -> SegmentMap | None:
+def _case(record: OomRecord | None, folder: Path) -> SnapshotCase | None:
     if record is None or not record.snapshot:
         return None
     try:
-        return segment_map(case_of(folder / Path(record.snapshot).name))
+        return case_of(folder / Path(record.snapshot).name)
     except (OSError, NotReadableError):
         return None
 

@@ -3,29 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Literal
 
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.report.html.chart import (
-    Band,
-    Chart,
-    Height,
-    Table,
-    number_ticks,
-    seconds_text,
-    stairs,
-)
-from trainer_plugins.report.html.events import Span
-from trainer_plugins.report.html.memory import MOST, stretches_of, times_under
+from trainer_plugins.report.html.chart import Chart, Line, Table, seconds_text
+from trainer_plugins.report.html.events import Duration
+from trainer_plugins.report.html.memory import MOST
 
-_PIXELS = 80
 _FEWEST = 3
-
-
-class _Line(NamedTuple):
-    name: str
-    colour: str
-    values: Sequence[float]  # one for each stretch of time
+_MOST_ROWS = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,86 +71,115 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
         before = entry
 
 
-def pace_chart(rank: int, entries: Sequence[Entry], span: Span) -> Chart | None:
+def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart | None:
     """Draw how long steps took; None if fewer than three were read."""
-    found = paces_of(entries, span.began_seconds)
+    found = paces_of(entries, during.began_seconds)
     if len(found) < _FEWEST:
         return None
     means = [each.busy_seconds / each.num_steps for each in found]
     usual = median(means)
     slowest = max(found, key=lambda each: each.slowest_seconds)
-    lines = [_Line("mean", "c-pace", means)]
+    lines = [("mean", "pace", means)]
     if any(each.num_steps > 1 for each in found):
-        lines.insert(0, _Line("slowest", "c-slow", [each.slowest_seconds for each in found]))
-    height = Height(1.3 * min(slowest.slowest_seconds, 4 * usual), _PIXELS)
-    rows = []
-    for each, mean in zip(found, means, strict=True):
-        seconds = map(seconds_text, (mean, each.slowest_seconds))
-        rows.append((seconds_text(each.ended_seconds), str(each.num_steps), *seconds))
+        lines.insert(0, ("slowest", "slow", [each.slowest_seconds for each in found]))
     longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
-    return Chart(
-        name=f"pace-{rank}",
-        title=f"A step took {seconds_text(usual)}, and at most {longest}",
-        description="Seconds of a step over the time of the run. The table below has all figures.",
-        pixels=_PIXELS,
-        unit="s",
-        ticks=number_ticks(height),
-        bands=_bands(found, lines, height, span),
-        times=times_under(span, stretches_of(entries, span.began_seconds)),
-        table=Table(head=("until", "steps", "mean", "slowest"), rows=tuple(rows)),
+    return _chart(
+        f"pace-{rank}",
+        f"A step took {seconds_text(usual)}, and at most {longest}",
+        "s",
+        1.3 * min(slowest.slowest_seconds, 4 * usual),
+        found,
+        lines,
+        Table(
+            head=("until", "steps", "mean", "slowest"),
+            rows=tuple(
+                (
+                    seconds_text(each.ended_seconds),
+                    str(each.num_steps),
+                    seconds_text(each.busy_seconds / each.num_steps),
+                    seconds_text(each.slowest_seconds),
+                )
+                for each in paces_of(entries, during.began_seconds, _MOST_ROWS)
+            ),
+        ),
     )
 
 
 def rate_chart(
-    rank: int, entries: Sequence[Entry], span: Span, num_rows_a_step: int
+    rank: int, entries: Sequence[Entry], during: Duration, num_rows_a_step: int
 ) -> Chart | None:
     """Draw the tokens that all ranks train in a second, or the rows; None if neither is known."""
-    found = paces_of(entries, span.began_seconds)
+    found = paces_of(entries, during.began_seconds)
     has_tokens = any(each.num_tokens for each in found)
     if len(found) < _FEWEST or not (has_tokens or num_rows_a_step):
         return None
     what = "tokens" if has_tokens else "rows"
-    counts = [each.num_tokens if has_tokens else each.num_steps * num_rows_a_step for each in found]
-    rates = [num / each.busy_seconds for num, each in zip(counts, found, strict=True)]
-    mean = sum(counts) / sum(each.busy_seconds for each in found)
+
+    def count(each: Pace) -> int:
+        return each.num_tokens if has_tokens else each.num_steps * num_rows_a_step
+
+    rates = [count(each) / each.busy_seconds for each in found]
+    mean = sum(map(count, found)) / sum(each.busy_seconds for each in found)
     by = "as the Trainer counts them" if has_tokens else f"{num_rows_a_step:,} of each step"
-    height = Height(1.3 * min(max(rates), 4 * median(rates)), _PIXELS)
-    rows = [
-        (seconds_text(each.ended_seconds), str(each.num_steps), f"{num:,}", _number(rate))
-        for each, num, rate in zip(found, counts, rates, strict=True)
-    ]
-    return Chart(
-        name=f"rate-{rank}",
-        title=f"{_number(mean)} {what} a second on all ranks, {by}",
-        description=f"{what.capitalize()} in a second of training over the time of the run. The"
-        " table below has all figures.",
-        pixels=_PIXELS,
-        unit="/s",
-        ticks=number_ticks(height),
-        bands=_bands(found, [_Line(f"{what} a second", "c-pace", rates)], height, span),
-        times=times_under(span, stretches_of(entries, span.began_seconds)),
-        table=Table(head=("until", "steps", what, "a second"), rows=tuple(rows)),
+    return _chart(
+        f"rate-{rank}",
+        f"{_number(mean)} {what} a second on all ranks, {by}",
+        "/s",
+        1.3 * min(max(rates), 4 * median(rates)),
+        found,
+        [(f"{what} a second", "pace", rates)],
+        Table(
+            head=("until", "steps", what, "a second"),
+            rows=tuple(
+                (
+                    seconds_text(each.ended_seconds),
+                    str(each.num_steps),
+                    f"{count(each):,}",
+                    _number(count(each) / each.busy_seconds),
+                )
+                for each in paces_of(entries, during.began_seconds, _MOST_ROWS)
+            ),
+        ),
     )
 
 
-def _bands(
-    found: Sequence[Pace], lines: Sequence[_Line], height: Height, span: Span
-) -> tuple[Band, ...]:
+def _chart(
+    name: str,
+    title: str,
+    unit: Literal["s", "/s"],
+    top: float,
+    found: Sequence[Pace],
+    lines: Sequence[tuple[str, str, Sequence[float]]],
+    table: Table,
+) -> Chart:
     """Draw lines over time, with gaps where the run did something else: an evaluation, a save."""
-    edges = [0.0]
+    edges, said = [0.0], list[str]()
     values: list[list[float | None]] = [[] for _ in lines]
     for number, each in enumerate(found):
-        begin, end = span.place(each.began_seconds), span.place(each.ended_seconds)
+        begin, end = round(each.began_seconds, 3), round(each.ended_seconds, 3)
         if begin > edges[-1]:
             edges.append(begin)
+            said.append("between steps")
             for drawn in values:
                 drawn.append(None)
         edges.append(end)
-        for drawn, line in zip(values, lines, strict=True):
-            drawn.append(line.values[number])
-    return tuple(
-        Band(name=line.name, colour=line.colour, path=stairs(edges, drawn, height), is_line=True)
-        for line, drawn in zip(lines, values, strict=True)
+        said.append(f"{seconds_text(each.ended_seconds)}, {each.num_steps} step(s)")
+        for drawn, (*_, some) in zip(values, lines, strict=True):
+            drawn.append(float(f"{some[number]:.4g}"))
+    return Chart(
+        name=name,
+        title=title,
+        pixels=80,
+        unit=unit,
+        axis="seconds",
+        top=top,
+        edges=edges,
+        lines=[
+            Line(name=line, colour=colour, values=drawn)
+            for (line, colour, _), drawn in zip(lines, values, strict=True)
+        ],
+        said=said,
+        table=table,
     )
 
 

@@ -40,6 +40,8 @@ _CATEGORIES: Mapping[HeldAs, Category] = {
     "temporaries": "activations",
     "other": "activations",
     "unknown": "workspaces",
+    "gathered parameters": "sharding buffers",
+    "KV cache": "KV cache",
     "waiting": "activations",
 }
 

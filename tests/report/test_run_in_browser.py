@@ -1,0 +1,101 @@
+"""The pages of a run and of a plan as a person uses them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.report.chromium import CHROMIUM, Tab, chromium
+from tests.report.drawn import MOMENTS, plan_of
+from tests.report.test_browser import page_of_run
+from tests.report.test_run_page import long_run
+from tests.test_report import write
+from trainer_plugins import draw
+from trainer_plugins.record.timeline import Sample
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
+)
+MEMORY, PACE = "figure[data-chart='memory-0']", "figure[data-chart='pace-0']"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as one:
+        yield one
+        assert one.console == []
+
+
+@pytest.fixture
+def run(tab: Tab, tmp_path: Path) -> Tab:
+    file = tmp_path / "page.html"
+    file.write_text(page_of_run(tmp_path), encoding="utf-8")
+    tab.open(file)
+    return tab
+
+
+def test_the_figures_of_a_moment_are_shown_where_one_points(run: Tab) -> None:
+    key = run.text(f"{MEMORY} .key")
+    assert "more within a step 40.00 GiB" in key, "the peak's"
+    assert "eval (60)" in key
+    _, _, width, _ = run.box(f"{MEMORY} canvas")
+    run.point(f"{MEMORY} canvas", (58 + 0.01 * (width - 58)) / width, 0.3)
+    assert "step" in run.text(f"{MEMORY} .said")
+    now = run.text(f"{MEMORY} .key")
+    assert "tensors between steps 20.00 GiB" in now
+    assert "more within a step 40.00 GiB" not in now
+
+
+def test_all_charts_of_a_run_are_zoomed_together(run: Tab) -> None:
+    run.point(f"{PACE} canvas", 0.12, 0.3)
+    before = run.text(f"{PACE} .said")
+    run.drag(f"{MEMORY} canvas", 0.4, 0.6)
+    run.point(f"{PACE} canvas", 0.12, 0.3)
+    assert run.text(f"{PACE} .said") != before
+    run.press("Escape")
+    run.point(f"{PACE} canvas", 0.12, 0.3)
+    assert run.text(f"{PACE} .said") == before
+
+
+def test_a_mark_leads_to_its_finding(run: Tab) -> None:
+    for number in (1, 2, 3):
+        run.click(f"{MEMORY} .mark[href='#finding-{number}']")
+        assert run.run("location.hash") == f"#finding-{number}"
+        assert run.run("document.querySelector(':target') !== null")
+    assert "✕" in run.text(f"{MEMORY} .marks")
+    hidden = f"document.querySelector(\"{MEMORY} .mark[href='#finding-2']\").hidden"
+    assert not run.run(hidden)
+    run.drag(f"{MEMORY} canvas", 0.8, 0.95)
+    assert run.run(hidden), "it lies outside of what is shown"
+
+
+def test_the_rank_that_differs_is_named(tab: Tab, tmp_path: Path) -> None:
+    for rank in range(4):
+        entries = long_run(60, peak_at=7 if rank == 2 else -1, rank=rank)
+        write(tmp_path, rank, entries)
+    file = tmp_path / "page.html"
+    file.write_text(draw(tmp_path), encoding="utf-8")
+    tab.open(file)
+    assert "Rank 2 differs: 60.00 GiB at its peak, where most have 3" in tab.text("main")
+    assert tab.run("document.querySelectorAll('.many canvas:not(.over)').length") == 4
+    assert "rank 2: 60.00 GiB" in tab.text(".many")
+
+
+def test_the_planned_peak_is_beside_what_was_measured(tab: Tab, tmp_path: Path) -> None:
+    write(tmp_path, 0, [each for each in long_run(60, peak_at=7) if isinstance(each, Sample)])
+    file = tmp_path / "page.html"
+    file.write_text(draw(tmp_path, plan_of(MOMENTS, gpu_gib=80)), encoding="utf-8")
+    tab.open(file)
+    tab.point(f"{MEMORY} canvas", 0.3, 0.3)
+    assert "planned peak 6.50 GiB" in tab.text(f"{MEMORY} .key")
+
+
+def test_a_plan_names_the_moment_under_the_pointer(tab: Tab, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(draw(plan_of(MOMENTS, gpu_gib=5)), encoding="utf-8")
+    tab.open(file)
+    chart = "figure[data-chart='plan']"
+    tab.point(f"{chart} canvas", 0.98, 0.3)
+    assert tab.text(f"{chart} .said") == "save"
+    tab.point(f"{chart} canvas", 0.07, 0.3)
+    assert tab.text(f"{chart} .said") == "load"
