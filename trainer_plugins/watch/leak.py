@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -17,6 +17,9 @@ WINDOW = 32  # the number of steps that are judged together
 
 # Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers.
 WARM_UP_LOOKS = 8
+
+# Looks after growth is established, until what is new is named: one step's tensors come and go.
+LOOKS_TO_NAME = 2
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -71,6 +74,16 @@ KINDS = {
         " each worker.",
     ),
 }  # the kinds of memory that can leak, by the field of `Footprint`
+
+
+class Teller(Protocol):
+    """Names what grows and who holds it."""
+
+    def begin(self) -> None:
+        """Remember what is alive now."""
+
+    def tell(self, finding: Finding, step: int) -> Finding:
+        """Add to a leak what has grown since `begin`."""
 
 
 def leaks(

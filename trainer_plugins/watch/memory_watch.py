@@ -16,7 +16,14 @@ from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
+from trainer_plugins.watch.leak import (
+    LOOKS_TO_NAME,
+    WARM_UP_LOOKS,
+    WINDOW,
+    Footprint,
+    Teller,
+    leaks,
+)
 from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 HOST_EVERY_SECONDS = 5.0
@@ -39,6 +46,7 @@ class MemoryWatch:
         self.timeline = timeline
         self.budget = budget or Budget()
         self.flushes = flushes
+        self.teller: Teller | None = None
         self.generations = GenerationPeaks(device)
         self._is_expandable = has_expandable_segments()
         self._host = device if isinstance(device, HostDevice) else HostDevice()
@@ -49,6 +57,8 @@ class MemoryWatch:
         self._warm: MemoryReading | None = None
         self._non_torch_bytes: int | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
+        self._unnamed: list[Finding] = []
+        self._num_waited = 0
         self._judged_flush: Flush | None = None
         self._reported: dict[str, Finding] = {}
         self._charted: MemoryReading | None = None
@@ -138,7 +148,13 @@ class MemoryWatch:
         )
 
     def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
-        if moment != "train":
+        if moment not in ("train", "end"):
+            return []
+        self._num_waited += 1
+        if self._unnamed and (moment == "end" or self._num_waited == LOOKS_TO_NAME):
+            found, self._unnamed = self._unnamed, []
+            return self._told(found, step)
+        if moment == "end" or self._unnamed:
             return []
         self._num_train_looks += 1
         if self._num_train_looks == WARM_UP_LOOKS:
@@ -159,7 +175,15 @@ class MemoryWatch:
         if self._num_train_looks % (WINDOW // 4):
             return []
         host = self._host_reading
-        return leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
+        found = leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
+        if self.teller is None or all(each.code in self._reported for each in found):
+            return self._told(found, step)
+        self.teller.begin()
+        self._unnamed, self._num_waited = found, 0
+        return []
+
+    def _told(self, found: list[Finding], step: int) -> list[Finding]:
+        return [self.teller.tell(each, step) for each in found] if self.teller else found
 
 
 class GenerationPeaks:
