@@ -15,6 +15,7 @@ from trainer_plugins.record.timeline import Remark, Timeline
 
 STEPS = 50
 KEPT_BY_THE_MODULE: list[torch.Tensor] = []
+IN_EACH_RUN = ("LossesWithGraphs", "Errors")  # the others are left to `--all`
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,8 @@ class CachingRows(torch.utils.data.Dataset):
     """Moves each row to the card, and keeps it there."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.cache = device, {}
+        self.device = device
+        self.cache: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return 10_000
@@ -119,22 +121,25 @@ class CachingRows(torch.utils.data.Dataset):
 
 
 def leak_of(
-    make_trainer, *callbacks, prepare: Callable[[Trainer], None] | None = None, **settings
+    make_trainer,
+    *callbacks,
+    prepare: Callable[[Trainer], None] | None = None,
+    code: str = "leak-tensors",
+    **settings,
 ) -> Finding:
     timeline = Timeline()
     trainer = make_trainer(
-        *callbacks, MemoryWatchdog(timeline=timeline), max_steps=STEPS, **settings
+        *callbacks, MemoryWatchdog(timeline=timeline), **{"max_steps": STEPS, **settings}
     )
     if prepare:
         prepare(trainer)
     trainer.train()
     return next(
-        each.finding
-        for each in timeline
-        if isinstance(each, Remark) and each.finding.code == "leak-tensors"
+        each.finding for each in timeline if isinstance(each, Remark) and each.finding.code == code
     )
 
 
+@pytest.mark.all(unless=lambda callback: callback.__name__ in IN_EACH_RUN)
 @pytest.mark.parametrize(
     ("callback", "grew", "holder", "cure"),
     [
@@ -174,10 +179,11 @@ def test_outputs_that_a_hook_keeps_in_a_closure_are_named(make_trainer, simgpu) 
     assert "`outputs.clear()`" in finding.remedy
 
 
+@pytest.mark.all
 def test_logits_that_compute_metrics_keeps_are_named(make_trainer, simgpu) -> None:
     class Metrics:
         def __init__(self) -> None:
-            self.logits = []
+            self.logits: list[torch.Tensor] = []
 
         def __call__(self, prediction):
             self.logits.append(torch.as_tensor(prediction.predictions).to("simgpu").repeat(8, 1, 1))
@@ -203,3 +209,83 @@ def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
         in finding.evidence
     )
     assert "`CachingRows.cache.clear()`" in finding.remedy
+
+
+class Snapshots(TrainerCallback):
+    """Keeps the weights of each checkpoint on the card, as choderalab/pinot#23 did."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_save(self, args, state, control, model, **event):
+        for number in range(4):  # a tiny model's alone would be too small to count
+            self.states[4 * state.global_step + number] = copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("every", [8, 12])
+def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None:
+    finding = leak_of(
+        make_trainer, Snapshots(), save_strategy="steps", save_steps=every, max_steps=6 * every
+    )
+
+    assert "rise with each save: out of memory after about" in finding.summary
+    assert "held by Snapshots.states[" in finding.evidence
+    assert finding.evidence.endswith("with each save")
+    assert "`Snapshots.states.clear()`" in finding.remedy
+
+
+class Sums(Trainer):
+    """BatsResearch/labelmodels#4: `running_loss += loss`, of a loss that no backward pass frees."""
+
+    running_loss: torch.Tensor | float = 0.0
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.running_loss = self.running_loss + model(**inputs).loss
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class KeepsOutputs(Trainer):
+    """TRI-ML/packnet-sfm#47: the outputs of all batches wait for the end of the epoch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.outputs: list[dict[str, torch.Tensor]] = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        outputs = model(**inputs)
+        self.outputs.append({"loss": outputs.loss, "metrics": outputs.logits.repeat(4, 1, 1)})
+        return outputs.loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "holder", "cure"),
+    [
+        (Sums, "Sums.running_loss keeps the graphs of all steps", "`Sums.running_loss += loss.item()`"),
+        (KeepsOutputs, "KeepsOutputs.outputs[...]['metrics']", "`KeepsOutputs.outputs.append(tensor.detach().cpu())`"),
+    ],
+)  # fmt: skip
+@pytest.mark.all
+def test_leaks_of_public_issues_are_named(make_trainer, simgpu, kind, holder, cure) -> None:
+    finding = leak_of(make_trainer, trainer_class=kind)
+
+    assert holder in finding.evidence
+    assert cure in finding.remedy
+
+
+class Journal(EachStep):
+    """Writes a log of Python objects into main memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, str]] = []
+
+    def leak(self, args, event) -> None:
+        self.rows.append({"text": "x" * (4 << 20)})
+
+
+def test_a_list_that_fills_main_memory_is_named(make_trainer, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    finding = leak_of(make_trainer, Journal(), code="leak-host")
+
+    assert "x dict in Journal.rows, 1 more a step since about step 0" in finding.evidence
+    assert "`Journal.rows.clear()`" in finding.remedy

@@ -5,7 +5,7 @@ import re
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from trainer_plugins.watch.leak import LOOKS_TO_NAME, WINDOW
 _MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
 _LEAST_FRACTION = 0.1  # of the growth that a container has to explain
 _NUM_SAMPLED, _NUM_INNER = 4, 100
+_Since = Callable[[int, float], str]  # how many there are, and how many more each time
 _Container = list[object] | deque[object] | dict[object, object]
 
 
@@ -49,10 +50,11 @@ class GrowthTeller:
         """Remember what is alive now."""
         tried(self._begin, None)
 
-    def tell(self, finding: Finding, step: int) -> Finding:
+    def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
         if finding.code not in self._said:
-            self._said[finding.code] = tried(partial(self._named, finding, step), ("", ""))
+            since = partial(_since, step=step, unit=unit)
+            self._said[finding.code] = tried(partial(self._named, finding, since), ("", ""))
         grew, cure = self._said[finding.code]
         if not grew:
             return finding
@@ -66,13 +68,13 @@ class GrowthTeller:
         self._old = set(map(id, tensors))
         self._lengths = {id(each): len(each) for each in _containers()}
 
-    def _named(self, finding: Finding, step: int) -> tuple[str, str]:
+    def _named(self, finding: Finding, since: _Since) -> tuple[str, str]:
         if finding.code == "leak-tensors":
-            return self._tensors(self._device_type, step)
+            return self._tensors(self._device_type, since)
         if finding.code != "leak-host":
             return "", ""
-        told = self._tensors("cpu", step)
-        return told if told[0] else self._container(finding.amount / WINDOW * LOOKS_TO_NAME, step)
+        told = self._tensors("cpu", since)
+        return told if told[0] else self._container(finding.amount / WINDOW * LOOKS_TO_NAME, since)
 
     def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return those on a device that neither the model nor its optimizer owns."""
@@ -94,7 +96,7 @@ class GrowthTeller:
         for state in getattr(self._optimizer, "state", {}).values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def _tensors(self, device_type: str, step: int) -> tuple[str, str]:
+    def _tensors(self, device_type: str, since: _Since) -> tuple[str, str]:
         gc.collect()
         found = self._not_owned(tracked(torch.Tensor), device_type)
         alive = Counter(map(_kind, found))
@@ -116,24 +118,30 @@ class GrowthTeller:
             if tried_kinds[kind] > 2 or len(tried_kinds) > _MOST_TRIED:
                 continue
             if holder := users_holder(tensor, new):
-                return _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, step, holder)
+                return _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
         return "", ""
 
-    def _container(self, least_bytes: float, step: int) -> tuple[str, str]:
+    def _growth_bytes(self, container: _Container) -> float:
+        return (len(container) - self._lengths[id(container)]) * _item_bytes(container)
+
+    def _container(self, least_bytes: float, since: _Since) -> tuple[str, str]:
         """Find the list, deque or dictionary that grew by the most bytes."""
-        ranked = []
-        for each in _containers():
-            more = len(each) - self._lengths.get(id(each), len(each))
-            if more >= LOOKS_TO_NAME and (num_bytes := more * _item_bytes(each)) > 0:
-                ranked.append((num_bytes, more, each))
-        ranked.sort(key=lambda one: -one[0])
-        for num_bytes, more, grown in ranked[:_MOST_TRIED]:
-            holder = users_holder(grown, ranked)
-            if num_bytes >= _LEAST_FRACTION * least_bytes and holder:
+        longer = [
+            each
+            for each in _containers()
+            if len(each) - self._lengths.get(id(each), len(each)) >= LOOKS_TO_NAME
+        ]
+        longer.sort(key=lambda each: -self._growth_bytes(each))
+        del longer[_MOST_TRIED:]  # a slice would be another holder
+        for grown in longer:
+            if self._growth_bytes(grown) < _LEAST_FRACTION * least_bytes:
+                break
+            if holder := users_holder(grown, longer):
+                more = len(grown) - self._lengths[id(grown)]
                 place = masked_text(_place(holder))
                 what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
                 cure = f"Bound what {place} keeps, or empty it: `{_name(place)}.clear()`."
-                return f"{what}, {_since(len(grown), more / LOOKS_TO_NAME, step)}", cure
+                return f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure
         return "", ""
 
 
@@ -179,7 +187,7 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 
 def _told(
-    tensor: torch.Tensor, alive: int, a_step: float, step: int, holder: str
+    tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
 ) -> tuple[str, str]:
     """Return what has grown, and the cure as a line of code."""
     kind, place = _kind(tensor), masked_text(_place(holder))
@@ -189,18 +197,21 @@ def _told(
         grew = f"{what} held by {place} keeps the graphs of all steps"
         return grew, f"Add a number: `{name} += loss.item()`, or `loss.detach()`."
     graph = ", each with its graph," if kind.has_graph else ""
-    grew = f"{alive} x {what}{graph} held by {place}, {_since(alive, a_step, step)}"
+    grew = f"{alive} x {what}{graph} held by {place}, {since(alive, a_step)}"
     if "a local of" in place:
         return (
             grew,
             f"Keep an error's words, for its frames hold tensors: `{name}` of `str(error)`.",
         )
     if kind.has_graph:
-        return grew, f"Keep a number: `{name}.append(loss.item())`, or `.detach().cpu()`."
+        kept = "tensor.detach().cpu()" if kind.num_dimensions else "loss.item()"
+        return grew, f"Keep it without its graph: `{name}.append({kept})`."
     return grew, f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
 
 
-def _since(alive: int, a_step: float, step: int) -> str:
+def _since(alive: int, a_step: float, step: int, unit: str) -> str:
+    if unit != "step":
+        return f"{a_step:g} more with each {unit}"
     return f"{a_step:g} more a step since about step {max(0, round(step - alive / a_step))}"
 
 

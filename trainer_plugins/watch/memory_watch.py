@@ -14,14 +14,22 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
-from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
+from trainer_plugins.watch.foreign import (
+    context_allowance_bytes,
+    foreign_memory,
+    helpers,
+    tolerance_bytes,
+)
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.leak import (
     LOOKS_TO_NAME,
+    RISES_AT_MOMENTS,
     WARM_UP_LOOKS,
     WINDOW,
+    AtMoments,
     Footprint,
     Teller,
+    leak_at,
     leaks,
 )
 from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
@@ -59,6 +67,7 @@ class MemoryWatch:
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
         self._unnamed: list[Finding] = []
         self._num_waited = 0
+        self._at_moments = AtMoments()
         self._judged_flush: Flush | None = None
         self._reported: dict[str, Finding] = {}
         self._charted: MemoryReading | None = None
@@ -148,8 +157,11 @@ class MemoryWatch:
         )
 
     def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
+        if moment in ("save", "eval"):
+            return self._judge_moment(reading, step, moment)
         if moment not in ("train", "end"):
             return []
+        self._at_moments.step(reading.allocated_bytes)
         self._num_waited += 1
         if self._unnamed and (moment == "end" or self._num_waited == LOOKS_TO_NAME):
             found, self._unnamed = self._unnamed, []
@@ -182,8 +194,28 @@ class MemoryWatch:
         self._unnamed, self._num_waited = found, 0
         return []
 
+    def _judge_moment(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
+        rises = self._at_moments.rises(moment, reading.total_bytes)
+        is_new = self.device is not self._host and "leak-tensors" not in self._reported
+        if not is_new or self._unnamed:
+            return []
+        if len(rises) == RISES_AT_MOMENTS - LOOKS_TO_NAME and self.teller is not None:
+            self.teller.begin()
+        if len(rises) < RISES_AT_MOMENTS:
+            return []
+        found = leak_at(moment, rises, reading, step)
+        return [self.teller.tell(found, step, moment) if self.teller else found]
+
     def _told(self, found: list[Finding], step: int) -> list[Finding]:
-        return [self.teller.tell(each, step) for each in found] if self.teller else found
+        told = [self.teller.tell(each, step) for each in found] if self.teller else found
+        return [
+            self._with_helpers(each) if each.code == "leak-non-torch" else each for each in told
+        ]
+
+    def _with_helpers(self, leak: Finding) -> Finding:
+        if not (named := helpers(self.device.processes(), own_pids())):
+            return leak
+        return replace(leak, evidence=f"{leak.evidence}; also of this run, on this card: {named}")
 
 
 class GenerationPeaks:
