@@ -181,17 +181,17 @@ def _leak(case: Case) -> Cause | None:
     if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
         return None
     a_step = risen / max(1, steps[-1][0] - steps[0][0])
-    is_noted = any(
-        isinstance(each, Remark) and each.finding.code == "leak-tensors" for each in case.entries
-    )
+    remarks = (each.finding for each in case.entries if isinstance(each, Remark))
+    noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
         "leak",
         f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
         f" {steps[-1][0]}",
+        *([f"MemoryWatchdog noted {noted.evidence}. {noted.remedy}"] if noted else []),
         *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
         summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
         " kept",
-        grade="certain" if is_noted else "likely",
+        grade="certain" if noted else "likely",
         bytes_a_step=int(a_step),
         risen_bytes=risen,
         first_step=steps[0][0],

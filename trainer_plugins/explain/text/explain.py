@@ -30,6 +30,10 @@ _LOOKALIKES = (
     (r"an illegal memory access was encountered", "a kernel read or wrote outside its tensors"),
     (r"device-side assert triggered", "an index is out of range in a kernel"),
     (
+        r"_bfc\) ran out of memory .*this is not a failure",
+        "TensorFlow found no room for a faster way, and takes a slower one",
+    ),
+    (
         _CACHE_FLUSHES,
         "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
     ),
