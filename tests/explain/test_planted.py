@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.utils.data import SequentialSampler, get_worker_info
@@ -24,11 +25,13 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
+from typer.testing import CliRunner
 
 from tests.explain.planted import Told, empty_card, explained, run, watched, with_rows
 from tests.models import tiny_llama, token_rows
 from tests.testing.alone import alone
 from trainer_plugins import protect
+from trainer_plugins.cli import app
 from trainer_plugins.units import MIB
 
 
@@ -149,6 +152,49 @@ def test_a_batch_of_one_of_two_evaluations(train) -> None:
     assert train(70, model=BertForMaskedLM(config), **settings | said.flags) is None
 
 
+def test_gradients_between_micro_batches(train) -> None:
+    """The first micro-batch of a step fits; beside its gradients the second does not."""
+    wide = {"hidden_size": 512, "intermediate_size": 4096}
+    settings: dict[str, Any] = {"rows": 64, "length": 64, "per_device_train_batch_size": 16}
+    settings |= {"gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
+    said = train(345, model=tiny_llama(**wide), **settings)
+    assert said.code == "capacity"
+    assert "gradient 56.5 MiB" in said.text
+    helps = said.flags
+    assert helps["per_device_train_batch_size"] * helps["gradient_accumulation_steps"] == 64
+    assert train(345, model=tiny_llama(**wide), **settings | helps) is None
+
+
+class Distils(Trainer):
+    """Learns also from a teacher, which it loads itself."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teacher = tiny_llama(hidden_size=512, intermediate_size=8192).to(self.args.device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        with torch.no_grad():
+            taught = self.teacher(input_ids=inputs["input_ids"]).logits.float()
+        loss = outputs.loss - (taught.softmax(-1) * outputs.logits.log_softmax(-1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_teacher_beside_the_model(train) -> None:
+    settings: dict[str, Any] = {"rows": 4, "length": 32, "per_device_train_batch_size": 4}
+    settings |= {"trainer_class": Distils, "max_steps": 1}
+    said = train(127, **settings)
+    assert said.code == "second-copy"
+    assert "the weights of LlamaForCausalLM (Distils.teacher)" in said.text
+    assert said.do == "Distils.teacher.to(torch.bfloat16)"
+    as_told = {"torch": torch}
+
+    def in_16_bits(trainer: Trainer) -> None:
+        eval(said.do, as_told | {"Distils": trainer})
+
+    assert train(127, hook=in_16_bits, **settings) is None
+
+
 def test_the_first_optimizer_step(train) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 2048}
     settings = {"per_device_train_batch_size": 1, "max_steps": 2}
@@ -156,6 +202,26 @@ def test_the_first_optimizer_step(train) -> None:
     assert said.code == "optimizer-state"
     assert "it was the first step of the run, in which the states are made" in said.text
     assert train(50, model=tiny_llama(**wide), **settings | said.flags) is None
+
+
+@pytest.mark.all
+def test_what_a_plan_puts_first_is_typed_as_this_program_takes_it(train, tmp_path) -> None:
+    """Adafactor fits by less than the planner's error: an adapter comes first, and no flag makes it."""
+    wide = {"hidden_size": 256, "intermediate_size": 2048}
+    settings = {"per_device_train_batch_size": 1, "max_steps": 2}
+    assert train(50, model=tiny_llama(**wide), **settings)
+    said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json"]).stdout
+    first, *others = json.loads(said)["remedies"]
+    assert (
+        first["do"]
+        == 'model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))'
+    )
+    assert first["fits"]
+    assert first["grade"] == "predicted"
+    assert [each["do"] for each in others] == ["--optim adafactor"]
+    names = {"model": tiny_llama(**wide), "peft": peft}
+    exec(first["do"], names)
+    assert train(50, model=names["model"], **settings) is None
 
 
 class Keeps(TrainerCallback):

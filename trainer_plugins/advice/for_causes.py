@@ -99,6 +99,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         EMPTY_CACHE_BEFORE_SAVE,
         *_SMALLER_STATES,
     ),
+    "second-copy": (PRECOMPUTED_REFERENCE, SECOND_MODEL_IN_16_BITS, *_LESS_OF_THE_BATCH),
     "shm": (FEWER_WORKERS, LARGER_SHM),
     "zero3-gather": (FEWER_LIVE_PARAMETERS, WRAP_LAYERS, *_LESS_OF_THE_BATCH),
 }

@@ -163,6 +163,20 @@ ADAPTER = Advice(
     code='model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))',
     plan="--lora-r 16 --lora-target all-linear",
 )
+PRECOMPUTED_REFERENCE = Advice(
+    effect="the reference model is asked before the training, and leaves the card",
+    price="one pass over all rows before the first step",
+    when="where TRL's DPO has a reference model",
+    trl="--precompute_ref_log_probs True",
+    arguments="precompute_ref_log_probs=True",
+)
+SECOND_MODEL_IN_16_BITS = Advice(
+    effect="a second model that is not trained takes half of what it takes in float32",
+    price="its outputs are rounded",
+    when="where it is in float32",
+    keeps_result=False,
+    code="PLACE.to(torch.bfloat16)",
+)
 STREAM_BASE = Advice(
     effect="the frozen base waits in main memory, except a few layers",
     price="copies to the card in each step",

@@ -35,7 +35,8 @@ def copies(facts: Facts) -> Line | None:
             summary=f"a second model takes {size(other.num_bytes)} of the device: {other.name}",
             evidence=f"it shares nothing with the model in training; held by {other.holder}",
             remedy="If it is a reference model of TRL: train adapters (peft_config), or"
-            " precompute_ref_log_probs=True. An average (EMA) can stay on the CPU. Else delete it",
+            f" {advice.PRECOMPUTED_REFERENCE.arguments}. An average (EMA) can stay on the CPU. Else"
+            " delete it",
             amount=float(other.num_bytes),
         )
         for other in model.others

@@ -76,6 +76,7 @@ SUMMARIES: Mapping[str, str] = {
     "quadratic-attention": "attention makes a table of length x length scores",
     "resume-load": "a checkpoint is loaded onto the card in addition to what is there",
     "save-gather": "saving copies or gathers the state on the card",
+    "second-copy": "a second model is on the card beside the one that is trained",
     "shm": "shared memory (/dev/shm) is full",
     "zero3-gather": "the parameters that are gathered from the ranks do not fit",
 }

@@ -51,6 +51,7 @@ class LiveModel:
 
     name: str
     num_bytes: int
+    holder: str = ""  # as in code: `Distilling.teacher`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,10 +37,11 @@ class _Kind(NamedTuple):
 class GrowthTeller:
     """Compares what is alive at two looks, and climbs from what is new to a name of the user's."""
 
-    def __init__(self, device_type: str, model: nn.Module, optimizer: object) -> None:
+    def __init__(self, device_type: str, model: nn.Module, optimizer: object | None) -> None:
         self._device_type = device_type
+        # A watch may outlive a run that died.
         self._model = weakref.ref(model)
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self._before: dict[str, Counter[_Kind]] = {}
         self._old: set[int] = set()
         self._lengths: dict[int, int] = {}
@@ -93,7 +94,7 @@ class GrowthTeller:
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
-        for state in getattr(self._optimizer, "state", {}).values():
+        for state in getattr(self._optimizer(), "state", {}).values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _tensors(self, device_type: str, since: _Since) -> tuple[str, str]:

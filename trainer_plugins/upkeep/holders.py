@@ -265,11 +265,7 @@ def count_alive(reading: MemoryReading) -> Alive:
     """Walk through every object that Python tracks, an earlier run's too; takes 0.1 to 1 s."""
     device_type = reading.device.split(":")[0]
     ledger = _Ledger(device_type)
-    models = [
-        LiveModel(name=type(model).__name__, num_bytes=ledger.add_model(model))
-        for model in root_modules()
-    ]
-    models.sort(key=lambda model: -model.num_bytes)
+    models = _models_counted(ledger)
     for optimizer in tracked(torch.optim.Optimizer):
         ledger.add_optimizer(optimizer)
     others = ledger.others()
@@ -281,9 +277,25 @@ def count_alive(reading: MemoryReading) -> Alive:
         # A process has far more in main memory than tensors.
         hidden_bytes=0 if device_type == "cpu" else max(0, hidden_bytes),
         module_bytes=dict(ledger.module_bytes.most_common(_MOST_MODULES)),
-        models=tuple(model for model in models[:_MOST_MODELS] if model.num_bytes),
+        models=models,
         largest=largest,
         graphs=tuple(each for each in graphs if not each.holder.startswith("a local of")),
+    )
+
+
+def _models_counted(ledger: "_Ledger") -> tuple[LiveModel, ...]:
+    roots = root_modules()
+    sizes = {id(model): ledger.add_model(model) for model in roots}
+    roots.sort(key=lambda model: -sizes[id(model)])
+    del roots[_MOST_MODELS:]  # a slice of it would count as a holder
+    return tuple(
+        LiveModel(
+            name=type(model).__name__,
+            num_bytes=sizes[id(model)],
+            holder=masked_text(_holder(model, roots)),
+        )
+        for model in roots
+        if sizes[id(model)]
     )
 
 

@@ -13,6 +13,7 @@ from trainer_plugins.explain.shared import (
     is_in_pieces,
     is_refused_though_free,
 )
+from trainer_plugins.record.oom_record import LiveModel
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
@@ -99,7 +100,8 @@ def _foreign(case: Case) -> Cause | None:
 
 def _leftover(case: Case) -> Cause | None:
     models = case.record.alive.models if case.record.alive else ()
-    copies = [each for each in models if each.name == case.record.run.model]
+    others = second_models(case)
+    copies = [each for each in models if each.name == case.record.run.model and each not in others]
     held = sum(each.num_bytes for each in copies[1:])
     if len(copies) < 2 or held < 0.1 * case.total:
         return None
@@ -110,6 +112,27 @@ def _leftover(case: Case) -> Cause | None:
         summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
         " run, or a second copy, is still held",
         num_models=len(copies),
+        held_bytes=held,
+    )
+
+
+def second_models(case: Case) -> list[LiveModel]:
+    """Return the models that the run uses beside the one that it trains, the largest first."""
+    models, run = case.record.alive.models if case.record.alive else (), case.record.run
+    of_trainer = re.compile(rf"\b{re.escape(run.trainer)}\.(?!model\b|model_wrapped\b)\w+$")
+    return [each for each in models if run.trainer and of_trainer.search(each.holder)]
+
+
+def _second_model(case: Case) -> Cause | None:
+    models = second_models(case)
+    held = sum(each.num_bytes for each in models)
+    if not models or held < 0.1 * case.total:
+        return None
+    largest, holder = models[0], models[0].holder.rpartition(" -> ")[2]
+    return cause(
+        "second-copy",
+        f"{size(held)} of {size(case.total)} are the weights of {largest.name} ({holder})",
+        grade="likely",
         held_bytes=held,
     )
 
@@ -367,4 +390,5 @@ RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _quadratic,
     _logits,
     _long_sample,
+    _second_model,
 )  # the first that finds something leads; the others follow as also possible

@@ -12,7 +12,7 @@ from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import kept_in, kept_logits
+from trainer_plugins.explain.run.causes import kept_in, kept_logits, second_models
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
@@ -222,6 +222,21 @@ def _released(one: Advice, cause: str, case: Case) -> Remedy:
     return remedy(one, Door.CODE, effect, by_arithmetic=True)
 
 
+def _precomputed_reference(one: Advice, cause: str, case: Case) -> Remedy | None:
+    is_reference = any(each.holder.endswith(".ref_model") for each in second_models(case))
+    return remedy(one, Door.TRL) if is_reference else None
+
+
+def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
+    models = second_models(case)
+    if not models:
+        return None
+    freed = size(models[0].num_bytes // 2)
+    effect = f"{freed} less, if it is in float32; it does not learn"
+    place = models[0].holder.rpartition(" -> ")[2]
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, place=place)
+
+
 def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     others = [each for each in case.record.processes or () if not each.is_own]
     if len(others) != 1 or not others[0].is_of_user:
@@ -291,6 +306,8 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.KEEP_NUMBERS: _keep_numbers,
     advice.RELEASED: _released,
+    advice.PRECOMPUTED_REFERENCE: _precomputed_reference,
+    advice.SECOND_MODEL_IN_16_BITS: _in_16_bits,
     advice.END_PROCESS: _end_process,
     advice.LIST_PROCESSES: _list_processes,
     advice.OTHER_CARD: _relaunched,
