@@ -13,6 +13,9 @@ import trainer_plugins
 from tests import processes
 from tests.distributed import extensions
 from tests.distributed.launched import environment
+from trainer_plugins.record.history import read_history
+from trainer_plugins.report.summary import peaks
+from trainer_plugins.units import size
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = sorted(
@@ -78,7 +81,14 @@ def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for cell in cells:
         exec(compile(cell, "<cell>", "exec"), names)
     assert len(names["entries"]) > 10
-    assert "trainer" not in names
+    plan, page = names["plan"], names["page"]
+    assert plan.fits
+    assert size(plan.moments["backward"].allocated_bytes) in trainer_plugins.draw(plan)
+    run = read_history(tmp_path / "runs" / "notebook").runs[0]  # of two
+    peak = next(each for each in peaks(run.timelines) if each.moment == "train")
+    assert size(peak.peak_bytes) in page
+    assert "<iframe" in page._repr_html_()
+    assert names["freed"].freed_bytes >= 0
     assert not any(cell.get("outputs") for cell in notebook["cells"])
 
 

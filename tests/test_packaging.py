@@ -54,6 +54,7 @@ def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
         "trainer_plugins/planner/pretend/fake_cuda.cpp",
         "trainer_plugins/report/html/parts.html.jinja",
         "trainer_plugins/report/html/style.css",
+        "trainer_plugins/cli/schemas/explain.json",
         "trainer_plugins/report/html/page.js",
         "trainer_plugins/report/html/snapshot.js",
     ],

@@ -1,7 +1,7 @@
 """Finding: how every part of the package reports a problem."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 
 from trainer_plugins.printable import printable
@@ -56,9 +56,6 @@ class Finding:
 
     def __str__(self) -> str:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")
-
-    def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "severity": self.severity.name}
 
     def worse_than(self, other: "Finding") -> bool:
         """Return whether to report it again: higher severity, or an amount at least 10% up."""

@@ -216,9 +216,10 @@ def test_a_leak_is_named_with_the_steps_left(make_trainer, simgpu) -> None:
     # A simulated card lies in main memory, where the leak is seen too.
     assert set(findings(timeline)) - {"leak-host"} == {"leak-tensors"}
     (step, *_) = findings(timeline)["leak-tensors"]
-    assert step == 40  # 8 of warm-up, 32 of evidence
+    assert step == 42  # 8 of warm-up, 32 of evidence, 2 that show what is new
     finding = the_finding(timeline, "leak-tensors")
     assert finding.evidence.startswith("1.0 MiB a step")
+    assert "held by Leaks.kept, 1 more a step since about step 0" in finding.evidence
     assert "about 2" in finding.summary  # 256 MiB less 40 less what a step takes: 210 or so
     assert finding.severity is Severity.WARNING
 

@@ -107,7 +107,7 @@ def test_what_fits_stays_as_it_is_and_what_cannot_is_not_started(folder: Path) -
 
     done = _fitted(folder, "--gpu", "24GiB", "--may", "rows")
     assert done.returncode == 2
-    assert "--may is optim, precision or length, got rows; nothing was started" in done.stderr
+    assert "--may is precision, optim, peft or length, got rows; nothing was started" in done.stderr
 
 
 def test_an_evaluation_that_does_not_fit_takes_fewer_rows(folder: Path) -> None:
@@ -119,3 +119,17 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_rows(folder: Path) -> None:
     assert words[1:4] == ["1", "1", "False"]
     assert int(words[4]) in (4, 8)
     assert json.loads((folder / "end" / "config.json").read_text())["vocab_size"] == 32000
+
+
+def test_an_adapter_is_trained_where_it_was_allowed_by_name(folder: Path) -> None:
+    """The states of all weights do not fit, whatever else is changed."""
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("hidden_size=32", "hidden_size=512"))
+    one_row = (*_FLAGS, "--per_device_train_batch_size", "1")
+    done = _fitted(folder, "--gpu", "900MiB", "--may", "peft", flags=one_row)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exec --fit: LoRA: " in done.stderr
+    assert "trained 1 1 False 8 2" in done.stdout
+    saved = load_file(folder / "end" / "adapter_model.safetensors")
+    assert any(each.abs().sum() for name, each in saved.items() if "lora_B" in name)
+    assert not (folder / "end" / "model.safetensors").exists()

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare.switches import LORA
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak
 from trainer_plugins.testing.drycuda import dry_search
 from trainer_plugins.testing.drycuda.dry_plan import DryAnswer
@@ -27,6 +29,7 @@ def first_that_fits(
     is_fsdp: bool,
     may: tuple[str, ...] = (),
     fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    trainer: str = "SFTTrainer",
     **given: Any,
 ):
     """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
@@ -38,6 +41,7 @@ def first_that_fits(
     def dry_plan(run: DryRun, tell: object) -> DryAnswer:
         fits = fitting.items() <= run.changed.items()
         plan = _PLAN if fits else replace(_PLAN, nvidia_smi_peak_bytes=30 * GIB, fits=False)
+        plan = replace(plan, planned={"model": f"LlamaForCausalLM, trained by {trainer}"})
         return DryAnswer(plan, arguments, 2048, is_fsdp)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
@@ -65,6 +69,7 @@ def test_settings_of_accelerate_that_a_user_has_made_are_left_alone(monkeypatch)
         ("precision", {"bf16": True}, {}),
         ("length", {"max_length": 512}, {"max_length": 1024}),
         ("optim", {"optim": "adamw_bnb_8bit"}, {}),
+        ("peft", {"peft_config": LORA}, {}),
     ],
 )
 def test_what_changes_the_result_is_tried_only_if_it_was_named(
@@ -73,7 +78,7 @@ def test_what_changes_the_result_is_tried_only_if_it_was_named(
     found = first_that_fits(monkeypatch, False, (may,), fitting, **given)
     assert found is not None
     assert fitting.items() <= found.changed.items()
-    others = tuple({"precision", "length", "optim"} - {may})
+    others = tuple({*MAY} - {may})
     assert first_that_fits(monkeypatch, False, others, fitting, **given) is None
 
 
@@ -81,3 +86,9 @@ def test_what_changes_the_result_is_tried_only_if_it_was_named(
 def test_a_run_in_16_bits_keeps_its_precision(monkeypatch, given: dict[str, Any]) -> None:
     wanted: dict[str, Any] = {"bf16": True, "max_length": 1}
     assert first_that_fits(monkeypatch, False, ("precision",), wanted, **given) is None
+
+
+def test_activations_stay_where_trl_loses_them(monkeypatch) -> None:
+    wanted: dict[str, Any] = {"gradient_checkpointing_kwargs": {"offload": True}}
+    assert first_that_fits(monkeypatch, False, (), wanted) is not None
+    assert first_that_fits(monkeypatch, False, (), wanted, trainer="DPOTrainer") is None

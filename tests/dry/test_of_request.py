@@ -106,11 +106,12 @@ def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
         "deepspeed_config": {"zero_stage": 2},
     }
     (folder / "zero2.json").write_text(json.dumps(launch))
-    words = ("--accelerate-config", "zero2.json", "--gpu", "80GiB", "--save_strategy", "no")
+    words = ("--accelerate-config", "zero2.json", "--gpu", "80GiB")
     dry = planned(folder, *words, "--engine", "dry")
     assert dry.num_gpus == 4
     assert "rank 0 of 4 ran alone, the other ranks are taken to be like it" in dry.assumptions
     assert dry.planned["strategy"] == "DeepSpeed ZeRO-2"
+    assert {"save", "resume"} <= {*dry.moments}, "a second run found the checkpoint of the first"
     states = dry.breakdown.get("optimizer states", 0)
     assert states < 12 * dry.num_trainable_parameters / 3, "a rank has a quarter of them"
 

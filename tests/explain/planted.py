@@ -48,7 +48,7 @@ def _value(text: str) -> object:
 
 def explained(folder: Path) -> Told:
     """Type the command, and read what it prints."""
-    command = ["explain", str(folder), "--no-predict"]
+    command = ["explain", str(folder)]
     shown = CliRunner().invoke(app, [*command, "--verbose"])
     assert shown.exit_code == 0, shown.output
     value = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)

@@ -7,9 +7,13 @@ from typing import NamedTuple
 import pytest
 
 import trainer_plugins
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
+from trainer_plugins.advice.vendors import CUDA, VENDORS
 from trainer_plugins.explain.text import explain_text
 
 CORPUS = Path(__file__).parent / "corpus"
+FRESH = CORPUS.with_name("fresh")
 PAGE = Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md"
 
 
@@ -60,3 +64,46 @@ def test_what_the_page_counts_is_there() -> None:
         some = [text for text in everything if text.half == half]
         decided = sum(text.is_decided for text in some)
         assert re.search(rf"^{half} +{len(some)} .+ {decided} ", PAGE.read_text(), re.M), half
+
+
+def fresh() -> list[list[str]]:
+    lines = (FRESH / "index.txt").read_text().splitlines()
+    return [line.split() for line in lines if not line.startswith("#")]
+
+
+# No remedy is known for a Neuron core, and TensorFlow's warning needs none.
+WITHOUT_REMEDY = {"huggingface-transformers-47029.txt", "talmolab-sleap-2089.txt"}
+PROCESSES = advice.LIST_PROCESSES.flag(Door.SHELL)
+
+
+def words_of(vendor: str) -> set[str]:
+    """What is typed for the cards of one maker."""
+    one = next((each for each in VENDORS if each.name == vendor), CUDA)
+    commands = (one.processes or PROCESSES, one.memory, one.visible, one.expandable)
+    return {re.split("[ ,=]", words)[0] for words in commands if words}
+
+
+@pytest.mark.parametrize(
+    ("file", "vendor", "codes", "remedies"),
+    [pytest.param(*each[1:5], id=each[1]) for each in fresh()],
+)
+def test_a_text_of_today_gets_its_cause_and_a_remedy_for_its_card(
+    file: str, vendor: str, codes: str, remedies: str
+) -> None:
+    answer = explain_text((FRESH / file).read_text(), file)
+    first_two = [one.do for one in answer.remedies[:2]]
+    typed = "\n".join(one.do for one in answer.remedies)
+    makers = {"CUDA", *(each.name for each in VENDORS)}
+    strange = set.union(*map(words_of, makers - {vendor})) - words_of(vendor)
+
+    assert answer.causes[0].code in codes.split(",")
+    assert any(re.search(remedies, do) for do in first_two) is (file not in WITHOUT_REMEDY)
+    assert [word for word in strange if re.search(rf"(?<![\w-]){re.escape(word)}", typed)] == []
+
+
+def test_the_page_counts_the_fresh_texts() -> None:
+    files = [each[1] for each in fresh()]
+    num_decided = sum(each[0] == "y" for each in fresh())
+
+    assert sorted([*files, "index.txt"]) == sorted(path.name for path in FRESH.iterdir())
+    assert re.search(rf"^fresh +{len(files)} +45 +{num_decided} ", PAGE.read_text(), re.M)

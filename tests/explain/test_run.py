@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.explain.planted import run, watched, with_rows
+from tests.schemas import read_answer
 from tests.test_report import HOSTILE, obeyed, report
 from trainer_plugins import MemoryWatchdog, OOMReporter
 from trainer_plugins.cli import app
@@ -287,12 +288,12 @@ def test_the_reading_at_the_oom_is_in_the_peak(died, tmp_path) -> None:
     assert " ".join(row[4:6]) == peak
     (moment,) = (
         each
-        for each in json.loads(report(tmp_path / "run", "--json"))["runs"][0]["peaks"]
+        for each in read_answer(report(tmp_path / "run", "--json"), "report")["runs"][0]["peaks"]
         if each["moment"] == "train"
     )
     assert moment["peak_bytes"] == died.reading.peak_allocated_bytes
     done = CliRunner().invoke(app, ["top", str(tmp_path / "run"), "--once", "--json"])
-    (rank,) = json.loads(done.stdout)["ranks"]
+    (rank,) = read_answer(done.stdout, "top")["ranks"]
     assert rank["reading"]["peak_allocated_bytes"] == died.reading.peak_allocated_bytes
     assert rank["state"] == "failed"
     assert max(rank["trend"]) == died.reading.pressure
@@ -304,8 +305,11 @@ def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
     page = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    first = json.loads(said.stdout)["remedies"][0]
+    first = read_answer(said.stdout, "explain")["remedies"][0]
     assert first["grade"] == "predicted"
+    assert first["predicted_peak_bytes"] > 0
+    assert (first["fits"], first["spare_bytes"] > 0) == (True, True)
+    assert int(first["flags"]["per_device_train_batch_size"]) > 0
     assert first["do"] in page.read_text()
 
 
@@ -329,8 +333,7 @@ def answered(*arguments: object, stdin: str | None = None) -> dict[str, Any]:
         app, ["explain", "--no-predict", "--json", *map(str, arguments)], input=stdin
     )
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return read_answer(done.stdout, "explain")
 
 
 @pytest.mark.parametrize("cwd", ["elsewhere", "beside", "inside", "piped"])

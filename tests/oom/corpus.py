@@ -215,6 +215,18 @@ POSITIVES = (
     ),
     Case(
         RUNTIME,
+        "NRT allocation failed for size 233658313344 (OOM)",
+        "huggingface/transformers#47029",
+        "allocator",
+    ),
+    Case(
+        "log",
+        "- **Exception Type:** torch.OutOfMemoryError",
+        "Stable-X/ComfyUI-Hi3DGen#16",
+        "allocator",
+    ),
+    Case(
+        RUNTIME,
         "FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size ::14493510400 failed!",
         "HabanaAI/Model-References#10",
         "allocator",
@@ -321,6 +333,14 @@ POSITIVES = (
         "TensorStorage /io/include/tensorview/tensor.h 168\ncuda failed with error 2 out of memory. use "
         "CUDA_LAUNCH_BLOCKING=1 to get correct traceback.",
         "junjie18/CMT#15",
+        "driver",
+    ),
+    Case(
+        "log",
+        "UserWarning: CUDA initialization: Unexpected error from cudaGetDeviceCount(). Did you run some cuda "
+        "functions before calling NumCudaDevices() that might have already set an error? Error 2: out of memory "
+        "(Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:109.)",
+        "pytorch/pytorch#150048",
         "driver",
     ),
     Case(
@@ -571,6 +591,14 @@ POSITIVES = (
     ),
     Case(
         "log",
+        "(raylet) node_manager.cc:3277: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers "
+        "crashed due to other reasons",
+        "WM-PO/WMPO#3",
+        "host",
+        survivable=False,
+    ),
+    Case(
+        "log",
         "2024-04-29T14:55:41,679700+02:00 Out of memory: Killed process 1440763 (perl) total-vm:87033376kB, "
         "anon-rss:60356340kB, file-rss:0kB, shmem-rss:0kB, UID:21417 pgtables:169956kB oom_score_adj:0",
         "equinor/ert#7797",
@@ -723,6 +751,13 @@ POSITIVES = (
         "desired GPU memory utilization (0.9, 19.84 GiB). Decrease GPU memory utilization or reduce GPU memory used by "
         "other processes.",
         "pytorch/pytorch#175666",
+        "engine",
+        survivable=False,
+    ),
+    Case(
+        RUNTIME,
+        "alloc_req_slots runs out of memory. Please set a smaller number for `--max-running-requests`.",
+        "sgl-project/sglang#10408",
         "engine",
         survivable=False,
     ),

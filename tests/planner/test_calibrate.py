@@ -12,6 +12,7 @@ from transformers import Trainer
 from typer.testing import CliRunner
 
 from tests.planner.test_closed_loop import EVALUATES, llama, rows
+from tests.schemas import read_answer
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.planner import Calibration, PlanError, calibrate
@@ -236,7 +237,7 @@ def test_the_command_compares_and_keeps(cache, make, tmp_path):
         app, ["plan", *asked, "--calibrate", trainer.args.output_dir, "--json"]
     )
     assert done.exit_code == 0, done.output
-    printed = json.loads(done.stdout)
+    printed = read_answer(done.stdout, "plan")
     entries = read_timeline(
         Path(trainer.args.output_dir) / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     )

@@ -79,3 +79,26 @@ def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> Non
     assert isinstance(plan, MemoryPlan)
     told = "train_dataset (IterableDataset) has no length, and its first 100 were read"
     assert any(told in line for line in plan.not_reliable)
+
+
+def test_columns_that_only_the_trainers_own_loader_reads(tmp_path) -> None:
+    """As sentence-transformers does: rows are texts, and its collator makes tokens of them."""
+
+    class OfTexts(Trainer):
+        def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+            return torch.utils.data.DataLoader(texts, 2, collate_fn=self.data_collator)
+
+    words = ["a" * (LONG if index == 70 else SHORT) for index in range(100)]
+    texts = Dataset.from_dict({"anchor": words})
+    usual = trainer_of(tmp_path, [row(AT), row(0)])
+    own = OfTexts(
+        usual.model,
+        usual.args,
+        lambda rows: pad([{"input_ids": [*each["anchor"].encode()]} for each in rows]),
+        train_dataset=texts,
+    )
+    batch: Any = longest_batch(own).batch
+    assert batch["input_ids"].shape == (2, LONG)
+    plans = [predict_one(request_of(each, None, "", None, None)) for each in (usual, own)]
+    own.train()
+    assert plans[1].moments == plans[0].moments

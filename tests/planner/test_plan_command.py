@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from tests.models import SMALL_GPT2
+from tests.schemas import read_answer
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.units import MIB
@@ -46,6 +47,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     rows = ("--per-device-train-batch-size", "2")
     done = plan(*QWEN_LORA, *place, *rows, *CHECKPOINTING, "--json")
     assert done.exit_code == 3, done.output
+    assert read_answer(done.stdout, "plan")["margin_bytes"] < 0
     found = MemoryPlan.from_json(done.stdout)
     assert found.fits is False
     assert found.failed_request is not None
@@ -103,6 +105,15 @@ def test_a_run_that_fits_is_told_how_many_rows_would(tmp_path: Path):
     most = MemoryPlan.from_json(done.stdout).most_rows
     assert most > 4
     assert plan(*asked, rows[0], str(2 * most)).exit_code == 3
+
+
+def test_rows_are_found_where_the_first_ones_do_not_make_the_peak(tmp_path: Path):
+    """DDP's buffers make it at first: what is reserved does not grow with the rows."""
+    config = {**SMALL_GPT2, "vocab_size": 4096, "n_embd": 512, "n_head": 8, "n_inner": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("--model", str(tmp_path), "--seq-length", "8", "--gpu", "800MiB", "--num-gpus", "2")
+    done = plan(*asked, "--per_device_train_batch_size", "1", "--optim", "sgd", "--json")
+    assert MemoryPlan.from_json(done.stdout).most_rows > 20
 
 
 @pytest.mark.parametrize(

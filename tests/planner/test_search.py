@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.planner.several import IS_TOO_OLD
 from tests.processes import ENDS_A_HANG
+from tests.schemas import read_answer
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.cli import app
@@ -104,7 +105,7 @@ def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
         *("--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "2", *ALONE),
     )
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    found = read_answer(done.stdout, "plan")
     assert found["effective_batch"] == ROWS
     assert all(line["micro_batch"] * line["accumulation_steps"] == ROWS for line in found["lines"])
     ways = [*product(MICRO_BATCHES, (False, True), (256,))]
@@ -350,7 +351,7 @@ def test_what_a_switch_saves_is_predicted_anew(short_llama: Path):
         ),
     )
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    found = read_answer(done.stdout, "plan")
     fused, lora = found["changes"]
     assert found["plan"]["moment"] == "optimizer step", "so few tokens"
     # torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once.

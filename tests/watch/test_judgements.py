@@ -1,5 +1,9 @@
 """Judgement is pure: from numbers to findings, so each rule can be shown by numbers."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -243,6 +247,28 @@ def test_what_libraries_take_while_the_run_warms_up_is_ours() -> None:
 
     assert looks(SaidDevice(), context, *[with_nccl] * 20) == []
     assert looks(SaidDevice(), *[context] * 20, with_nccl) == ["foreign-memory"]
+
+
+def test_helpers_of_this_run_that_take_the_card_are_named() -> None:
+    """DCP starts some to save; pytorch#151030 saw them grow to 2 GB each."""
+
+    class WithHelpers(SaidDevice):
+        def processes(self) -> tuple[GpuProcess, ...]:  # type: ignore[override]
+            held = (os.getpid(), os.getppid(), helper.pid)
+            return tuple(GpuProcess(pid, self.non_torch_bytes // 3, "python") for pid in held)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as helper:
+        device = WithHelpers()
+        watch, found = MemoryWatch(device, Timeline()), []
+        for step in range(48):
+            device.non_torch_bytes = step * GIB // 4
+            found += watch.look(step, "train")
+        helper.communicate(b"\n")
+
+    (leak,) = [each for each in found if each.code == "leak-non-torch"][:1]
+    assert f"also of this run, on this card: pid {helper.pid} (python): " in leak.evidence
+    assert f"pid {os.getpid()} " not in leak.evidence
+    assert f"pid {os.getppid()} " not in leak.evidence
 
 
 OLD, UNIFIED, HIP = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"

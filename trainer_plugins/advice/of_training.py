@@ -160,6 +160,7 @@ ADAPTER = Advice(
     when="where all weights are trained",
     keeps_result=False,
     trl="--use_peft True --lora_r 16 --lora_target_modules all-linear",
+    code='model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))',
     plan="--lora-r 16 --lora-target all-linear",
 )
 STREAM_BASE = Advice(

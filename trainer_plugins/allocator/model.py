@@ -26,7 +26,7 @@ from trainer_plugins.units import MIB
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
 
 MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
-_SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
+SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
 _SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
@@ -77,7 +77,7 @@ class AllocatorModel:
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
         size = self.round_size(num_bytes)
-        is_small = size <= _SMALL_BYTES
+        is_small = size <= SMALL_BYTES
         pool = self._pools.setdefault((stream, is_small), Pool(is_small))
         block = self._find_free(pool, size)
         if block is None:
@@ -176,7 +176,7 @@ class AllocatorModel:
         return block
 
     def _segment_bytes(self, size: int) -> int:
-        if size <= _SMALL_BYTES:
+        if size <= SMALL_BYTES:
             return _SMALL_SEGMENT_BYTES
         if size < min(_MIN_LARGE_BYTES, self.rules.large_segment_bytes):
             return self.rules.large_segment_bytes
@@ -212,7 +212,7 @@ class AllocatorModel:
         remaining = block.size_bytes - size
         if block.pool.is_small or self.rules.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
-        return size < self.rules.max_split_bytes and remaining > _SMALL_BYTES
+        return size < self.rules.max_split_bytes and remaining > SMALL_BYTES
 
     def _split(self, block: Block, size: int) -> None:
         rest = block.sibling(block.address + size, block.size_bytes - size)

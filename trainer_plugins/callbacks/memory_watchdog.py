@@ -19,6 +19,7 @@ from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import is_running
 from trainer_plugins.upkeep.generation import guard_generate
+from trainer_plugins.upkeep.growth import GrowthTeller
 from trainer_plugins.watch.memory_watch import MemoryWatch
 from trainer_plugins.watch.pressure import Budget
 
@@ -86,7 +87,10 @@ class MemoryWatchdog(EvaluationCallback):
         self._look(args, state, "begin")
         if self._watch is not None:
             with self.harmless():
-                self.undo.callback(guard_generate(model_of(event), self._separate_peak))
+                model = model_of(event)
+                kind = self._watch.device.name.partition(":")[0]
+                self._watch.teller = GrowthTeller(kind, model, event.get("optimizer"))
+                self.undo.callback(guard_generate(model, self._separate_peak))
                 self._is_generate_guarded = True
         super().run_begins(args, state, event)
 

@@ -1,7 +1,9 @@
 """Checks a run before step 1: facts are gathered in one place, and judged by pure functions."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
 from trainer_plugins.check.facts import Check, Facts, Line
@@ -23,11 +25,13 @@ _GROUPS: tuple[tuple[str, tuple[Check, ...]], ...] = (
 class Checklist:
     """Holds what all checks saw and found, by group."""
 
-    groups: tuple[tuple[str, tuple[Line, ...]], ...]
+    json_properties: ClassVar[tuple[str, ...]] = ("worst",)
+
+    groups: Mapping[str, tuple[Line, ...]]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        found = [each for _, lines in self.groups for line in lines for each in line.findings]
+        found = [each for lines in self.groups.values() for line in lines for each in line.findings]
         return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))
 
     @property
@@ -38,15 +42,15 @@ class Checklist:
 
 def judge(facts: Facts) -> Checklist:
     """Make every check whose facts are known. It takes milliseconds, and never raises."""
-    groups = []
+    groups: dict[str, tuple[Line, ...]] = {}
     for name, checks in _GROUPS:
         lines = [line for check in checks if (line := _line(check, facts)) is not None]
         if lines:
-            groups.append((name, tuple(lines)))
+            groups[name] = tuple(lines)
     if facts.failed:
         found = tuple(map(_not_made, facts.failed))
-        groups.append(("not checked", (Line("not readable", "", found),)))
-    return Checklist(tuple(groups))
+        groups["not checked"] = (Line("not readable", "", found),)
+    return Checklist(groups)
 
 
 def _line(check: Check, facts: Facts) -> Line | None:

@@ -80,11 +80,7 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line.
-
-    Exit codes: 0 fine; 1 `check` found warnings, `configs check` an ERROR or `explain` no OOM; 2
-    bad input; 3 a plan does not fit, or `check` found an error.
-    """
+    """Run the command line; docs/json.md has the exit codes."""
     buffered = BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
     is_terminal, encoding = sys.stdout.isatty(), sys.stdout.encoding
     # The locale may lack a character of a file name.

@@ -1,16 +1,17 @@
 """`trainer-plugins check`: find before a launch what usually ends a run hours later."""
 
-import json
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
 from trainer_plugins.cli.plan_options import RunOptions
-from trainer_plugins.cli.typed_options import with_options
+from trainer_plugins.cli.typed_options import MOST_USED, with_options
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
 
@@ -35,7 +36,13 @@ _SHOWN = (
 
 @with_options(shown=_SHOWN)
 def check(
-    context: typer.Context, run: RunOptions, answer: AnswerOptions, as_json: AsJson = False
+    context: typer.Context,
+    run: RunOptions,
+    answer: AnswerOptions,
+    as_json: AsJson = False,
+    form: Annotated[
+        Format, typer.Option("--format", help=FORMAT_HELP, rich_help_panel=MOST_USED)
+    ] = Format.TEXT,
 ) -> None:
     """Check this machine, and with --model a run, before it is launched.
 
@@ -49,7 +56,7 @@ def check(
     from trainer_plugins.check import judge
     from trainer_plugins.check.gather_launch import gather_launch
     from trainer_plugins.cli.plan_inputs import inputs_of
-    from trainer_plugins.launch.lint import ConfigError
+    from trainer_plugins.launch.lint import ConfigError, files_of
     from trainer_plugins.planner.plan import PlanError
 
     try:
@@ -58,11 +65,17 @@ def check(
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         details, inputs = inputs_of(run, context.args)
         model, seconds = run.model.model, run.machine.timeout
-        checklist = judge(gather_launch(os.environ, model, details, inputs, seconds))
+        facts = gather_launch(os.environ, model, details, inputs, seconds)
+        checklist = judge(facts)
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
-    _show(checklist, answer.verbose, as_json)
+    if form is Format.TEXT:
+        _show(checklist, answer.verbose, as_json)
+    else:
+        file, document = run.machine.accelerate_config, facts.document
+        files = () if file is None or document is None else files_of(document, file)
+        print_annotations(form, checklist.findings, files)
     raise typer.Exit(_EXIT_CODES[checklist.worst])
 
 
@@ -73,11 +86,4 @@ def _show(checklist: "Checklist", verbose: bool, as_json: bool) -> None:
 
         show(check_report(checklist, verbose))
         return
-    groups = {
-        name: [
-            {**asdict(line), "findings": [each.as_json() for each in line.findings]}
-            for line in lines
-        ]
-        for name, lines in checklist.groups
-    }
-    print(json.dumps({"worst": checklist.worst.name, "groups": groups}, indent=2))
+    print_json("check", checklist)

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
+from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
 from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.finding import Finding, Severity
@@ -117,6 +119,7 @@ def check(
     ] = None,
     pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
     as_json: AsJson = False,
+    form: Annotated[Format, typer.Option("--format", help=FORMAT_HELP)] = Format.TEXT,
 ) -> None:
     """Check a launch file before the launch, and find extension builds that would block it.
 
@@ -130,7 +133,7 @@ def check(
 
     from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.launch.extensions import lock_findings, read_locks
-    from trainer_plugins.launch.lint import judge, read_document, training_arguments
+    from trainer_plugins.launch.lint import files_of, judge, read_document, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
     here_bytes = None
@@ -141,15 +144,19 @@ def check(
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
         host = HostLimits.of(host_memory, pinned_memory, here_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
+        document = read_document(file)
         findings = judge(
-            read_document(file),
+            document,
             training=training,
             num_params=params,
             num_ranks=num_gpus,
             host=host,
         )
     findings += tuple(lock_findings(read_locks(os.environ)))
-    _print_findings(file, findings, as_json)
+    if form is Format.TEXT:
+        _print_findings(file, findings, as_json)
+    else:
+        print_annotations(form, findings, files_of(document, file))
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
@@ -167,7 +174,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def _print_findings(file: Path, findings: tuple[Finding, ...], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([each.as_json() for each in findings], indent=2))
+        print(json.dumps(plain(findings), indent=2))
     else:
         lines = [f"{each.severity.name} {each}" for each in findings]
         print("\n".join(lines) or f"{file}: no findings")

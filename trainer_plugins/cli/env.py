@@ -4,12 +4,12 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
 
 import typer
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.printable import printable
 
@@ -46,7 +46,7 @@ def env(
     for finding in environment.findings:
         print(finding, file=sys.stderr)
     if as_json:
-        print(json.dumps(asdict(environment), indent=2))
+        print_json("env", environment)
         return
     if environment.allocator not in {export.purpose for export in environment.exports}:
         print(f"# {printable(environment.allocator)}")

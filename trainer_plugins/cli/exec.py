@@ -53,8 +53,8 @@ def exec_(
     may: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --fit: what may change besides: optim (8-bit states), precision (bf16),"
-            " length (half of TRL's max_length)."
+            help="With --fit: what may change besides: precision (bf16), optim (8-bit states),"
+            " peft (LoRA instead of all weights), length (half of TRL's max_length)."
         ),
     ] = None,
     command: Annotated[

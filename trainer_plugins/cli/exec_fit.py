@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
 
 # What a user may allow to be changed besides how the same result is computed.
-MAY = ("optim", "precision", "length")
+MAY = ("precision", "optim", "peft", "length")
 
 
 class DoesNotFit(Exception):  # noqa: N818 - what it says

@@ -1,13 +1,12 @@
 """`trainer-plugins explain`: explain why a run ran out of memory, and what would have helped."""
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
 from trainer_plugins.explain.answer import Cause, Explanation
 from trainer_plugins.printable import printable
@@ -63,7 +62,7 @@ def explain(
         else:
             answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
     if is_json:
-        print(json.dumps(asdict(answer), indent=2))
+        print_json("explain", answer)
     else:
         _print(answer, is_snapshot, verbose)
     is_oom = answer.causes and answer.causes[0].code != "not-an-oom"

@@ -1,10 +1,9 @@
 """`trainer-plugins plan`: predict what a run will need of its card, before it is launched."""
 
-import json
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from typer import Option
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan_dry import (
     DryOptions,
     as_command,
@@ -265,8 +265,8 @@ def _show(
     if answer.html is not None:
         answer.html.write_text(plan_page(found), encoding="utf-8")
     if as_json:
-        more = {} if compared is None else {"calibration": asdict(compared)}
-        print(json.dumps({**asdict(found), **more}, indent=2, default=str))
+        more = {} if compared is None else {"calibration": compared}
+        print_json("plan", found, **more)
         return
     show(plan_report(found) if answer.verbose else brief_report(found))
     if compared is not None:
@@ -280,6 +280,6 @@ def _show_compared(a: Path, b: Path, as_json: bool) -> None:
 
     found = beside(a, b)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print_json("plan --compare", found)
     else:
         show(beside_report(found))

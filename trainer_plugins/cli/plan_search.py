@@ -1,18 +1,28 @@
 """`trainer-plugins plan --search` and `--explain-change`: print many predictions in one table."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.interrupted import by_any_signal
-from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
-from trainer_plugins.planner.compare.saved import Saved, changes_of, explain, turned
+from trainer_plugins.planner.compare.lines import (
+    Interrupted,
+    SearchLine,
+    SearchRequest,
+    SearchResult,
+)
+from trainer_plugins.planner.compare.saved import (
+    ExplainedChanges,
+    Saved,
+    changes_of,
+    explain,
+    turned,
+)
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.predict import predict_all, search_run
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
@@ -57,7 +67,7 @@ def show_search(
         _show_so_far(lines, as_json)
         raise typer.Exit(_EXIT_INTERRUPTED) from None
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print_json("plan --search", result)
     else:
         show(search_report(result))
     return result.best is not None
@@ -65,8 +75,7 @@ def show_search(
 
 def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
     if as_json:
-        found = {"interrupted": True, "lines": [asdict(line) for line in lines]}
-        print(json.dumps(found, indent=2))
+        print_json("plan --search", Interrupted(lines=tuple(lines)))
     elif lines:
         show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
     else:
@@ -84,8 +93,7 @@ def explain_changes(
 def show_changes(plan: MemoryPlan, saved: tuple[Saved, ...], as_json: bool) -> bool | None:
     """Print what changes save, and return whether the run fits as it is."""
     if as_json:
-        found = {"plan": asdict(plan), "changes": [asdict(each) for each in saved]}
-        print(json.dumps(found, indent=2))
+        print_json("plan --explain-change", ExplainedChanges(plan=plan, changes=saved))
     else:
         show(Group(verdict(plan), changes_report(plan, saved)))
     return plan.fits

@@ -1,18 +1,15 @@
 """`trainer-plugins report`: print what happened to memory in a run."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
-from trainer_plugins.finding import Finding
 
 if TYPE_CHECKING:
     from trainer_plugins.planner.plan import MemoryPlan
-    from trainer_plugins.record.history import History
 
 
 def report(
@@ -47,7 +44,7 @@ def report(
     from trainer_plugins.explain.run.ending import how_it_ended
     from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
-    from trainer_plugins.report.summary import with_last_readings
+    from trainer_plugins.report.summary import summary, with_last_readings
     from trainer_plugins.report.text import history_report
 
     with bad_parameters(run_dir):
@@ -66,21 +63,9 @@ def report(
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
     history = with_last_readings(history, run_dir)
     if as_json:
-        _print_json(history, ending)
+        print_json("report", summary(history, ending))
     else:
         show(history_report(history, ending))
-
-
-def _print_json(history: "History", ending: Finding | None) -> None:
-    from trainer_plugins.report.summary import summary
-
-    facts = {
-        "runs": [summary(run) for run in history.runs],
-        "ending": None if ending is None else asdict(ending),
-        "files": {rank: str(path) for rank, path in history.files.items()},
-        "skipped_lines": dict(history.num_passed_over),
-    }
-    print(json.dumps(facts, indent=2))
 
 
 def _read_plan(plan: Path) -> "MemoryPlan":

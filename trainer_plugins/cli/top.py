@@ -1,15 +1,14 @@
 """`trainer-plugins top`: show the memory of a run while it runs, one line a rank."""
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from time import sleep, time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import RunDir, bad_parameters
 from trainer_plugins.printable import printable
 
@@ -65,7 +64,7 @@ def _show_once(follower: "Follower", *, is_json: bool) -> None:
         raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
     if is_json:
-        print(json.dumps(asdict(page), indent=2))
+        print_json("top", page)
     else:
         show(page)
 

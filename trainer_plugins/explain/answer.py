@@ -1,8 +1,12 @@
 """Explanation: causes in order, with evidence, and remedies, with where their effect is from."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.record.oom_record import Frame, Process
 
 Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
@@ -11,6 +15,7 @@ Grade = Literal["predicted", "replayed", "arithmetic", "known"]
 
 _SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
 _NUMBERS = "asked for "
+_EXPORT = re.compile(r"^export (\w+)=(\S+)")
 
 
 class BriefLine(NamedTuple):
@@ -24,6 +29,52 @@ class BriefLine(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Describes blocks on the card that one stack asked for, or a tensor that something holds."""
+
+    num_bytes: int  # of all of them, as the allocator rounds them
+    requested_bytes: int
+    count: int = 1
+    category: str = ""  # what they are for; empty if unknown
+    place: str = ""  # the source line, or what holds it: `MyCallback.outputs[0]`
+    shape: tuple[int, ...] = ()
+    frames: tuple[Frame, ...] = ()  # the innermost first, all that were recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """Holds the numbers of the moment that is explained; None is not known. Sizes in bytes."""
+
+    rank: int | None = None
+    card: int | None = None  # its index, as the process counts
+    card_name: str = ""
+    stream: int | None = None
+    pool: Literal["small", "large"] | None = None  # of the allocator
+    call: str = ""  # the method that raised: `train`, `evaluate`
+    moment: str = ""  # what the run was doing: `train`, `eval`, `save`
+    part: str = ""  # of the step: `forward`, `backward`, `optimizer`, `loss`
+    step: int | None = None  # as the Trainer counts; of a snapshot, steps within the trace
+    event_index: int | None = None  # in the snapshot's trace of this card
+    peak_event_index: int | None = None  # after which most was allocated
+    requested_bytes: int | None = None  # as the source states it
+    rounded_bytes: int | None = None  # the block that the allocator looks for
+    capacity_bytes: int | None = None
+    limit_bytes: int | None = None  # what the process may use, if it was limited
+    free_bytes: int | None = None  # what the card had left
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    unused_bytes: int | None = None  # reserved, and in no tensor
+    others_bytes: int | None = None  # neither free nor torch's: other processes, libraries
+    largest_gap_bytes: int | None = None  # the longest stretch that was reserved and unused
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    categories: Mapping[str, int] = field(default_factory=dict)  # what the memory was for
+    allocations: tuple[Allocation, ...] = ()  # the ten largest
+    frames: tuple[Frame, ...] = ()  # of the request, the innermost first
+    processes: tuple[Process, ...] = ()  # on the card, as far as they are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """Names one reason for an OOM, and what shows it."""
 
@@ -32,17 +83,34 @@ class Cause:
     summary: str  # what is wrong, as one sentence without a full stop
     evidence: tuple[str, ...]  # numbers, words and frames, each as one sentence
     doubt: str = ""  # what cannot be decided here, and what would settle it; empty if nothing
+    data: Mapping[str, int | float | str] = field(default_factory=dict)  # the evidence, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
     """Says one thing to do, as the user types it."""
 
+    json_properties: ClassVar[tuple[str, ...]] = ("flags", "variables")
+
     do: str  # a flag, an `export` line or a command, ready to be copied
     effect: str  # what it changes, in GiB where that is known, and why it helps this case
     grade: Grade  # where the effect comes from
     price: str = ""  # what it costs in speed or exactness; empty if nothing
     cause: str = ""  # the code of the cause that it answers
+    # What the planner predicts for the run with it, or the replay of the snapshot; None: nothing.
+    predicted_peak_bytes: int | None = None
+    spare_bytes: int | None = None  # of the card at that peak; negative if it is short
+    fits: bool | None = None
+
+    @property
+    def flags(self) -> Mapping[str, str]:
+        """Return its flags with their values; empty if it is something else."""
+        return flags_in(self.do)
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Return the environment variables that it sets; empty if it is something else."""
+        return {found[1]: found[2]} if (found := _EXPORT.match(self.do)) else {}
 
     @property
     def words(self) -> str:
@@ -59,6 +127,8 @@ class Explanation:
     remedies: tuple[Remedy, ...]  # the first is the one to try first
     facts: tuple[str, ...] = ()  # what else is known: numbers, categories, the largest tensors
     unknown: tuple[str, ...] = ()  # what is not known, and why
+    numbers: Numbers = field(default_factory=Numbers)
+    before: Numbers | None = None  # of the first of two snapshots that are compared
 
     def brief(self) -> Iterator[BriefLine]:
         """Yield the cause, what shows it best, and what to do first; and how much more is known."""

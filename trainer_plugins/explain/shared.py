@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.vendors import Vendor
-from trainer_plugins.explain.answer import Cause, Certainty, Remedy
+from trainer_plugins.explain.answer import Cause, Certainty, Numbers, Remedy
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
@@ -88,8 +88,12 @@ def cause(
     doubt: str = "",
     is_sure: object = False,
     grade: Certainty | None = None,
+    **data: int | float | str,
 ) -> Cause:
-    """Make a cause with harmless words; without a grade it is likely with a doubt, else certain."""
+    """Make a cause with harmless words; without a grade it is likely with a doubt, else certain.
+
+    `data` is what the evidence says, by names that carry the unit.
+    """
     if is_sure:
         doubt = ""
     return Cause(
@@ -98,7 +102,29 @@ def cause(
         summary=printable(summary or SUMMARIES[code]),
         evidence=tuple(printable(each) for each in evidence if each),
         doubt=doubt,
+        data=data,
     )
+
+
+# The numbers that a cause is judged by, beside those that it names itself.
+_ALWAYS = ("requested_bytes", "free_bytes", "allocated_bytes", "capacity_bytes")
+_EVIDENCE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("foreign", "engine-share", "mps-other"), (*_ALWAYS, "others_bytes")),
+    "fragmentation": (*_ALWAYS, "unused_bytes", "largest_gap_bytes"),
+    "impossible-size": ("requested_bytes",),
+    **dict.fromkeys(("host-alloc", "host-commit", "pinned"), ("requested_bytes",)),
+    **dict.fromkeys(("host-kill", "host-limit", "nccl", "not-an-oom", "shm"), ()),
+}
+
+
+def with_numbers(causes: Iterable[Cause], numbers: Numbers) -> tuple[Cause, ...]:
+    """Give each cause the numbers that it was judged by, as far as they are known."""
+    found = []
+    for each in causes:
+        known = {name: getattr(numbers, name) for name in _EVIDENCE.get(each.code, _ALWAYS)}
+        data = {name: value for name, value in known.items() if value is not None}
+        found.append(replace(each, data={**data, **each.data}))
+    return tuple(found)
 
 
 def is_refused_though_free(asked: int, free: int, slack: float) -> bool:

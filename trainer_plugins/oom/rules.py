@@ -111,6 +111,14 @@ RULES = (
         r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
     ),
     _allocator(
+        r"NRT allocation failed for size \d{1,20} \(OOM\)", "huggingface/transformers#47029"
+    ),
+    _allocator(
+        r"Exception Type:\*{0,2} (?:torch\.(?:cuda\.)?)?OutOfMemoryError",
+        "Stable-X/ComfyUI-Hi3DGen#16: a report of ComfyUI",
+        follows_anything=True,
+    ),
+    _allocator(
         r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed", "huggingface/optimum-habana#1469"
     ),
     _allocator(
@@ -143,6 +151,11 @@ RULES = (
     _driver(r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator", "verl-project/verl#302"),
     _driver(r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
     _driver(r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
+    _driver(
+        r"Unexpected error from cudaGetDeviceCount\(\).{0,200} Error 2: out of memory",
+        "pytorch/pytorch#150048",
+        follows_anything=True,
+    ),
     _driver(
         r"(?:\[2\] )?Call to cu\w{1,40} results in CUDA_ERROR_OUT_OF_MEMORY",
         "rapidsai/dask-cuda#225",
@@ -203,6 +216,12 @@ RULES = (
     _host(r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)", "safetensors/safetensors#528"),
     _host(r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
     _ended(r"ray\.exceptions\.OutOfMemoryError: ", "real-stanford/flingbot#11"),
+    _ended(
+        r"\b[1-9]\d{0,8} Workers \(tasks / actors\) killed due to memory pressure"
+        r"|address the out of memory issue: https://docs\.ray\.io",
+        "WM-PO/WMPO#3, TideDra/lmm-r1#71",
+        follows_anything=True,
+    ),
     _host(r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)", "numpy, pyarrow, Python"),
     _ended(r"\bOut of memory: Killed process \d", "equinor/ert#7797", follows_anything=True),
     _ended(
@@ -242,6 +261,10 @@ RULES = (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         "sgl-project/sglang#4330",
     ),
+    _ended(
+        r"alloc_\w{3,40} runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower",
+        "sgl-project/sglang#10408; sglang, mem_cache/common.py",
+    )._replace(source="engine"),
     # Killed by a signal: usually for main memory, but any program may send it.
     _killed(
         r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"

@@ -1,6 +1,5 @@
 """Remember what was planned for a Trainer before it trained, for the record of its error."""
 
-import json
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +23,9 @@ def plan_before(trainer: object, folder: Path) -> Planned | None:
     if (plan := _plans.get(trainer)) is not None:
         return _planned(plan, "plan_run")
     with suppress(OSError, ValueError, TypeError):
-        return _planned(MemoryPlan.from_json(json.dumps(read_json(folder / FILE))), FILE)
+        return _planned(from_json(MemoryPlan, read_json(folder / FILE)), FILE)
     return None
 
 
 def _planned(plan: MemoryPlan, source: str) -> Planned:
-    # Another program may have written the file: a value of another type would spoil the record.
     return from_json(Planned, {**asdict(plan), "source": source})

@@ -1,9 +1,9 @@
 """Define MemoryPlan: what a run is predicted to need, as a value."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 Moment = Literal[
     "load",
@@ -78,10 +78,6 @@ class TensorAtPeak:
     shape: tuple[int, ...]
     dtype: str
 
-    def __post_init__(self) -> None:
-        known_category(self.category)
-        known_moment(self.moment)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtPeak:
@@ -94,10 +90,6 @@ class TensorsAtPeak:
     operation: str
     moment: Moment
     dtype: str
-
-    def __post_init__(self) -> None:
-        known_category(self.category)
-        known_moment(self.moment)
 
     @property
     def total_bytes(self) -> int:
@@ -182,10 +174,9 @@ class MemoryPlan:
     """Holds what a run is predicted to need. Sizes in bytes, for one card unless stated otherwise.
 
     Everything is predicted, without a card.
-
-    Raises:
-        ValueError: a moment or a category does not exist.
     """
+
+    json_properties: ClassVar[tuple[str, ...]] = ("margin_bytes",)
 
     allocated_peak_bytes: int  # what `max_memory_allocated` will return
     # what `max_memory_reserved` will return; of a run that does not fit, on an unlimited card
@@ -236,12 +227,6 @@ class MemoryPlan:
     proposals: tuple[Proposal, ...] = ()
     tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing
 
-    def __post_init__(self) -> None:
-        for moment in (self.moment, *self.moments, *self.host_moments):
-            known_moment(moment)
-        for category in self.breakdown:
-            known_category(category)
-
     @property
     def fits_card(self) -> bool | None:
         """Return whether the card holds the run; None if no card was named."""
@@ -265,35 +250,14 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
-        """Read what `to_json` wrote.
+        """Read what `to_json` or `trainer-plugins plan --json` wrote, of this version or an older.
 
         Raises:
             ValueError: the text is not the JSON of a plan.
         """
+        from trainer_plugins.record.folder import from_json
+
         try:
-            found: dict[str, Any] = json.loads(text)
-            for tensor in found["top_tensors"]:
-                tensor["shape"] = tuple(tensor["shape"])
-            for proposal in found.get("proposals", ()):
-                proposal["changes"] = tuple(proposal["changes"])
-            for name in ("not_predicted", "not_reliable", "assumptions", "tried_without_success"):
-                found[name] = tuple(found.get(name, ()))
-            for name, kind in _LISTS.items():
-                found[name] = tuple(kind(**each) for each in found.get(name, ()))
-            found["moments"] = {name: MomentPeak(**peak) for name, peak in found["moments"].items()}
-            found["timeline"] = tuple(
-                (moment, now, held) for moment, now, held in found["timeline"]
-            )
-            if found.get("streamed") is not None:
-                found["streamed"] = Streamed(**found["streamed"])
-            return cls(**found)
-        except (TypeError, KeyError, AttributeError) as error:
+            return from_json(cls, json.loads(text))
+        except TypeError as error:
             raise ValueError(f"not a memory plan: {error}") from error
-
-
-_LISTS: dict[str, Callable[..., object]] = {
-    "top_tensors": TensorAtPeak,
-    "groups_at_peak": TensorsAtPeak,
-    "proposals": Proposal,
-    "cards": MomentPeak,
-}  # fields of a plan that are lists of values of one class

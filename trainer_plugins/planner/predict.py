@@ -24,6 +24,7 @@ from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
 from trainer_plugins.planner.request import MOST_CARDS, ConfigSource, PlanRequest
+from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import GIB, size
 
 DEFAULT_TIMEOUT_SECONDS = 600
@@ -161,7 +162,7 @@ def search_run(
     (result,) = _results([request], timeout_seconds, lambda line: show(SearchLine(**line)))
     if "search" not in result:
         raise _refusal(result)
-    return SearchResult.from_dict(result["search"])
+    return from_json(SearchResult, result["search"])
 
 
 def _results(
@@ -371,7 +372,7 @@ def _it_was_at(log: str) -> str:
 
 def _outcome(result: Mapping[str, Any]) -> MemoryPlan | PlanError:
     if "plan" in result:
-        return MemoryPlan.from_json(json.dumps(result["plan"]))
+        return from_json(MemoryPlan, result["plan"])
     return _refusal(result)
 
 

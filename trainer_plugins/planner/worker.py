@@ -27,6 +27,7 @@ from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, Sea
 from trainer_plugins.planner.compare.search import search
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import size
 
 _LOCKED_SECONDS = 3  # how much longer Python's lock may be held at the time limit
@@ -64,7 +65,7 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
     """Answer one request; an error becomes an answer of one line."""
     try:
         if isinstance(request, SearchRequest):
-            return {"search": _searched(request).to_dict()}
+            return {"search": asdict(_searched(request))}
         return {"plan": asdict(predict(request))}
     except NotPredicted as refusal:
         return {"not_predicted": str(refusal).removeprefix("not predicted: ")}
@@ -89,7 +90,7 @@ def predict(request: PlanRequest) -> MemoryPlan:
 
 def _with_proposals(request: PlanRequest, found: object) -> object:
     """Add to a plan, as JSON has it, with what the run would fit; or with how many rows it does."""
-    plan = MemoryPlan.from_json(json.dumps(found))
+    plan = from_json(MemoryPlan, found)
     if plan.fits_card is None:
         return found
     from trainer_plugins.planner.compare.propose import Proposer

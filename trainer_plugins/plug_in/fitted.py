@@ -1,9 +1,11 @@
 """Gives a training the arguments that `trainer-plugins exec --fit` has chosen."""
 
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from trainer_plugins.patched import Patches
@@ -29,3 +31,69 @@ def change_arguments() -> None:
         made(args)
 
     Patches().wrap(TrainingArguments, "__post_init__", post_init)
+
+
+def give_adapters() -> None:
+    """Let a Trainer whose arguments have been given a `peft_config` train that adapter.
+
+    A Trainer that takes `peft_config`, as TRL's do, gets it: DPO needs no second model then. Others
+    get their model with the adapter in it. A model that has one stays as it is.
+    """
+    from transformers.trainer import Trainer
+
+    def of_subclass(cls: Any, /, **kwargs: Any) -> None:
+        super(Trainer, cls).__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and "peft_config" in signature(cls.__init__).parameters:
+            cls.__init__ = _with_adapter(cls.__init__)
+
+    Trainer.__init__ = _with_adapter(Trainer.__init__)
+    Trainer.__init_subclass__ = classmethod(of_subclass)
+
+
+def _with_adapter(init: Callable[..., None]) -> Callable[..., None]:
+    names = list(signature(init).parameters)
+
+    @functools.wraps(init)
+    def made(*args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        asked = getattr(given.get("args"), "peft_config", None)
+        if not asked or hasattr(given.get("model"), "peft_config"):
+            return init(*args, **kwargs)
+        if "peft_config" in names:
+            given["peft_config"] = given.get("peft_config") or _config(asked, given)
+        elif given.get("model_init"):
+            begin = given["model_init"]
+            # wrapped: the Trainer counts its parameters
+            given["model_init"] = functools.wraps(begin)(
+                lambda *trial: _adapted(begin(*trial), asked, given)
+            )
+        else:
+            given["model"] = _adapted(given["model"], asked, given)
+        return init(**given)
+
+    return made
+
+
+def _config(asked: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Make the config of the adapter; its task says which head is trained whole."""
+    import peft
+
+    kind = type(given["model"]).__name__ + type(given["self"]).__name__
+    tasks = {
+        "ForCausalLM": "CAUSAL_LM",
+        "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+        "ForQuestionAnswering": "QUESTION_ANS",
+        "RewardTrainer": "SEQ_CLS",
+    }
+    task = next((task for name, task in tasks.items() if name in kind), None)
+    return peft.get_peft_config({**asked, "task_type": task})
+
+
+def _adapted(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Any:
+    import peft
+
+    if given["args"].gradient_checkpointing:
+        model.enable_input_require_grads()  # nothing before the first block needs gradients now
+    return peft.get_peft_model(model, _config(asked, {**given, "model": model}))

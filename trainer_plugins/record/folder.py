@@ -165,11 +165,13 @@ def _value(value: object, kind: Any) -> object:
 
 def _composed(value: object, kind: Any) -> object:
     origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal and isinstance(value, str) and value in parts:
-        return value
+    if origin is Literal:
+        if type(value) is type(parts[0]) and value in parts:
+            return value
+        raise TypeError(f"{str(value)[:40]!r} is none of {', '.join(map(str, parts))}")
     if origin is Mapping and isinstance(value, Mapping):
         return {_value(k, parts[0]): _value(v, parts[1]) for k, v in value.items()}
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list | tuple):
         if parts[1:] == (...,):
             return tuple(_value(one, parts[0]) for one in value)
         if len(parts) == len(value):

@@ -22,7 +22,7 @@ def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
     """Render what was found, if `verbose` also what is well, then how much there is of each."""
     table = Table.grid(padding=(0, 2))
     num_well = 0
-    for name, lines in checklist.groups:
+    for name, lines in checklist.groups.items():
         shown = [line for line in lines if line.findings or verbose]
         num_well += len(lines) - len(shown)
         for number, row in enumerate(row for line in shown for row in _rows(line)):

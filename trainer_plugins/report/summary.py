@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -51,19 +51,55 @@ class Repeated:
     last_step: int
 
 
-def summary(run: Run) -> dict[str, object]:
-    """Sum up a run for JSON."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Sums up one run."""
+
+    steps: tuple[int, int]  # completed before the run, and at its end
+    seconds: tuple[float, float]  # since the Unix epoch
+    ranks: tuple[int, ...]
+    has_end: bool  # whether all ranks noted the end of training
+    failures: tuple[Failure, ...]
+    failed_ranks: tuple[int, ...]  # the rank of each failure
+    peaks: tuple[MomentPeak, ...]
+    releases: Releases
+    findings: tuple[Repeated, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Sums up all runs of a folder, oldest first."""
+
+    runs: tuple[RunSummary, ...]
+    ending: Finding | None  # how the last run ended, if not as it should
+    files: Mapping[int, Path]  # the timeline of each rank
+    skipped_lines: Mapping[int, int]  # of each rank's timeline: damaged, or of another program
+
+
+def summary(history: History, ending: Finding | None) -> Summary:
+    """Sum up a folder."""
+    return Summary(
+        runs=tuple(map(_summed_up, history.runs)),
+        ending=ending,
+        files=history.files,
+        skipped_lines=history.num_passed_over,
+    )
+
+
+def _summed_up(run: Run) -> RunSummary:
     timelines = run.timelines
-    return {
-        "steps": run.steps,
-        "seconds": run.seconds,
-        "ranks": [*timelines],
-        "has_end": all(map(has_end, timelines.values())),
-        "failures": [asdict(failure) for _, failure in entries_of(timelines, Failure)],
-        "peaks": [asdict(peak) for peak in peaks(timelines)],
-        "releases": asdict(releases(timelines)),
-        "findings": [asdict(found) for found in repeated(timelines)],
-    }
+    failures = [*entries_of(timelines, Failure)]
+    return RunSummary(
+        steps=run.steps,
+        seconds=run.seconds,
+        ranks=tuple(timelines),
+        has_end=all(map(has_end, timelines.values())),
+        failures=tuple(failure for _, failure in failures),
+        failed_ranks=tuple(rank for rank, _ in failures),
+        peaks=tuple(peaks(timelines)),
+        releases=releases(timelines),
+        findings=tuple(repeated(timelines)),
+    )
 
 
 def failures_of(timelines: Timelines) -> list[tuple[int, Failure]]:

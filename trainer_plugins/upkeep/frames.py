@@ -105,6 +105,15 @@ def public_path(path: str) -> str:
     return path[len(here) :] if path.startswith(here) else os.path.basename(path)
 
 
+def is_of_project(code: object) -> bool:
+    """Tell whether a class or a function belongs to no installed package and not to Python."""
+    name = getattr(code, "__module__", None) or "builtins"
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    root = name.partition(".")[0]
+    return not is_installed and root not in {*sys.stdlib_module_names, "trainer_plugins"}
+
+
 def what_ran(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
     """Say what the run was doing, and in which part of a step it was."""
     part = _part(frames)

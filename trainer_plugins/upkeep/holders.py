@@ -2,12 +2,12 @@
 
 import gc
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from traceback import walk_tb
-from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from types import CellType, FrameType, FunctionType, ModuleType
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
 from trainer_plugins.units import size
+from trainer_plugins.upkeep.frames import is_of_project
 from trainer_plugins.wrapped import local_tensor
 
 T = TypeVar("T")
@@ -179,11 +180,19 @@ def _owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _holder(thing: object, ours: object) -> str:
+def users_holder(thing: object, ours: object) -> str:
+    """Climb to the first name that the user wrote; empty if a step's frames alone hold it."""
+    found = _holder(thing, ours, most_links=2 * _MAX_LINKS, until_users=True)
+    return "" if found == _UNKNOWN or found.startswith(("[", "a local of")) else found
+
+
+def _holder(
+    thing: object, ours: object, most_links: int = _MAX_LINKS, until_users: bool = False
+) -> str:
     """Climb from an object to what refers to it, up to a module, a frame, or a few names."""
     text = ""
     seen = {id(ours), id(thing)}
-    for _ in range(_MAX_LINKS):
+    for _ in range(most_links):
         owner, name = _owner(thing, seen)
         if owner is None:
             break
@@ -191,6 +200,12 @@ def _holder(thing: object, ours: object) -> str:
         if isinstance(owner, FrameType):
             owner = _error_through(owner)  # the frame may belong to an error that is kept
         if owner is None or isinstance(owner, ModuleType):
+            break
+        if until_users and (
+            isinstance(owner, FunctionType)
+            or is_of_project(type(owner))
+            or (issubclass(type(owner), nn.Module) and "._" not in name)
+        ):
             break
         seen.add(id(owner))
         thing = owner
@@ -215,13 +230,26 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
                     return owner, f"{name}.{key}"
             if key is not None:
                 return referrer, f"[{key!r}]"
-        elif isinstance(referrer, list | tuple):
+        elif isinstance(referrer, CellType):
+            for function in filter(_is_function, gc.get_referrers(*gc.get_referrers(referrer))):
+                cells = function.__closure__ or ()
+                if any(each is referrer for each in cells) and id(function) not in seen:
+                    names = dict(zip(map(id, cells), function.__code__.co_freevars, strict=True))
+                    return (
+                        function,
+                        f"{names[id(referrer)]}, a variable around {function.__name__}()",
+                    )
+        elif isinstance(referrer, list | tuple | deque):
             index = _key(enumerate(referrer), thing)
             if index is not None:
                 return referrer, f"[{index}]"
         elif (key := _key(getattr(referrer, "__dict__", {}).items(), thing)) is not None:
             return referrer, f"{type(referrer).__name__}.{key}"
     return (frame, f"a local of {frame.f_code.co_name}()") if frame is not None else (None, "")
+
+
+def _is_function(thing: object) -> TypeGuard[FunctionType]:
+    return isinstance(thing, FunctionType)
 
 
 def _error_through(frame: FrameType) -> BaseException | None:

@@ -1,5 +1,6 @@
 """Finds foreign memory: what other processes hold on our card, by bytes, not by names."""
 
+import os
 from collections.abc import Collection
 from importlib.metadata import version
 
@@ -48,6 +49,16 @@ def foreign_memory(
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
         remedy=_remedy(reading.device, is_listed=bool(others)),
         amount=float(foreign_bytes),
+    )
+
+
+def helpers(processes: tuple[GpuProcess, ...] | None, own_pids: Collection[int]) -> str:
+    """Name the other processes of this run on its card; empty if the driver lists none."""
+    # DCP's helpers do, and ranks that open a context on the first card (pytorch#151030).
+    return ", ".join(
+        _described(each)
+        for each in processes or ()
+        if each.pid in own_pids and each.pid != os.getpid()
     )
 
 

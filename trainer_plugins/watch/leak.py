@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -17,6 +17,11 @@ WINDOW = 32  # the number of steps that are judged together
 
 # Looks before growth counts: first steps add optimizer states, cuBLAS workspaces, NCCL buffers.
 WARM_UP_LOOKS = 8
+
+# Looks after growth is established, until what is new is named: one step's tensors come and go.
+LOOKS_TO_NAME = 2
+
+RISES_AT_MOMENTS = 2 + LOOKS_TO_NAME  # two establish growth, the others show what is new
 
 _BLOCK = 4
 _RISING_FRACTION = 0.001
@@ -71,6 +76,54 @@ KINDS = {
         " each worker.",
     ),
 }  # the kinds of memory that can leak, by the field of `Footprint`
+
+
+class Teller(Protocol):
+    """Names what grows and who holds it."""
+
+    def begin(self) -> None:
+        """Remember what is alive now."""
+
+    def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
+        """Add to a leak what has grown since `begin`."""
+
+
+class AtMoments:
+    """Finds live tensors that rise with each save or evaluation, and not in the steps between."""
+
+    def __init__(self) -> None:
+        self._lows: dict[str, list[int]] = {}  # of the steps before each of these moments
+        self._low_bytes: dict[str, int] = {}
+        self._last_bytes = 0
+
+    def step(self, allocated_bytes: int) -> None:
+        self._last_bytes = allocated_bytes
+        for moment, low_bytes in self._low_bytes.items():
+            self._low_bytes[moment] = min(low_bytes, allocated_bytes)
+
+    def rises(self, moment: str, total_bytes: int) -> list[int]:
+        """Begin a new interval at this moment; return the rises so far if all of them count."""
+        low_bytes, self._low_bytes[moment] = self._low_bytes.get(moment), total_bytes
+        lows = self._lows.setdefault(moment, [])
+        if low_bytes is None or low_bytes == total_bytes:
+            return []  # the first of its kind, or no step since the last one
+        lows.append(low_bytes)
+        rises = [after - before for before, after in pairwise(lows[-RISES_AT_MOMENTS - 1 :])]
+        least_bytes = max(_RISING_FRACTION * total_bytes, 2 * (self._last_bytes - low_bytes))
+        return rises if all(rise > least_bytes for rise in rises) else []
+
+
+def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int) -> Finding:
+    """Report a leak of one moment."""
+    each_bytes = int(median(rises))
+    return Finding.warning(
+        code="leak-tensors",
+        summary=f"{KINDS['tensors'].what} rise with each {moment}: out of memory after about"
+        f" {reading.headroom_bytes // each_bytes} more",
+        evidence=f"{size(each_bytes)} with each {moment}, {len(rises)} times until step {step}",
+        remedy=KINDS["tensors"].remedy,
+        amount=float(sum(rises)),
+    )
 
 
 def leaks(

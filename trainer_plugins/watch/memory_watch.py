@@ -14,9 +14,24 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
 from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
-from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory, tolerance_bytes
+from trainer_plugins.watch.foreign import (
+    context_allowance_bytes,
+    foreign_memory,
+    helpers,
+    tolerance_bytes,
+)
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW, Footprint, leaks
+from trainer_plugins.watch.leak import (
+    LOOKS_TO_NAME,
+    RISES_AT_MOMENTS,
+    WARM_UP_LOOKS,
+    WINDOW,
+    AtMoments,
+    Footprint,
+    Teller,
+    leak_at,
+    leaks,
+)
 from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 HOST_EVERY_SECONDS = 5.0
@@ -39,6 +54,7 @@ class MemoryWatch:
         self.timeline = timeline
         self.budget = budget or Budget()
         self.flushes = flushes
+        self.teller: Teller | None = None
         self.generations = GenerationPeaks(device)
         self._is_expandable = has_expandable_segments()
         self._host = device if isinstance(device, HostDevice) else HostDevice()
@@ -49,6 +65,9 @@ class MemoryWatch:
         self._warm: MemoryReading | None = None
         self._non_torch_bytes: int | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
+        self._unnamed: list[Finding] = []
+        self._num_waited = 0
+        self._at_moments = AtMoments()
         self._judged_flush: Flush | None = None
         self._reported: dict[str, Finding] = {}
         self._charted: MemoryReading | None = None
@@ -138,7 +157,16 @@ class MemoryWatch:
         )
 
     def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
-        if moment != "train":
+        if moment in ("save", "eval"):
+            return self._judge_moment(reading, step, moment)
+        if moment not in ("train", "end"):
+            return []
+        self._at_moments.step(reading.allocated_bytes)
+        self._num_waited += 1
+        if self._unnamed and (moment == "end" or self._num_waited == LOOKS_TO_NAME):
+            found, self._unnamed = self._unnamed, []
+            return self._told(found, step)
+        if moment == "end" or self._unnamed:
             return []
         self._num_train_looks += 1
         if self._num_train_looks == WARM_UP_LOOKS:
@@ -159,7 +187,35 @@ class MemoryWatch:
         if self._num_train_looks % (WINDOW // 4):
             return []
         host = self._host_reading
-        return leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
+        found = leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
+        if self.teller is None or all(each.code in self._reported for each in found):
+            return self._told(found, step)
+        self.teller.begin()
+        self._unnamed, self._num_waited = found, 0
+        return []
+
+    def _judge_moment(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
+        rises = self._at_moments.rises(moment, reading.total_bytes)
+        is_new = self.device is not self._host and "leak-tensors" not in self._reported
+        if not is_new or self._unnamed:
+            return []
+        if len(rises) == RISES_AT_MOMENTS - LOOKS_TO_NAME and self.teller is not None:
+            self.teller.begin()
+        if len(rises) < RISES_AT_MOMENTS:
+            return []
+        found = leak_at(moment, rises, reading, step)
+        return [self.teller.tell(found, step, moment) if self.teller else found]
+
+    def _told(self, found: list[Finding], step: int) -> list[Finding]:
+        told = [self.teller.tell(each, step) for each in found] if self.teller else found
+        return [
+            self._with_helpers(each) if each.code == "leak-non-torch" else each for each in told
+        ]
+
+    def _with_helpers(self, leak: Finding) -> Finding:
+        if not (named := helpers(self.device.processes(), own_pids())):
+            return leak
+        return replace(leak, evidence=f"{leak.evidence}; also of this run, on this card: {named}")
 
 
 class GenerationPeaks:

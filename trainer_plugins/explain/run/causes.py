@@ -93,6 +93,7 @@ def _foreign(case: Case) -> Cause | None:
         ", ".join(names),
         f"without it the {size(case.asked)} that were refused would have fitted",
         grade="certain" if listed else "likely",
+        foreign_bytes=foreign,
     )
 
 
@@ -108,6 +109,8 @@ def _leftover(case: Case) -> Cause | None:
         " largest",
         summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
         " run, or a second copy, is still held",
+        num_models=len(copies),
+        held_bytes=held,
     )
 
 
@@ -144,12 +147,15 @@ def _evaluation(case: Case) -> Cause | None:
             "eval-logits",
             f"{size(kept)} of earlier batches were alive" if kept else "",
             f"it was collecting them in {record.where}" if is_collecting else "",
+            kept_bytes=kept,
         )
     rows = case.argument("per_device_eval_batch_size", 8)
     return cause(
         "eval-batch",
         f"it happened in {record.where}, with {rows} rows{_shape(case)}",
         f"training keeps {size(case.fixed)} on the card meanwhile",
+        num_rows=rows,
+        kept_by_training_bytes=case.fixed,
     )
 
 
@@ -175,17 +181,20 @@ def _leak(case: Case) -> Cause | None:
     if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
         return None
     a_step = risen / max(1, steps[-1][0] - steps[0][0])
-    is_noted = any(
-        isinstance(each, Remark) and each.finding.code == "leak-tensors" for each in case.entries
-    )
+    remarks = (each.finding for each in case.entries if isinstance(each, Remark))
+    noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
         "leak",
         f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
         f" {steps[-1][0]}",
+        *([f"MemoryWatchdog noted {noted.evidence}. {noted.remedy}"] if noted else []),
         *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
         summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
         " kept",
-        grade="certain" if is_noted else "likely",
+        grade="certain" if noted else "likely",
+        bytes_a_step=int(a_step),
+        risen_bytes=risen,
+        first_step=steps[0][0],
     )
 
 
@@ -216,6 +225,7 @@ def _optimizer(case: Case) -> Cause | None:
         summary="the optimizer's temporaries, as large as the weights, do not fit"
         if is_temporary
         else "the optimizer's states do not fit",
+        states_bytes=case.category("optimizer"),
     )
 
 
@@ -252,6 +262,7 @@ def _in_pieces(case: Case, grade: Certainty) -> Cause:
         f"earlier steps needed as much, {size(case.highest_peak)}" if is_certain else "",
         grade=grade,
         doubt="" if is_certain else "whether the rest of the step would have fitted",
+        highest_peak_bytes=case.highest_peak,
     )
 
 
@@ -274,6 +285,9 @@ def _logits(case: Case) -> Cause | None:
         f"{size(case.asked)} were asked for; logits of {rows} rows of {length} tokens over"
         f" {vocabulary:,} words are {size(num_bytes)} in fp32",
         grade="certain" if is_exact else "likely",
+        num_rows=rows,
+        num_tokens=length,
+        logits_bytes=num_bytes,
     )
 
 
@@ -289,6 +303,9 @@ def _quadratic(case: Case) -> Cause | None:
     return cause(
         "quadratic-attention",
         f"{size(case.asked)} were asked for: {rows} rows x {heads} heads x {length} x {length}",
+        num_rows=rows,
+        num_heads=heads,
+        num_tokens=length,
     )
 
 
@@ -304,6 +321,9 @@ def _long_sample(case: Case) -> Cause | None:
         "what stays from step to step has not grown",
         summary="this batch needed more than any before it: a long sample, or many at once",
         grade="likely",
+        needed_bytes=needed,
+        highest_peak_bytes=case.highest_peak,
+        num_earlier_steps=num_steps,
     )
 
 
@@ -323,6 +343,8 @@ def _capacity(case: Case) -> Cause:
         else "",
         grade="likely" if is_counted else "possible",
         doubt="" if is_counted else "what was alive could not be counted",
+        kept_by_training_bytes=case.fixed,
+        of_the_batch_bytes=case.live - case.fixed,
     )
 
 

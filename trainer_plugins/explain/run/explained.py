@@ -12,8 +12,9 @@ from trainer_plugins.explain.answer import Cause, Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.numbers import numbers_of
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import cause
+from trainer_plugins.explain.shared import cause, with_numbers
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
@@ -86,12 +87,14 @@ def _explained(
         causes, from_text = _by_text(first, causes)
     remedies = {each.do: each for each in (*from_text, *remedies_of(causes, case))}
     later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
+    numbers = numbers_of(case)
     found = Explanation(
         subject=printable(folder),
-        causes=causes,
+        causes=with_numbers(causes, numbers),
         remedies=tuple(remedies.values()),
         facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
+        numbers=numbers,
     )
     if predicts:
         from trainer_plugins.explain.run.predicted import predicted

@@ -75,7 +75,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
         why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
-    found = _in_order(ours, plan, outcomes, case.record.run.world_size)
+    found = _in_order(ours, plan, outcomes, case.record.run)
     remedies = [replace(each, cause=code) for each in found]
     remedies += [each for each in said.remedies if each.cause != code]
     needs = f"planned as it was, it needs {_needs(plan, plan.nvidia_smi_peak_bytes)}"
@@ -136,18 +136,17 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
 
 
 def _in_order(
-    ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, world_size: int
+    ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, run: RunFacts
 ) -> list[Remedy]:
     """Return first what makes the run fit, then what no plan knows, then what is not enough."""
-    found = {_typed(each): _proposed(each, plan, world_size) for each in plan.proposals}
+    found = {_typed(each, run): _proposed(each, plan, run) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
     unknown, short = [], []
     for remedy in ours:
         outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
         if isinstance(outcome, MemoryPlan):
-            effect = _effect(plan, outcome.nvidia_smi_peak_bytes)
-            known = replace(remedy, effect=effect, grade="predicted")
+            known = _with_peak(remedy, plan, outcome.nvidia_smi_peak_bytes)
             if is_safe(outcome):
                 enough[remedy.do] = known
             else:
@@ -158,27 +157,46 @@ def _in_order(
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
             needs = _needs(plan, fewer.nvidia_smi_peak_bytes)
             effect = f"{remedy.effect}; a piece of {rows} needs {needs}"
-            enough[remedy.do] = replace(remedy, effect=effect, grade="predicted")
+            known = _with_peak(remedy, plan, fewer.nvidia_smi_peak_bytes)
+            enough[remedy.do] = replace(known, effect=effect)
         else:
             unknown.append(remedy)
     others = [each for do, each in found.items() if do not in enough]
     return [*enough.values(), *others, *unknown, *short]
 
 
-def _proposed(each: Proposal, plan: MemoryPlan, world_size: int) -> Remedy:
-    effect = _effect(plan, each.nvidia_smi_peak_bytes)
-    if "train_batch_size" in each.flags:
-        rows = each.micro_batch * each.accumulation_steps * world_size
-        effect += f"; the effective batch stays {rows} rows"
-    return Remedy(do=_typed(each), effect=effect, grade="predicted", price=each.price)
+def _proposed(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
+    made = Remedy(do=_typed(each, run), effect="", grade="predicted", price=each.price)
+    made = _with_peak(made, plan, each.nvidia_smi_peak_bytes)
+    if "train_batch_size" not in each.flags:
+        return made
+    rows = each.micro_batch * each.accumulation_steps * run.world_size
+    return replace(made, effect=f"{made.effect}; the effective batch stays {rows} rows")
 
 
-def _typed(each: Proposal) -> str:
+def _with_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
+    spare = (plan.capacity_bytes or 0) - peak_bytes
+    return replace(
+        remedy,
+        effect=_effect(plan, peak_bytes),
+        grade="predicted",
+        predicted_peak_bytes=peak_bytes,
+        spare_bytes=spare,
+        fits=spare >= 0,
+    )
+
+
+def _typed(each: Proposal, run: RunFacts) -> str:
     do = each.flags
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
     flags = flags_in(do)  # each once: a base in 4 bits and an adapter both ask for PEFT
-    return " ".join(f"--{name} {value}" for name, value in flags.items()) or do
+    in_script, is_trl = [], "model_init_kwargs" in run.arguments  # all configs of TRL have it
+    if not is_trl and "lora_r" in flags and "load_in_4bit" not in flags:
+        flags = {name: flags[name] for name in flags if name not in flags_in(advice.ADAPTER.trl)}
+        in_script = [advice.ADAPTER.code]
+    typed = " ".join(f"--{name} {value}" for name, value in flags.items())
+    return "; ".join(filter(None, [typed, *in_script])) or do
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:

@@ -89,6 +89,7 @@ class Card:
     waits: tuple[Wait, ...]
     has_mapped: bool  # whether pages were mapped, as expandable segments do
     has_taken: bool  # whether segments were taken
+    indices: tuple[int, ...] = ()  # for each event its number in the file's trace of this card
 
     @property
     def allocated_bytes(self) -> int:
@@ -174,10 +175,11 @@ class _Reader:
     def _card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
         events: list[Event] = []
         stacks: list[int] = []
+        indices: list[int] = []
         waits: list[Wait] = []
         released: dict[int, int] = {}
         names = set()
-        for each in raw:
+        for number, each in enumerate(raw):
             name = each["action"]
             names.add(name)
             if name == "free_requested":
@@ -191,6 +193,7 @@ class _Reader:
                 waits.append(Wait(address, since, len(events)))
             events.append(Event(action, address, num_bytes, _number(each["stream"])))
             stacks.append(self._stack(each.get("frames")))
+            indices.append(number)
         waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
         return Card(
             index,
@@ -200,6 +203,7 @@ class _Reader:
             tuple(waits),
             has_mapped=bool(names & {"segment_map", "segment_unmap"}),
             has_taken=bool(names & {"segment_alloc", "segment_free"}),
+            indices=tuple(indices),
         )
 
     def _segment(self, raw: Mapping[str, Any]) -> Segment:

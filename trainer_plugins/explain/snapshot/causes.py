@@ -61,6 +61,7 @@ def _foreign(case: SnapshotCase) -> Iterator[Cause]:
             f" {size(ends[-1])}",
             summary=f"something outside this allocator took {size(lost)} of the card meanwhile",
             doubt="nvidia-smi shows whether it is another process, NCCL or a library",
+            lost_bytes=lost,
         )
 
 
@@ -76,6 +77,8 @@ def _fragmentation(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause
             f"Repeated with {helps}, the same trace fits" if helps else "",
             summary=f"{size(unused)} were reserved and free, but in pieces too small to use",
             doubt="" if helps else f"Not confirmed by a replay: {tries.why_none_helps}",
+            spare_without_gaps_bytes=-case.missing_bytes,
+            setting_that_helps=helps,
         )
 
 
@@ -96,6 +99,9 @@ def _leak(case: SnapshotCase) -> Iterator[Cause]:
         " tensors",
         doubt="Look for a list, a metric or a hook that keeps a tensor with its graph (`loss`"
         " instead of `loss.item()`)",
+        leaked_bytes=bytes_at.total(),
+        num_steps=len(steps),
+        place=place,
     )
 
 
@@ -115,6 +121,8 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
             summary="this batch is longer than those before: the same line asked for"
             f" {oom.num_bytes / max(before):.1f} times as much as ever",
             grade="likely",
+            earlier_request_bytes=max(before),
+            num_earlier_steps=now,
         )
 
 
@@ -126,10 +134,12 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
             "logits-loss",
             f"Logits and loss held {size(logits)} already",
             grade="certain" if work == "loss" else "likely",
+            logits_bytes=logits,
         )
     elif work == "optimizer":
-        states = size(held.get("optimizer states", 0))
-        yield cause("optimizer-state", f"Optimizer states held {states}")
+        states = held.get("optimizer states", 0)
+        words = f"Optimizer states held {size(states)}"
+        yield cause("optimizer-state", words, states_bytes=states)
     elif work == "evaluation":
         yield cause("eval-logits")
     elif work == "generation":
@@ -174,4 +184,7 @@ def _capacity(case: SnapshotCase) -> Cause:
         grade="possible" if fits else "certain",
         doubt="The file does not say how large the card is: if it has much more than"
         f" {size(case.capacity_bytes)}, another process held the rest, which nvidia-smi shows",
+        missing_bytes=case.missing_bytes,
+        largest_category=category,
+        largest_category_bytes=most,
     )

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
 from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.shared import cause, remedy
+from trainer_plugins.explain.shared import cause, remedy, with_numbers
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
+from trainer_plugins.explain.snapshot.numbers import numbers_of
 from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError, no_collection
 from trainer_plugins.explain.snapshot.remedies import Tries, tried
@@ -38,12 +39,14 @@ def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
         case = case_of(path)
         tries = tried(case)
         causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
+        numbers = numbers_of(case)
         return case, Explanation(
             subject=printable(path),
-            causes=causes,
+            causes=with_numbers(causes, numbers),
             remedies=tuple(_ordered(tries.remedies, causes)),
             facts=tuple(_facts(case)),
             unknown=tuple(_unknown(case, tries)),
+            numbers=numbers,
         )
 
 
@@ -183,7 +186,15 @@ def compared_cases(before: Path, after: Path) -> tuple[list[SnapshotCase], Expla
         causes = (_growth(first, second, grown),)
     subject = f"{printable(before)} and {printable(after)}"
     facts = tuple(_compared(first, second, cases))
-    return cases, Explanation(subject=subject, causes=causes, remedies=(), facts=facts)
+    said = Explanation(
+        subject=subject,
+        causes=causes,
+        remedies=(),
+        facts=facts,
+        numbers=numbers_of(cases[1]),
+        before=numbers_of(cases[0]),
+    )
+    return cases, said
 
 
 def _case(path: Path) -> SnapshotCase:
@@ -201,6 +212,7 @@ def _growth(first: Held, second: Held, grown: int) -> Cause:
         summary=f"{size(grown)} more are allocated in the second snapshot than in the first",
         grade="possible",
         doubt="It is a leak only if both were dumped at the same point of the loop",
+        grown_bytes=grown,
     )
 
 

@@ -101,7 +101,8 @@ class _Trial:
             do = f"export {self._joined(words)}"
             if rules.memory_fraction is not None:
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
-            self._add(one, do, f"the same trace fits, with {size(spare)} to spare", "fragmentation")
+            effect = f"the same trace fits, with {size(spare)} to spare"
+            self._add(one, do, effect, spare, "fragmentation")
         if self.found.remedies:
             return ""
         return "the same trace fits with none of the other settings either"
@@ -124,6 +125,7 @@ class _Trial:
                 f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
                 f"without the tensors of earlier steps the same trace fits, with {size(spare)} to"
                 " spare",
+                spare,
             )
 
     def _try_half(self) -> None:
@@ -144,6 +146,7 @@ class _Trial:
                 advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER),
                 f"half of each micro-batch fits at this point, with {size(spare)} to spare, if the"
                 " activations, logits and temporaries of the trace grow with the batch",
+                spare,
             )
 
     def _try_small_states(self) -> None:
@@ -162,19 +165,29 @@ class _Trial:
                 advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
                 f"with states of a quarter of the size the same trace fits, with {size(spare)} to"
                 " spare; temporaries of its kernels are not counted",
+                spare,
             )
 
     def _try_capacity(self) -> None:
         page = _PAGE_BYTES if self.repeated.rules.expandable_segments else 2 * MIB
         more = -(-self.oom.num_bytes // page) * page + page - self.oom.left_bytes
-        if more > 0 and self._spare(more_bytes=more) is not None:
+        if more > 0 and (spare := self._spare(more_bytes=more)) is not None:
             needed = size(self.case.capacity_bytes + more)
             effect = f"with {size(more)} more than it had the failing request fits"
-            self._add(advice.LARGER_CARD, advice.LARGER_CARD.flag(Door.SHELL, size=needed), effect)
+            do = advice.LARGER_CARD.flag(Door.SHELL, size=needed)
+            self._add(advice.LARGER_CARD, do, effect, spare)
 
-    def _add(self, one: Advice, do: str, effect: str, cause: str = "") -> None:
+    def _add(self, one: Advice, do: str, effect: str, spare: int, cause: str = "") -> None:
         self.found.remedies.append(
-            Remedy(do=do, effect=effect, grade="replayed", price=one.price, cause=cause)
+            Remedy(
+                do=do,
+                effect=effect,
+                grade="replayed",
+                price=one.price,
+                cause=cause,
+                spare_bytes=spare,
+                fits=True,
+            )
         )
 
     def _spare(

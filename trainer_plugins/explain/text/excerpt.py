@@ -15,7 +15,8 @@ _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
     r"ut of memory|utOfMemory|MemoryError|OOMKilled|OOM when|EXHAUSTED|ALLOC_FAILED"
-    r"|annot allocate|not enough mem|Allocation |llocation of|lloc |lloc: |loc async|_STATUS_"
+    r"|annot allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
+    r"|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
     r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"

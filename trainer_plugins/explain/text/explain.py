@@ -8,14 +8,15 @@ from itertools import product
 from typing import BinaryIO
 
 from trainer_plugins.advice.vendors import CUDA
-from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.shared import cause
+from trainer_plugins.explain.answer import Explanation, Numbers
+from trainer_plugins.explain.shared import cause, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.remedies import for_cache_flushes, remedies_of, vendor_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.record.oom_record import Frame, Process
 from trainer_plugins.units import size
 
 _CACHE_FLUSHES = r"allocator cache flushes since last step"
@@ -28,6 +29,10 @@ _LOOKALIKES = (
     ),
     (r"an illegal memory access was encountered", "a kernel read or wrote outside its tensors"),
     (r"device-side assert triggered", "an index is out of range in a kernel"),
+    (
+        r"_bfc\) ran out of memory .*this is not a failure",
+        "TensorFlow found no room for a faster way, and takes a slower one",
+    ),
     (
         _CACHE_FLUSHES,
         "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
@@ -57,12 +62,14 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
         replace(each, doubt=vendor.translated(each.doubt) or each.doubt)
         for each in causes_of(facts)
     )
+    numbers = _numbers(facts)
     return Explanation(
         subject=subject,
-        causes=causes,
+        causes=with_numbers(causes, numbers),
         remedies=remedies_of(causes, facts, vendor),
-        facts=_known(facts),
+        facts=_known(facts, numbers),
         unknown=_unknown(facts),
+        numbers=numbers,
     )
 
 
@@ -82,14 +89,40 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     return Explanation(subject=subject, causes=(), remedies=())
 
 
-def _known(facts: TextFacts) -> tuple[str, ...]:
+def _numbers(facts: TextFacts) -> Numbers:
+    reserved = facts.oom.reserved_bytes
+    if reserved is None and facts.live is not None and facts.unused is not None:
+        reserved = facts.live + facts.unused
+    return Numbers(
+        rank=int(facts.writer) if facts.writer.isdecimal() else None,
+        card=facts.oom.device,
+        requested_bytes=facts.asked,
+        capacity_bytes=facts.total,
+        limit_bytes=facts.oom.limit_bytes,
+        free_bytes=facts.free,
+        allocated_bytes=facts.live,
+        reserved_bytes=reserved,
+        unused_bytes=facts.unused,
+        others_bytes=facts.others,
+        frames=tuple(
+            Frame(file=one.path, line=one.line or 0, function=one.function, code=one.source)
+            for one in reversed(facts.frames)
+        ),
+        processes=tuple(
+            Process(pid=pid, used_bytes=used, name=None, is_own=False)
+            for pid, used in facts.neighbours
+        ),
+    )
+
+
+def _known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
     names = {
-        "asked for": facts.asked,
-        "card": facts.total,
-        "free": facts.free,
-        "live tensors": facts.live,
-        "cached": facts.unused,
-        "others": facts.others,
+        "asked for": numbers.requested_bytes,
+        "card": numbers.capacity_bytes,
+        "free": numbers.free_bytes,
+        "live tensors": numbers.allocated_bytes,
+        "cached": numbers.unused_bytes,
+        "others": numbers.others_bytes,
     }
     known = [f"{name} {size(value)}" for name, value in names.items() if value is not None]
     lines = [", ".join(known)] if known else []

@@ -211,5 +211,7 @@ def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
     words = [*before, re.split(r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of", texts[at])[0]]
     return tuple(
-        Frame("", None, "", one.strip()) for one in words if re.search(r"\w\(|\", line \d", one)
+        Frame("", None, "", one.strip())
+        for one in words
+        if re.search(r"\w\((?!\):)|\", line \d|^ +\w+ = ", one)
     )

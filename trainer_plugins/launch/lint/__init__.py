@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.accelerate import accelerate_findings
 from trainer_plugins.launch.lint.deepspeed import zero_findings
-from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
+from trainer_plugins.launch.lint.document import (
+    ConfigError,
+    Document,
+    files_of,
+    read_document,
+)
 from trainer_plugins.launch.lint.host_memory import memory_findings
 from trainer_plugins.launch.lint.schema import name_findings, schema_findings
 from trainer_plugins.launch.lint.training import training_arguments, training_findings
@@ -13,7 +18,7 @@ from trainer_plugins.launch.main_memory import HostLimits
 
 _UNKNOWN = HostLimits()
 
-__all__ = ["ConfigError", "Document", "judge", "read_document", "training_arguments"]
+__all__ = ["ConfigError", "Document", "files_of", "judge", "read_document", "training_arguments"]
 
 
 def judge(

@@ -1,7 +1,7 @@
 """Define what a search is asked, and what it finds, as values."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import as_flags
@@ -68,6 +68,8 @@ class SearchLine:
     copy_seconds_per_step: float = 0.0  # at least, of a streamed base
     is_safe: bool = True  # whether it fits even if the plan is as far off as any was
 
+    json_properties: ClassVar[tuple[str, ...]] = ("flags", "hydra_overrides")
+
     @property
     def micro_batch_tokens(self) -> int:
         """Return the tokens of one forward pass on one card."""
@@ -125,6 +127,14 @@ def line_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """Holds what a search had found when it was interrupted."""
+
+    lines: tuple[SearchLine, ...]
+    interrupted: Literal[True] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """Holds the result of a search."""
 
@@ -138,33 +148,3 @@ class SearchResult:
     num_gpus: int
     gpu: str
     capacity_bytes: int
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the result for JSON, with flags and overrides to copy for the best line."""
-        found = asdict(self)
-        if self.best is not None:
-            copies = {"flags": self.best.flags, "hydra_overrides": self.best.hydra_overrides}
-            found["best"] = {**found["best"], **copies}
-        return found
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "SearchResult":
-        """Read what `to_dict` wrote."""
-        import json
-
-        best = {
-            name: value
-            for name, value in (found["best"] or {}).items()
-            if name not in ("flags", "hydra_overrides")
-        }
-        plan = found["best_plan"]
-        return cls(
-            **{
-                **found,
-                "lines": tuple(SearchLine(**line) for line in found["lines"]),
-                "best": SearchLine(**best) if best else None,
-                "best_plan": MemoryPlan.from_json(json.dumps(plan)) if plan else None,
-                "refused": tuple((name, reason) for name, reason in found["refused"]),
-                "not_tried": tuple((name, reason) for name, reason in found["not_tried"]),
-            }
-        )

@@ -42,6 +42,14 @@ class Saved:
     reason: str | None = None  # why nothing is predicted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedChanges:
+    """Holds the plan of a run as it is, and what switches change in it."""
+
+    plan: MemoryPlan
+    changes: tuple[Saved, ...]
+
+
 def _expandable(run: PlanRequest) -> PlanRequest:
     key = _SETTING.partition(":")[0]
     parts = [part for part in run.allocator.split(",") if part]

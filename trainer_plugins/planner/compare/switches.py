@@ -22,7 +22,7 @@ _NF4 = {
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_compute_dtype": "bfloat16",
 }
-_LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
+LORA = {"peft_type": "LORA", "r": 16, "target_modules": "all-linear"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,13 @@ def with_adapter(run: PlanRequest) -> PlanRequest:
     source = source_of(run)
     if source.peft is not None:
         raise PlanError("this run already trains an adapter")
-    return replace(run, source=replace(source, peft=_LORA))
+    return replace(run, source=replace(source, peft=LORA))
 
 
 def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
     source = source_of(run)
-    return replace(run, source=replace(source, peft=source.peft or _LORA, quantisation=_NF4))
+    return replace(run, source=replace(source, peft=source.peft or LORA, quantisation=_NF4))
 
 
 def not_prepared(run: PlanRequest) -> PlanRequest:
@@ -243,6 +243,7 @@ ADAPTER = Switch(
     subject="adapter",
     changes_result=2,
 )
+ADAPTER_IN_SCRIPT = replace(ADAPTER, flags=advice.ADAPTER.flag(Door.CODE))
 # On an H100 a step took 1.02 to 1.46 times as long (docs/on_a_card.md), where the bus is fastest.
 STREAMED_BASE = Switch(
     "base streamed",

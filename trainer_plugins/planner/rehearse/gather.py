@@ -206,7 +206,9 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
         raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
     collator = trainer.data_collator
     if type(dataset).__module__.startswith("datasets.") and has_rows(dataset):
-        dataset = trainer._remove_unused_columns(dataset, description="planning")
+        # where no column is an input of the model, a loader of the Trainer's own reads them
+        with contextlib.suppress(ValueError):
+            dataset = trainer._remove_unused_columns(dataset, description="planning")
     else:  # as the Trainer does; a stream may not know its columns
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
     chosen, shortest, unread = _longest_of(dataset, rows, name, 50 * rows)

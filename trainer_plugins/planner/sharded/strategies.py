@@ -91,7 +91,9 @@ def refuse_parallelism(sizes: Mapping[str, object], where: str) -> None:
 
 def _refuse_quantised(request: PlanRequest, kind: Kind, by: str) -> None:
     if kind.is_quantised and isinstance(request.source, ConfigSource):
-        raise NotPredicted(f"a quantised base under {by}; one card and DDP are predicted")
+        raise NotPredicted(
+            f"a quantised base under {by}, on fake tensors: --engine dry runs it without a card"
+        )
 
 
 def _refuse_other_batches(request: PlanRequest, args: HfArguments) -> None:

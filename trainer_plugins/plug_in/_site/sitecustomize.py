@@ -81,6 +81,8 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
         ("transformers.generation.stopping_criteria", "longest", "generate_to_the_end"),
     ):
         when_imported(name, _prepare("dry CUDA", inside + place, function))
+    fitted = "trainer_plugins.plug_in.fitted"
+    when_imported("transformers.trainer", _prepare("dry CUDA", fitted, "give_adapters"))
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:
@@ -88,10 +90,12 @@ if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
 
         when_imported("transformers.trainer", _attach)
         if "TRAINER_PLUGINS_ARGUMENTS" in os.environ:
-            changes = ("trainer_plugins.plug_in.fitted", "change_arguments")
-            when_imported(
-                "transformers.training_args", _prepare("trainer-plugins exec --fit", *changes)
-            )
+            for name, function in (
+                ("transformers.training_args", "change_arguments"),
+                ("transformers.trainer", "give_adapters"),
+            ):
+                fitted = "trainer_plugins.plug_in.fitted"
+                when_imported(name, _prepare("trainer-plugins exec --fit", fitted, function))
     except Exception as error:  # noqa: BLE001
         _say(error)
 if __name__ == "sitecustomize":

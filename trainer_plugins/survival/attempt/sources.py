@@ -16,7 +16,8 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.state import State
-from trainer_plugins.survival.attempt.users_code import is_known, is_of_project
+from trainer_plugins.survival.attempt.users_code import is_known
+from trainer_plugins.upkeep.frames import is_of_project
 
 _MOST_ITEMS = 1000  # longer collections hold rows, and no generators
 

@@ -46,15 +46,6 @@ def is_users_object(value: object) -> bool:
     return not all(is_known(kind.__module__) for kind in type(value).__mro__)
 
 
-def is_of_project(code: object) -> bool:
-    """Tell whether a class or a function belongs to no installed package and not to Python."""
-    name = getattr(code, "__module__", None) or "builtins"
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    root = name.partition(".")[0]
-    return not is_installed and root not in {*sys.stdlib_module_names, "trainer_plugins"}
-
-
 def home_of(function: object) -> str:
     """Return the module in which a function was written, also behind `functools.wraps`."""
     function = getattr(function, "__func__", function)

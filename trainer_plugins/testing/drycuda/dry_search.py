@@ -136,15 +136,17 @@ class Variations:
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
-        found = [each.proposal for each in islice(self._fitted(_WAYS, failed, until), _ENOUGH)]
+        found = [
+            each.proposal for each in islice(self._fitted(self._usual_ways, failed, until), _ENOUGH)
+        ]
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
     def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
         """Return the least costly arguments with which the command fits, and what does not.
 
         The rows between optimizer steps stay the same, and so does the result, except for rounding;
-        `may` allows an optimizer in 8 bits ("optim"), bf16 ("precision") and TRL's rows cut in half
-        ("length"), each after what keeps more.
+        `may` allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the
+        weights ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
         """
         failed: list[str] = []
         if not self._weights_fit():
@@ -152,15 +154,28 @@ class Variations:
         return next(self._fitted(self._ways(may), failed, float("inf")), None), failed
 
     def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
-        given = self._as_given.arguments
-        ways = [way for way in _WAYS if not any(each.changes_result for each in way)]
+        given, allowed = self._as_given.arguments, list[Switch]()
+        kept = [way for way in self._usual_ways if not any(each.changes_result for each in way)]
+        ways = [*kept]
         if "precision" in may and not (given["bf16"] or given["fp16"]):
-            ways += [(*way, switches.BF16) for way in ways]
+            allowed.append(switches.BF16)
+            ways += [(*way, *allowed) for way in kept]
         if "optim" in may:
-            ways += [way for way in _WAYS if way not in ways]
+            ways += [(*way, *allowed) for way in self._usual_ways if way not in kept]
+        if "peft" in may and self.plan.num_trainable_parameters == self.plan.num_parameters:
+            allowed.append(switches.ADAPTER_IN_SCRIPT)
+            ways += [(*way, *allowed) for way in kept]
         if "length" in may and (length := given.get("max_length")):
-            ways += [(*way, switches.cut_at(int(length) // 2)) for way in ways]
+            allowed.append(switches.cut_at(int(length) // 2))
+            ways += [(*way, *allowed) for way in kept]
         return ways
+
+    @property
+    def _usual_ways(self) -> list[tuple[Switch, ...]]:
+        planned = self.plan.planned
+        name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
+        can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
+        return [way for way in _WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
 
     def _weights_fit(self) -> bool:
         load, card = self.plan.moments.get("load"), self._run.card
@@ -313,7 +328,9 @@ def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
 
 
 def _turn(run: DryRun, change: Switch) -> DryRun:
-    """Change a run by a switch that is a flag of TrainingArguments, or a variable."""
+    """Change a run by a switch that is a flag of TrainingArguments, a variable, or an adapter."""
+    if change == switches.ADAPTER_IN_SCRIPT:
+        return _with(run, {"peft_config": switches.LORA})
     if flags := flags_in(change.flags):
         return _with(run, dict(_typed(flags)))
     variable, is_one, value = change.flags.partition("=")

@@ -49,6 +49,9 @@ def is_held_outside_torch(facts: TextFacts) -> bool:
 def contradictory(facts: TextFacts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
+    held_nothing = free is None and facts.live == 0 and (asked or 0) <= (total or 0)
+    if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
+        return _refused_at_once(facts)
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
     if facts.oom.source == "engine":
@@ -66,6 +69,19 @@ def contradictory(facts: TextFacts) -> Cause | None:
         doubt="The text does not show which limit it was: the system's (WSL, Windows, ROCm, unified"
         " memory), the number of mappings, or a neighbour that released memory before the message"
         " was written. `nvidia-smi` during the run, and `dmesg`, settle it",
+    )
+
+
+def _refused_at_once(facts: TextFacts) -> Cause:
+    evidence = "Nothing had been asked for yet."
+    if facts.asked and facts.total:
+        evidence = f"It asked for {size(facts.asked)} of {size(facts.total)}; torch held nothing."
+    return cause(
+        "contradictory",
+        evidence,
+        summary="memory was refused before this process held any",
+        doubt="The text does not show how much was free: another process, or a limit of the driver"
+        " (of one allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
     )
 
 

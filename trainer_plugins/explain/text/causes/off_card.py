@@ -76,7 +76,8 @@ def host_kill(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(
-        r"Out of memory: Killed process|ray\.exceptions\.OutOfMemory", facts.oom.text
+        r"Out of memory: Killed process|ray\.exceptions\.OutOfMemory|memory pressure|docs\.ray",
+        facts.oom.text,
     )
     if not by_kernel and not _is_killed(facts):
         return None

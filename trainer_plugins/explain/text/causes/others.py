@@ -18,8 +18,10 @@ _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 _ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
 _WARMS_UP = r"warming up|Capture cuda graph failed"
-# The words of an engine that refuses to start, and what they mean.
+_SERVES = r"\bvllm serve\b|(?:vllm|sglang)\.(?:launch_server|entrypoints)"
+# The words of an engine that refuses to start or to go on, and what they mean.
 _REFUSALS = (
+    (r"out of memory", "the inference engine's pool of requests or tokens is full"),
     (r"on startup", "the inference engine asks for a larger share of the card than is free"),
     (r"max seq len", "the longest request does not fit in the inference engine's KV cache"),
     (r"", "the inference engine's share of the card leaves nothing for its KV cache"),
@@ -75,11 +77,15 @@ def _cards_of(facts: TextFacts) -> dict[int, set[int]]:
 def engine_share(facts: TextFacts) -> Cause | None:
     """An inference engine has a fixed share of the card."""
     words = facts.oom.text.split("\n")[0]
+    if facts.oom.source in ("host", "shared"):
+        return None
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
-        return cause("engine-share", f"The engine refuses to start: {words[:200]}", summary=summary)
+        return cause("engine-share", f"The engine's words are: {words[:200]}", summary=summary)
     inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
     engine = inside or re.search(_ENGINE, facts.writer + words)
+    if not facts.frames:
+        engine = engine or facts.says(_SERVES)
     warming = re.search(_WARMS_UP, facts.oom.text)
     if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
         return None

@@ -34,13 +34,13 @@ _MOVING = (
 )
 _LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
-    r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax)|shift_logits|selective_log|_logps"
+    r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits|selective_log|_logps"
     r"|logprobs|log_probs|entropy_from"
 )
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 ATTENTION = (
     r"scaled_dot_product|attn_weights|attention_scores|attention_mask|\battn\b|\bsim = "
-    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)softmax\("
+    r"|einsum\(.*[qk]\b|baddbmm|bmm\(.*(?:query|key)|(?<!log_)(?<!input\.)softmax\("
     r"|matmul\(.*(?:key|query|[qk]\b)|causal_mask"
 )
 LEAST_QUADRATIC_BYTES = 4 * GIB
@@ -167,7 +167,7 @@ image_size = ByFrame(
 generate_cache = ByFrame(
     code="generate-cache",
     pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
-    r"|KVCache",
+    r"|KVCache|[/\\]cache\.py",
     summary="the cache of keys and values of generation has grown too large",
     doubt="The text does not show how long prompts and answers were: print input_ids.shape",
 )

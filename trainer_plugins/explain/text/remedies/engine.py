@@ -1,5 +1,6 @@
 """An inference engine's share of the card: smaller, larger, or shorter requests."""
 
+import re
 from math import ceil, floor
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
 
 def higher(one: Advice, facts: TextFacts) -> Remedy | None:
     """Raise the share, if there is room above it: weights and graphs have left no cache."""
-    if not _has_no_cache(facts):
+    if not _has_no_cache(facts) or " runs out of memory" in facts.oom.text:
         return None
     (share, default), total, missing = _share(facts), _total(facts), 0
     if facts.asked and facts.free is not None:
@@ -90,6 +91,10 @@ def shorter(one: Advice, facts: TextFacts) -> Remedy | None:
 
 def fewer_sequences(one: Advice, facts: TextFacts) -> Remedy | None:
     """Warm up for fewer sequences: the engine measures its activations with all of them."""
+    if named := re.search(r"smaller number for `(--[\w-]+)`", facts.oom.text):
+        return remedy(
+            one, f"{named[1]} 8", "its own words: it never asks for more than it has then"
+        )
     door = _program(facts).door
     has_length = _has_no_cache(facts) and facts.says(_LENGTH)
     if door not in (Door.VLLM, Door.SGLANG) or is_startup(facts) or has_length:

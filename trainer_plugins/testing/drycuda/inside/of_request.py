@@ -36,7 +36,7 @@ def main(path: str) -> None:
     if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
         args.deepspeed = request.deepspeed
     kind = kind_of(request, args)
-    folder = tempfile.mkdtemp(dir=os.environ["TRAINER_PLUGINS_DRYCUDA"])
+    folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # one of all ranks and runs
     build = Build(
         *(args, kind, request.has_padding, folder),
         model_of=_loaded,

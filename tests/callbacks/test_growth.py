@@ -1,0 +1,291 @@
+"""A leak is planted; the finding names what grew, who holds it, since when, and the line that cures it."""
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, Trainer, TrainerCallback
+
+from trainer_plugins import MemoryWatchdog
+from trainer_plugins.finding import Finding
+from trainer_plugins.record.timeline import Remark, Timeline
+
+STEPS = 50
+KEPT_BY_THE_MODULE: list[torch.Tensor] = []
+IN_EACH_RUN = ("LossesWithGraphs", "Errors")  # the others are left to `--all`
+
+
+@pytest.fixture(autouse=True)
+def _holders_are_seen():
+    """What conftest.py freezes, this module too, is not seen by `gc.get_referrers`."""
+    gc.unfreeze()
+    yield
+    KEPT_BY_THE_MODULE.clear()
+
+
+def some(args, kib: int = 256) -> torch.Tensor:
+    return torch.zeros(kib, 1024, dtype=torch.uint8, device=args.device)
+
+
+class EachStep(TrainerCallback):
+    """Leaks at the end of each step."""
+
+    def on_step_end(self, args, state, control, **event):
+        self.leak(args, event)
+
+
+class LossesWithGraphs(EachStep):
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def leak(self, args, event) -> None:
+        ids = torch.ones(2, 16, dtype=torch.long, device=args.device)
+        self.losses.append(event["model"](ids, labels=ids).loss)
+
+
+class RunningLoss(EachStep):
+    total: torch.Tensor | float = 0.0
+
+    def leak(self, args, event) -> None:
+        ids = torch.ones(2, 16, dtype=torch.long, device=args.device)
+        self.total = self.total + event["model"](ids, labels=ids).loss
+
+
+class OnTheModel(EachStep):
+    def leak(self, args, event) -> None:
+        event["model"].seen = [*getattr(event["model"], "seen", []), some(args)]
+
+
+class InAGlobalList(EachStep):
+    def leak(self, args, event) -> None:
+        KEPT_BY_THE_MODULE.append(some(args))
+
+
+class Caches(EachStep):
+    def __init__(self) -> None:
+        self.caches: list[DynamicCache] = []
+
+    def leak(self, args, event) -> None:
+        cache = DynamicCache()
+        keys, values = (torch.zeros(2, 4, 64, 64, device=args.device) for _ in range(2))
+        cache.update(keys, values, 0)
+        self.caches.append(cache)
+
+
+class OptimizerStates(EachStep):
+    """Keeps a copy of the optimizer's states at each step, as an average of checkpoints would."""
+
+    def __init__(self) -> None:
+        self.history: dict[int, dict] = {}
+
+    def leak(self, args, event) -> None:
+        self.history[len(self.history)] = copy.deepcopy(event["optimizer"].state_dict())
+
+
+class Errors(EachStep):
+    """Catches an error, and keeps it with the frames that hold its tensors."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    def leak(self, args, event) -> None:
+        def fails() -> None:
+            logits = some(args)
+            raise ValueError(f"{logits.shape} is not what was expected")
+
+        try:
+            fails()
+        except ValueError as error:
+            self.errors.append(error)
+
+
+class CachingRows(torch.utils.data.Dataset):
+    """Moves each row to the card, and keeps it there."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, i):
+        self.cache[i] = torch.zeros(128, 1024, dtype=torch.uint8, device=self.device)
+        return {
+            "input_ids": torch.ones(16, dtype=torch.long),
+            "labels": torch.ones(16, dtype=torch.long),
+        }
+
+
+def leak_of(
+    make_trainer,
+    *callbacks,
+    prepare: Callable[[Trainer], None] | None = None,
+    code: str = "leak-tensors",
+    **settings,
+) -> Finding:
+    timeline = Timeline()
+    trainer = make_trainer(
+        *callbacks, MemoryWatchdog(timeline=timeline), **{"max_steps": STEPS, **settings}
+    )
+    if prepare:
+        prepare(trainer)
+    trainer.train()
+    return next(
+        each.finding for each in timeline if isinstance(each, Remark) and each.finding.code == code
+    )
+
+
+@pytest.mark.all(unless=lambda callback: callback.__name__ in IN_EACH_RUN)
+@pytest.mark.parametrize(
+    ("callback", "grew", "holder", "cure"),
+    [
+        (LossesWithGraphs, "x Tensor [] float32, each with its graph,", "LossesWithGraphs.losses", "`LossesWithGraphs.losses.append(loss.item())`"),
+        (RunningLoss, "Tensor [] float32", "RunningLoss.total keeps the graphs of all steps", "`RunningLoss.total += loss.item()`"),
+        (OnTheModel, "x Tensor [256, 1024] uint8", "LlamaForCausalLM.seen", "`LlamaForCausalLM.seen.clear()`"),
+        (InAGlobalList, "x Tensor [256, 1024] uint8", "tests.callbacks.test_growth.KEPT_BY_THE_MODULE", "KEPT_BY_THE_MODULE.clear()`"),
+        (Caches, "x Tensor [2, 4, 64, 64] float32", "Caches.caches", "`Caches.caches.clear()`"),
+        (OptimizerStates, "x Tensor [", "OptimizerStates.history", "`OptimizerStates.history.clear()`"),
+        (Errors, "x Tensor [256, 1024] uint8", "Errors.errors", "`str(error)`"),
+    ],
+)  # fmt: skip
+def test_what_a_callback_keeps_is_named(make_trainer, simgpu, callback, grew, holder, cure) -> None:
+    finding = leak_of(make_trainer, callback())
+
+    assert grew in finding.evidence
+    assert f"held by {holder}" in finding.evidence
+    if callback is not RunningLoss:
+        assert "since about step" in finding.evidence
+    assert cure in finding.remedy
+
+
+def test_outputs_that_a_hook_keeps_in_a_closure_are_named(make_trainer, simgpu) -> None:
+    def plant(trainer: Trainer) -> None:
+        outputs = []
+
+        def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+            outputs.append(torch.zeros(256, 1024, device=output.device))
+
+        trainer.model.lm_head.register_forward_hook(keep)
+
+    finding = leak_of(make_trainer, prepare=plant)
+
+    assert (
+        "x Tensor [256, 1024] float32 held by outputs, a variable around keep()" in finding.evidence
+    )
+    assert "`outputs.clear()`" in finding.remedy
+
+
+@pytest.mark.all
+def test_logits_that_compute_metrics_keeps_are_named(make_trainer, simgpu) -> None:
+    class Metrics:
+        def __init__(self) -> None:
+            self.logits: list[torch.Tensor] = []
+
+        def __call__(self, prediction):
+            self.logits.append(torch.as_tensor(prediction.predictions).to("simgpu").repeat(8, 1, 1))
+            return {}
+
+    def plant(trainer: Trainer) -> None:
+        trainer.compute_metrics = Metrics()
+
+    finding = leak_of(make_trainer, prepare=plant, eval_strategy="steps", eval_steps=1)
+
+    assert "Metrics.logits" in finding.evidence
+    assert "`Metrics.logits.clear()`" in finding.remedy
+
+
+def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
+    def plant(trainer: Trainer) -> None:
+        trainer.train_dataset = CachingRows("simgpu")
+
+    finding = leak_of(make_trainer, prepare=plant, remove_unused_columns=False)
+
+    assert (
+        "x Tensor [128, 1024] uint8 held by CachingRows.cache, 2 more a step since about step 0"
+        in finding.evidence
+    )
+    assert "`CachingRows.cache.clear()`" in finding.remedy
+
+
+class Snapshots(TrainerCallback):
+    """Keeps the weights of each checkpoint on the card, as choderalab/pinot#23 did."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_save(self, args, state, control, model, **event):
+        for number in range(4):  # a tiny model's alone would be too small to count
+            self.states[4 * state.global_step + number] = copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.parametrize("every", [8, 12])
+def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None:
+    finding = leak_of(
+        make_trainer, Snapshots(), save_strategy="steps", save_steps=every, max_steps=6 * every
+    )
+
+    assert "rise with each save: out of memory after about" in finding.summary
+    assert "held by Snapshots.states[" in finding.evidence
+    assert finding.evidence.endswith("with each save")
+    assert "`Snapshots.states.clear()`" in finding.remedy
+
+
+class Sums(Trainer):
+    """BatsResearch/labelmodels#4: `running_loss += loss`, of a loss that no backward pass frees."""
+
+    running_loss: torch.Tensor | float = 0.0
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.running_loss = self.running_loss + model(**inputs).loss
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class KeepsOutputs(Trainer):
+    """TRI-ML/packnet-sfm#47: the outputs of all batches wait for the end of the epoch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.outputs: list[dict[str, torch.Tensor]] = []
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        outputs = model(**inputs)
+        self.outputs.append({"loss": outputs.loss, "metrics": outputs.logits.repeat(4, 1, 1)})
+        return outputs.loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "holder", "cure"),
+    [
+        (Sums, "Sums.running_loss keeps the graphs of all steps", "`Sums.running_loss += loss.item()`"),
+        (KeepsOutputs, "KeepsOutputs.outputs[...]['metrics']", "`KeepsOutputs.outputs.append(tensor.detach().cpu())`"),
+    ],
+)  # fmt: skip
+@pytest.mark.all
+def test_leaks_of_public_issues_are_named(make_trainer, simgpu, kind, holder, cure) -> None:
+    finding = leak_of(make_trainer, trainer_class=kind)
+
+    assert holder in finding.evidence
+    assert cure in finding.remedy
+
+
+class Journal(EachStep):
+    """Writes a log of Python objects into main memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, str]] = []
+
+    def leak(self, args, event) -> None:
+        self.rows.append({"text": "x" * (4 << 20)})
+
+
+def test_a_list_that_fills_main_memory_is_named(make_trainer, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    finding = leak_of(make_trainer, Journal(), code="leak-host")
+
+    assert "x dict in Journal.rows, 1 more a step since about step 0" in finding.evidence
+    assert "`Journal.rows.clear()`" in finding.remedy

@@ -1,0 +1,224 @@
+"""Names what has grown and who holds it, once growth is established."""
+
+import gc
+import re
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainer_plugins.finding import Finding
+from trainer_plugins.launch.facts import tried
+from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.holders import storage_of, tracked, users_holder
+from trainer_plugins.watch.leak import LOOKS_TO_NAME, WINDOW
+
+_MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
+_LEAST_FRACTION = 0.1  # of the growth that a container has to explain
+_NUM_SAMPLED, _NUM_INNER = 4, 100
+_Since = Callable[[int, float], str]  # how many there are, and how many more each time
+_Container = list[object] | deque[object] | dict[object, object]
+
+
+class _Kind(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    num_dimensions: int  # the shapes of a kind may differ: batches have different lengths
+    has_graph: bool
+
+
+class GrowthTeller:
+    """Compares what is alive at two looks, and climbs from what is new to a name of the user's."""
+
+    def __init__(self, device_type: str, model: nn.Module, optimizer: object) -> None:
+        self._device_type = device_type
+        self._model = weakref.ref(model)
+        self._optimizer = optimizer
+        self._before: dict[str, Counter[_Kind]] = {}
+        self._old: set[int] = set()
+        self._lengths: dict[int, int] = {}
+        self._said: dict[str, tuple[str, str]] = {}
+
+    def begin(self) -> None:
+        """Remember what is alive now."""
+        tried(self._begin, None)
+
+    def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
+        """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
+        if finding.code not in self._said:
+            since = partial(_since, step=step, unit=unit)
+            self._said[finding.code] = tried(partial(self._named, finding, since), ("", ""))
+        grew, cure = self._said[finding.code]
+        if not grew:
+            return finding
+        return replace(finding, evidence=f"{finding.evidence}; {grew}", remedy=cure)
+
+    def _begin(self) -> None:
+        gc.collect()
+        tensors = tracked(torch.Tensor)
+        for device_type in {self._device_type, "cpu"}:
+            self._before[device_type] = Counter(map(_kind, self._not_owned(tensors, device_type)))
+        self._old = set(map(id, tensors))
+        self._lengths = {id(each): len(each) for each in _containers()}
+
+    def _named(self, finding: Finding, since: _Since) -> tuple[str, str]:
+        if finding.code == "leak-tensors":
+            return self._tensors(self._device_type, since)
+        if finding.code != "leak-host":
+            return "", ""
+        told = self._tensors("cpu", since)
+        return told if told[0] else self._container(finding.amount / WINDOW * LOOKS_TO_NAME, since)
+
+    def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
+        """Return those on a device that neither the model nor its optimizer owns."""
+        places = (storage_of(each, device_type) for each in self._owned())
+        owned = {place[0] for place in places if place is not None}
+        found = []
+        for tensor in tensors:
+            place = storage_of(tensor, device_type)
+            if place is not None and place[0] not in owned:
+                found.append(tensor)
+        return found
+
+    def _owned(self) -> Iterable[torch.Tensor]:
+        model = self._model()
+        for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        for state in getattr(self._optimizer, "state", {}).values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _tensors(self, device_type: str, since: _Since) -> tuple[str, str]:
+        gc.collect()
+        found = self._not_owned(tracked(torch.Tensor), device_type)
+        alive = Counter(map(_kind, found))
+        grown = alive - self._before[device_type]
+        # A graph that grows ends in one tensor. One more of a kind comes and goes with each step.
+        new = [
+            each
+            for each in found
+            if id(each) not in self._old
+            and (each.grad_fn is not None or grown[_kind(each)] >= LOOKS_TO_NAME)
+        ]
+        found.clear()  # or it would count as a holder
+        new = _held_in_python(new)
+        new.sort(key=lambda each: (grown[_kind(each)] < LOOKS_TO_NAME, -each.nbytes))
+        tried_kinds: Counter[_Kind] = Counter()
+        for tensor in new:
+            kind = _kind(tensor)
+            tried_kinds[kind] += 1
+            if tried_kinds[kind] > 2 or len(tried_kinds) > _MOST_TRIED:
+                continue
+            if holder := users_holder(tensor, new):
+                return _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
+        return "", ""
+
+    def _growth_bytes(self, container: _Container) -> float:
+        return (len(container) - self._lengths[id(container)]) * _item_bytes(container)
+
+    def _container(self, least_bytes: float, since: _Since) -> tuple[str, str]:
+        """Find the list, deque or dictionary that grew by the most bytes."""
+        longer = [
+            each
+            for each in _containers()
+            if len(each) - self._lengths.get(id(each), len(each)) >= LOOKS_TO_NAME
+        ]
+        longer.sort(key=lambda each: -self._growth_bytes(each))
+        del longer[_MOST_TRIED:]  # a slice would be another holder
+        for grown in longer:
+            if self._growth_bytes(grown) < _LEAST_FRACTION * least_bytes:
+                break
+            if holder := users_holder(grown, longer):
+                more = len(grown) - self._lengths[id(grown)]
+                place = masked_text(_place(holder))
+                what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
+                cure = f"Bound what {place} keeps, or empty it: `{_name(place)}.clear()`."
+                return f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure
+        return "", ""
+
+
+def _held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Leave out what only a graph holds, or a frame of this step."""
+    running = {id(frame) for frame in frames_above()}
+    inside: set[int] = set()
+    for referrer in gc.get_referrers(*tensors):
+        if referrer is not tensors and id(referrer) not in running:
+            inside.update(map(id, gc.get_referents(referrer)))
+    return [each for each in tensors if id(each) in inside]
+
+
+def _containers() -> list[_Container]:
+    return [each for each in gc.get_objects() if type(each) in (list, deque, dict)]
+
+
+def _items(container: _Container) -> list[object]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
+
+
+def _item_bytes(container: _Container) -> float:
+    """Estimate what one item takes of main memory, by the last few."""
+    last = _items(container)[-_NUM_SAMPLED:]
+    return sum(map(_deep_bytes, last)) / max(1, len(last))
+
+
+def _deep_bytes(value: object, depth: int = 2) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.device.type == "cpu" else 0
+    own = max(sys.getsizeof(value), int(getattr(value, "nbytes", 0)))
+    if depth and isinstance(value, (list, tuple, dict, deque)):
+        inner = list(value.values()) if isinstance(value, dict) else list(value)
+        sample = inner[:_NUM_INNER]
+        of_sample = sum(_deep_bytes(each, depth - 1) for each in sample)
+        own += of_sample * len(inner) // max(1, len(sample))
+    return own
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    name = type(tensor).__name__
+    return _Kind(name, tensor.dtype, tensor.dim(), tensor.grad_fn is not None)
+
+
+def _told(
+    tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
+) -> tuple[str, str]:
+    """Return what has grown, and the cure as a line of code."""
+    kind, place = _kind(tensor), masked_text(_place(holder))
+    what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
+    name = _name(place)
+    if a_step < 1:
+        grew = f"{what} held by {place} keeps the graphs of all steps"
+        return grew, f"Add a number: `{name} += loss.item()`, or `loss.detach()`."
+    graph = ", each with its graph," if kind.has_graph else ""
+    grew = f"{alive} x {what}{graph} held by {place}, {since(alive, a_step)}"
+    if "a local of" in place:
+        return (
+            grew,
+            f"Keep an error's words, for its frames hold tensors: `{name}` of `str(error)`.",
+        )
+    if kind.has_graph:
+        kept = "tensor.detach().cpu()" if kind.num_dimensions else "loss.item()"
+        return grew, f"Keep it without its graph: `{name}.append({kept})`."
+    return grew, f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
+
+
+def _since(alive: int, a_step: float, step: int, unit: str) -> str:
+    if unit != "step":
+        return f"{a_step:g} more with each {unit}"
+    return f"{a_step:g} more a step since about step {max(0, round(step - alive / a_step))}"
+
+
+def _place(holder: str) -> str:
+    """Leave the positions in lists out, which differ from tensor to tensor."""
+    return re.sub(r"(?:\[\d+\])+", "[...]", holder).removesuffix("[...]")
+
+
+def _name(place: str) -> str:
+    return re.split(r" -> |,|\[", place)[0]
