@@ -57,6 +57,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_backward_hooks": ("torch.Tensor",),
     "_buffers": ("torch.nn.modules.module",),
     "_call_impl": ("torch.nn.Module",),
+    "_wrapped_call_impl": ("torch.nn.Module",),
     "_catch_all_reshard": (OF_FSDP1,),
     "_cdata": ("torch.UntypedStorage",),
     "_comm_hooks": ("torch.nn.parallel.distributed",),

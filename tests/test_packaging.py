@@ -56,6 +56,7 @@ def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
         "trainer_plugins/report/html/style.css",
         "trainer_plugins/cli/schemas/explain.json",
         "trainer_plugins/report/html/page.js",
+        "trainer_plugins/report/html/snapshot.js",
     ],
 )
 def test_the_wheel_carries_more_than_python(built: dict[str, set[str]], name: str) -> None:

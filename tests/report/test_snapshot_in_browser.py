@@ -242,3 +242,25 @@ def test_a_snapshot_without_events_is_drawn_as_it_ended(tab: Tab, tmp_path: Path
     assert "in use at the peak" in tab.text("section[data-snapshot] > figure:nth-of-type(2)")
     tab.point("section[data-snapshot] canvas", 0.99, 0.5)
     assert "MiB" in tab.text("section[data-snapshot] > figure:nth-of-type(2) .said")
+
+
+def test_hostile_names_are_shown_as_text(tab: Tab, tmp_path: Path) -> None:
+    wild = (
+        "<img src=x onerror=\"document.title='run'\"></script><script>document.title='run'</script>"
+    )
+    card = RecordedCard()
+    for _ in range(8):
+        card.alloc(GIB, [(f"/x/{wild}.py", 3, wild)])
+    case, answer = explained_case(card.dump(tmp_path / "snapshot.pickle"))
+    page = tmp_path / "page.html"
+    page.write_text(snapshot_page(answer, case), encoding="utf-8")
+    tab.open(page)
+    tab.click(CHART, 0.9, 0.6)
+    assert tab.text(".block").count("<img src=x onerror=") >= 2
+    tab.point("section[data-snapshot] > figure:nth-of-type(2) canvas", 0.5, 0.1)
+    assert "<img src=x" in tab.text("section[data-snapshot] > figure:nth-of-type(2) .said")
+    tab.press("/")
+    tab.write("<img src=x")
+    assert " of 8 blocks that match" in tab.text("#found")
+    assert tab.run("[document.images.length, document.scripts.length]") == [0, 2]
+    assert tab.run("document.title") != "run"

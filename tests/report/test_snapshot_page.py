@@ -70,6 +70,7 @@ def test_the_data_is_what_was_in_use_and_reserved_at_each_moment(tmp_path: Path)
     card = RecordedCard()
     train(card, 20)
     card.note("free_requested", next(iter(card.live)), 0)  # another stream still reads it
+    card.release(*[card.alloc(MIB, FORWARD) for _ in range(20)])
     case = case_of(card.dump(tmp_path / "snapshot.pickle"))
     same(case)
     assert case.in_use_bytes == card.peak_allocated_bytes

@@ -30,7 +30,7 @@ def explain(
     is_json: AsJson = False,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write an HTML page of the snapshot to this file."),
+        typer.Option(help="Write an HTML page of the snapshot, or of two, to this file."),
     ] = None,
     verbose: Annotated[
         bool,

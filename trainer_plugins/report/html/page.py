@@ -37,7 +37,8 @@ def page(template: str, data: Mapping[str, object], **values: object) -> Page:
 
     Pictures are drawn from `data` by the one script that the page allows, by its hash.
     """
-    script = (_FOLDER / "page.js").read_text(encoding="utf-8")
+    files = ["page.js", "snapshot.js"] if data.get("snapshots") else ["page.js"]
+    script = "".join((_FOLDER / file).read_text(encoding="utf-8") for file in files)
     digest = hashlib.sha256(script.encode()).digest()
     values |= {"script": Markup(script), "hash": base64.b64encode(digest).decode()}
     environment = jinja2.Environment(
