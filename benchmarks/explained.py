@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_plugins.explain.snapshot import NotReadableError
-from trainer_plugins.explain.snapshot.explained import explained_case
+from trainer_plugins.explain.snapshot import NotReadableError, explain_snapshot
 from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.report.html.snapshot_page import snapshot_page
 from trainer_plugins.units import size
@@ -33,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     for path in map(Path, words):
         try:
             began = time.process_time()
-            case, answer = explained_case(path)
+            case, answer = explain_snapshot(path)
             page = snapshot_page(answer, case)
             seconds = time.process_time() - began
         except NotReadableError as error:

@@ -183,7 +183,7 @@ def snapshots(folder: Path) -> Iterator[Said]:
     for card, run in stories:
         with pytest.raises(AllocatorFull):
             run(card)
-        yield from of("snapshot", explain_snapshot(card.dump(folder / "snapshot.pickle")))
+        yield from of("snapshot", explain_snapshot(card.dump(folder / "snapshot.pickle"))[1])
 
 
 CAUSE_OF_MOMENT = {

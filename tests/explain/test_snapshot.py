@@ -78,7 +78,7 @@ def in_pieces(card: RecordedCard, wanted: int = 38 * MIB) -> None:
 def explained(card: RecordedCard, run: Callable[[RecordedCard], None], path: Path) -> Explanation:
     with pytest.raises(AllocatorFull):
         run(card)
-    return explain_snapshot(card.dump(path))
+    return explain_snapshot(card.dump(path))[1]
 
 
 def test_the_categories_at_the_peak_are_what_was_planted(tmp_path):
@@ -148,7 +148,7 @@ def test_the_product_of_the_head_is_logits_and_other_products_are_not(name, tmp_
 
     with pytest.raises(AllocatorFull):
         card.alloc(160 * MIB, OF_HEADS[name] if loss == 0 else LOSS)
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     assert found.causes[0].code == "logits-loss"
 
 
@@ -257,7 +257,7 @@ def test_a_layer_that_cannot_be_gathered_is_named(tmp_path):
 def test_a_healthy_run_has_no_cause_and_its_cache_is_not_called_fragmentation(tmp_path):
     card = RecordedCard()
     train(card)
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     assert found.causes == ()
     assert found.remedies == ()
     assert found.facts[0] == (
@@ -284,7 +284,7 @@ def test_a_setting_is_not_named_where_the_replay_cannot_tell_it_from_luck(tmp_pa
     card = RecordedCard(1 * GIB)
     with pytest.raises(AllocatorFull):
         in_pieces(card)
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle", last=1))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle", last=1))
     assert found.causes[0].code == "fragmentation"
     assert found.causes[0].grade == "likely"
     assert "the recorded settings fit too" in found.causes[0].doubt
@@ -369,7 +369,7 @@ def test_an_oom_that_was_caught_is_not_called_the_end(tmp_path):
     with pytest.raises(AllocatorFull):
         card.alloc(2 * GIB, FORWARD)
     train(card, 1)
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     assert found.facts[0].startswith("It ran out of memory, and went on")
 
 
@@ -384,7 +384,7 @@ def test_a_request_that_no_memory_remedy_helps_gets_none_of_them_first(code, eve
     card = RecordedCard()
     train(card, 1)
     card.note("oom", 0, **event)
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     assert [cause.code for cause in found.causes] == [code]
     assert found.remedies == ()
 
@@ -458,14 +458,14 @@ def test_what_grew_between_two_snapshots_is_named_with_its_line(tmp_path):
     for _ in range(30):
         card.alloc(10 * MIB, FORWARD)
     card.alloc(50 * MIB, STEP)
-    found = compare_snapshots(before, card.dump(tmp_path / "after.pickle"))
+    _, found = compare_snapshots(before, card.dump(tmp_path / "after.pickle"))
     assert found.causes[0].code == "leak"
     assert found.causes[0].grade == "possible"
     assert "350.0 MiB more" in found.causes[0].summary
     assert "+300.0 MiB activations" in found.facts
     assert "+300.0 MiB from project/model.py:20 forward" in found.facts
     assert "+50.0 MiB optimizer states" in found.facts
-    assert compare_snapshots(before, before).causes == ()
+    assert compare_snapshots(before, before)[1].causes == ()
 
 
 def command(*paths: Path) -> tuple[int, str]:

@@ -155,7 +155,7 @@ def test_the_oldest_format_has_no_addresses_and_frames_in_a_history(tmp_path):
 
 
 def test_a_bare_list_of_segments_is_read_and_what_it_lacks_is_said(tmp_path):
-    found = explain_snapshot(written(small()["segments"], tmp_path))
+    _, found = explain_snapshot(written(small()["segments"], tmp_path))
     assert found.causes == ()
     assert any("the file has no events" in each for each in found.unknown)
 
@@ -181,7 +181,7 @@ def test_a_recording_that_was_stopped_and_begun_again_is_used_from_there_on(tmp_
         card.alloc(60 * MIB, FORWARD)
     case = case_of(card.dump(tmp_path / "snapshot.pickle"))
     assert case.at_end.allocated_bytes == case.card.allocated_bytes
-    found = explain_snapshot(tmp_path / "snapshot.pickle")
+    _, found = explain_snapshot(tmp_path / "snapshot.pickle")
     assert any("events were left out" in each for each in found.unknown)
 
 
@@ -191,7 +191,7 @@ def test_a_recording_that_was_stopped_before_the_dump_keeps_its_peak(tmp_path):
     recorded = len(card.events)
     card.release(*held)
     del card.events[recorded:]
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     assert any("(62,914,560 bytes) were allocated" in each for each in found.facts)
     assert any("recording was stopped before" in each for each in found.unknown)
 
@@ -204,7 +204,8 @@ def test_private_pools_are_summed_but_not_repeated(tmp_path):
     case = case_of(written(raw, tmp_path))
     assert case.repeated is None
     assert case.at_end.categories == {"parameters": 20 * MIB}
-    assert any("private pools" in each for each in explain_snapshot(written(raw, tmp_path)).unknown)
+    _, found = explain_snapshot(written(raw, tmp_path))
+    assert any("private pools" in each for each in found.unknown)
 
 
 def test_of_several_cards_the_one_that_ran_out_is_explained(tmp_path):
@@ -216,7 +217,7 @@ def test_of_several_cards_the_one_that_ran_out_is_explained(tmp_path):
     oom = {"action": "oom", "device_free": 0, "size": GIB, "stream": 0, "frames": []}
     traces = [raw["device_traces"][0], [*other["device_traces"][0], oom]]
     raw = {"segments": raw["segments"] + other["segments"], "device_traces": traces}
-    found = explain_snapshot(written(raw, tmp_path))
+    _, found = explain_snapshot(written(raw, tmp_path))
     assert found.facts[0].startswith("It ended in an OOM. Card 1:")
     assert any("card 0" in fact for fact in found.facts)
 
@@ -224,7 +225,7 @@ def test_of_several_cards_the_one_that_ran_out_is_explained(tmp_path):
 def test_escapes_in_names_are_shown_and_not_obeyed(tmp_path):
     card = RecordedCard()
     card.alloc(20 * MIB, (("/home/me/\x1b]0;mine\x07.py", 1, "f\u202e\n"),))
-    found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
+    _, found = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     text = "".join([*found.facts, *found.unknown])
     assert text.isprintable()
     assert r"\x1b]0;mine\x07.py:1" in text

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from tests.explain.recorded import RecordedCard
 from tests.explain.test_snapshot import train
 from trainer_plugins.allocator.model import AllocatorFull
-from trainer_plugins.explain.snapshot.explained import explained_case
+from trainer_plugins.explain.snapshot import explain_snapshot
 from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal, TensorAtPeak
 from trainer_plugins.report.html import page as page_module
 from trainer_plugins.report.html.page import Page
@@ -158,5 +158,5 @@ def page_of_snapshot(folder: Path) -> Page:
     card = RecordedCard(500 * MIB)
     with pytest.raises(AllocatorFull):
         train(card, 30, keeps=True)
-    case, answer = explained_case(card.dump(folder / "snapshot.pickle"))
+    case, answer = explain_snapshot(card.dump(folder / "snapshot.pickle"))
     return snapshot_page(answer, case)

@@ -77,7 +77,7 @@ def test_a_run_that_died_says_why_and_what_to_do_before_the_picture(
 
 
 def test_the_snapshot_of_an_oom_is_on_the_page_of_its_run(make_trainer, simgpu, tmp_path) -> None:
-    trainer = make_trainer(Keeps(6), MemoryWatchdog(), OOMReporter(), max_steps=60)
+    trainer = make_trainer(Keeps(5), MemoryWatchdog(), OOMReporter(), max_steps=60)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     (file,) = (tmp_path / "run").rglob("oom-rank0.json")

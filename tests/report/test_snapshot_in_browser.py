@@ -10,7 +10,7 @@ from tests.explain.recorded import RecordedCard
 from tests.explain.test_snapshot import in_pieces, train
 from tests.report.chromium import CHROMIUM, Tab, chromium
 from trainer_plugins.allocator.model import AllocatorFull
-from trainer_plugins.explain.snapshot.explained import compared_cases, explained_case
+from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.report.html.snapshot_page import snapshot_page
@@ -43,7 +43,7 @@ def trained(tmp_path_factory) -> tuple[SnapshotCase, Path]:
     card = RecordedCard(500 * MIB)
     with pytest.raises(AllocatorFull):
         train(card, 30, keeps=True)
-    case, answer = explained_case(card.dump(folder / "snapshot.pickle"))
+    case, answer = explain_snapshot(card.dump(folder / "snapshot.pickle"))
     (folder / "page.html").write_text(snapshot_page(answer, case), encoding="utf-8")
     return case, folder / "page.html"
 
@@ -192,7 +192,7 @@ def test_the_map_names_each_gap_and_block(tab: Tab, tmp_path: Path) -> None:
     card = RecordedCard(1 * GIB)
     with pytest.raises(AllocatorFull):
         in_pieces(card)
-    case, answer = explained_case(card.dump(tmp_path / "snapshot.pickle"))
+    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     page = tmp_path / "page.html"
     page.write_text(snapshot_page(answer, case), encoding="utf-8")
     tab.open(page)
@@ -216,7 +216,7 @@ def test_two_snapshots_stand_side_by_side_on_one_scale(tab: Tab, tmp_path: Path)
     before = card.dump(tmp_path / "before.pickle")
     train(card, 2)
     after = card.dump(tmp_path / "after.pickle")
-    cases, answer = compared_cases(before, after)
+    cases, answer = compare_snapshots(before, after)
     page = tmp_path / "page.html"
     page.write_text(snapshot_page(answer, *cases), encoding="utf-8")
     tab.open(page)
@@ -235,7 +235,7 @@ def test_a_snapshot_without_events_is_drawn_as_it_ended(tab: Tab, tmp_path: Path
     card = RecordedCard()
     train(card, 2)
     card.events.clear()
-    case, answer = explained_case(card.dump(tmp_path / "snapshot.pickle"))
+    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     page = tmp_path / "page.html"
     page.write_text(snapshot_page(answer, case), encoding="utf-8")
     tab.open(page, width=390)

@@ -36,11 +36,10 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
     return verify(asked, in_force, variables, gather_machine(os.environ))
 
 
-def has_expandable_segments(environ: Mapping[str, str] | None = None) -> bool:
+def has_expandable_segments() -> bool:
     """Return whether a variable that torch reads, or a call, asked for expandable segments."""
-    environ = os.environ if environ is None else environ
-    variables = Variables.of(environ)
-    texts = [variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")]
+    variables = Variables.of(os.environ)
+    texts = [variables.texts.get(variables.read_by(gather_machine(os.environ)) or "", "")]
     # torch before 2.12 has no such call, and any torch may refuse the text.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError):
         texts.append(torch._C._accelerator_getAllocatorSettings())

@@ -57,10 +57,10 @@ def explain(
     paths = paths or ["-"]
     with bad_parameters(paths[0]):
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
-        if html is not None:
-            answer = _drawn(paths, html)
+        if is_snapshot or html is not None:
+            answer = _of_snapshots(paths, html)
         else:
-            answer = _explained(paths[0], predicts) if len(paths) == 1 else _grown(paths)
+            answer = _explained(paths[0], predicts)
     if is_json:
         print_json("explain", answer)
     else:
@@ -92,38 +92,30 @@ def _explained(path: str, predicts: bool) -> Explanation:
         from trainer_plugins.record.folder import output_dir_of
 
         return explain_record(record, output_dir_of(Path(path).parent), predicts)
-    if not _is_pickle(Path(path)):
-        with Path(path).open("rb") as file:
-            return explain_log(file, path, predicts)
-    from trainer_plugins.explain.snapshot import explain_snapshot
-
-    return explain_snapshot(Path(path))
+    with Path(path).open("rb") as file:
+        return explain_log(file, path, predicts)
 
 
-def _drawn(paths: list[str], html: Path) -> Explanation:
-    from trainer_plugins.explain.snapshot.explained import compared_cases, explained_case
-    from trainer_plugins.report.html.snapshot_page import snapshot_page
+def _of_snapshots(paths: list[str], html: Path | None) -> Explanation:
+    from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 
-    if len(paths) > 2 or not all(_is_pickle(Path(path)) for path in paths):
+    if html is not None and (len(paths) > 2 or not all(_is_pickle(Path(each)) for each in paths)):
         raise ValueError(
             "--html draws one memory snapshot, or two side by side; for the folder of a run there"
             " is trainer-plugins report RUN_DIR --html FILE"
         )
-    if len(paths) == 2:
-        cases, answer = compared_cases(Path(paths[0]), Path(paths[1]))
-    else:
-        case, answer = explained_case(Path(paths[0]))
-        cases = [case]
-    html.write_text(snapshot_page(answer, *cases), encoding="utf-8")
-    return answer
-
-
-def _grown(paths: list[str]) -> Explanation:
-    from trainer_plugins.explain.snapshot import compare_snapshots
-
     if len(paths) > 2:
         raise ValueError("explain takes one path, or two memory snapshots to compare")
-    return compare_snapshots(Path(paths[0]), Path(paths[1]))
+    if len(paths) == 2:
+        cases, answer = compare_snapshots(Path(paths[0]), Path(paths[1]))
+    else:
+        case, answer = explain_snapshot(Path(paths[0]))
+        cases = [case]
+    if html is not None:
+        from trainer_plugins.report.html.snapshot_page import snapshot_page
+
+        html.write_text(snapshot_page(answer, *cases), encoding="utf-8")
+    return answer
 
 
 def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:

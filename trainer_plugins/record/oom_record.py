@@ -65,6 +65,11 @@ class Alive:
     largest: tuple[Held, ...]
     graphs: tuple[Held, ...] = ()  # ends of autograd graphs that no running function holds
 
+    @property
+    def all_bytes(self) -> dict[str, int]:
+        """Return the categories, with what autograd hides as one more."""
+        return {**self.category_bytes, "saved by autograd": self.hidden_bytes}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:

@@ -5,7 +5,7 @@ import re
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.launch.facts import tried
 from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.upkeep.frames import frames_above
-from trainer_plugins.upkeep.holders import storage_of, tracked, users_holder
+from trainer_plugins.upkeep.holders import owned_by, storage_of, tracked, users_holder
 from trainer_plugins.watch.leak import LOOKS_TO_NAME, WINDOW
 
 _MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
@@ -79,7 +79,8 @@ class GrowthTeller:
 
     def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return those on a device that neither the model nor its optimizer owns."""
-        places = (storage_of(each, device_type) for each in self._owned())
+        owner = owned_by(self._model(), self._optimizer())
+        places = (storage_of(each, device_type) for each in owner)
         owned = {place[0] for place in places if place is not None}
         found = []
         for tensor in tensors:
@@ -87,15 +88,6 @@ class GrowthTeller:
             if place is not None and place[0] not in owned:
                 found.append(tensor)
         return found
-
-    def _owned(self) -> Iterable[torch.Tensor]:
-        model = self._model()
-        for tensor in (*model.parameters(), *model.buffers()) if model is not None else ():
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
-        for state in getattr(self._optimizer(), "state", {}).values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _tensors(self, device_type: str, since: _Since) -> tuple[str, str]:
         gc.collect()
@@ -160,7 +152,7 @@ def _containers() -> list[_Container]:
     return [each for each in gc.get_objects() if type(each) in (list, deque, dict)]
 
 
-def _items(container: _Container) -> list[object]:
+def _items(container: _Container | tuple[object, ...]) -> list[object]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
@@ -175,7 +167,7 @@ def _deep_bytes(value: object, depth: int = 2) -> int:
         return value.nbytes if value.device.type == "cpu" else 0
     own = max(sys.getsizeof(value), int(getattr(value, "nbytes", 0)))
     if depth and isinstance(value, (list, tuple, dict, deque)):
-        inner = list(value.values()) if isinstance(value, dict) else list(value)
+        inner = _items(value)
         sample = inner[:_NUM_INNER]
         of_sample = sum(_deep_bytes(each, depth - 1) for each in sample)
         own += of_sample * len(inner) // max(1, len(sample))

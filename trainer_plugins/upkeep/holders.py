@@ -89,7 +89,7 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
 
 def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
-    owned = {id(tensor) for tensor in _owned(model, optimizer)}
+    owned = {id(tensor) for tensor in owned_by(model, optimizer)}
     for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
         owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
     found: dict[int, tuple[int, torch.Tensor]] = {}
@@ -114,7 +114,7 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
     models = root_modules()
     for model in models:
-        places = (storage_of(tensor, device_type) for tensor in _owned(model, None))
+        places = (storage_of(tensor, device_type) for tensor in owned_by(model, None))
         sizes = dict(place for place in places if place is not None)
         if sizes:
             holder = f"{_holder(model, models)} ({type(model).__name__})"
@@ -169,7 +169,8 @@ def _order_of_creation(end: torch.Tensor) -> int:
     return sequence() if sequence is not None else 0
 
 
-def _owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
+def owned_by(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
+    """Yield parameters, buffers, gradients and states."""
     if model is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             yield tensor

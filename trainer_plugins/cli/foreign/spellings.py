@@ -1,4 +1,4 @@
-"""What other programs call the options of a run, and which of theirs memory does not depend on.
+"""Lists what other programs call a run's options, and which memory does not depend on.
 
 Read in the files named here, of TRL 1.16 (trl/trainer/model_config.py, trl/scripts/utils.py), PEFT
 0.21 (examples/sft/train.py, examples/*_finetuning), transformers 5.23 (examples/pytorch), axolotl

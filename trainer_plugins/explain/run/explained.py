@@ -8,11 +8,10 @@ from pathlib import Path
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import as_overrides, flags_in
-from trainer_plugins.explain.answer import Cause, Explanation, Remedy
+from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.run.numbers import numbers_of
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
 from trainer_plugins.explain.shared import cause, with_numbers
 from trainer_plugins.explain.text import explain_text
@@ -87,7 +86,7 @@ def _explained(
         causes, from_text = _by_text(first, causes)
     remedies = {each.do: each for each in (*from_text, *remedies_of(causes, case))}
     later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
-    numbers = numbers_of(case)
+    numbers = _numbers(case)
     found = Explanation(
         subject=printable(folder),
         causes=with_numbers(causes, numbers),
@@ -138,6 +137,44 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
         if entries and entries[0].time_seconds <= record.time_seconds + _SLACK_SECONDS:
             return entries
     return ()
+
+
+def _numbers(case: Case) -> Numbers:
+    """Return what the error and the reading after it state."""
+    record = case.record
+    alive, reading = record.alive, record.reading
+    is_known = case.total > 0
+    index = record.run.device.rpartition(":")[2]
+    return Numbers(
+        rank=record.rank,
+        card=int(index) if index.isdecimal() else record.error.device,
+        card_name=record.run.card,
+        call=record.call,
+        moment=record.moment,
+        part=record.part,
+        step=record.step,
+        requested_bytes=record.error.requested_bytes,
+        capacity_bytes=case.total if is_known else None,
+        limit_bytes=record.error.limit_bytes,
+        free_bytes=case.free if is_known else None,
+        allocated_bytes=case.live if is_known else None,
+        reserved_bytes=case.live + case.unused if is_known else None,
+        unused_bytes=case.unused if is_known else None,
+        others_bytes=case.outside if is_known else None,
+        peak_allocated_bytes=None if reading is None else reading.peak_allocated_bytes,
+        categories={} if alive is None else alive.all_bytes,
+        allocations=tuple(
+            Allocation(
+                num_bytes=each.num_bytes,
+                requested_bytes=each.num_bytes,
+                place=each.holder,
+                shape=each.shape,
+            )
+            for each in (() if alive is None else alive.largest[:10])
+        ),
+        frames=record.frames[::-1],
+        processes=record.processes or (),
+    )
 
 
 def _facts(case: Case) -> tuple[str, ...]:

@@ -28,13 +28,8 @@ _GROWN_FRACTION = 0.01
 _NOT_REPLAYED = ("eval-logits", "generate-cache")
 
 
-def explain_snapshot(path: Path) -> Explanation:
+def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
     """Say why a run ran out of memory, or without an OOM (no causes) what was held at the peak."""
-    return explained_case(path)[1]
-
-
-def explained_case(path: Path) -> tuple[SnapshotCase, Explanation]:
-    """Return what `explain_snapshot` says, with the case that it is about."""
     with no_collection():
         case = case_of(path)
         tries = tried(case)
@@ -170,13 +165,8 @@ def _in_bytes(num_bytes: int) -> str:
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
 
 
-def compare_snapshots(before: Path, after: Path) -> Explanation:
+def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
     """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
-    return compared_cases(before, after)[1]
-
-
-def compared_cases(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
-    """Return what `compare_snapshots` says, with the two cases that it is about."""
     with no_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)

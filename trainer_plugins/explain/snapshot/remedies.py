@@ -93,16 +93,14 @@ class _Trial:
         for one, words, rules in _settings(recorded):
             if self.num_events > _MOST_EVENTS:
                 return "the trace is too long to be repeated with more settings"
-            spare = self._spare(rules)
-            if spare is None:
+            if (spare := self._spare(rules)) is None:
                 continue
             setting = words.partition("=")[2]
             self.found.setting_that_helps = self.found.setting_that_helps or setting
             do = f"export {self._joined(words)}"
             if rules.memory_fraction is not None:
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
-            effect = f"the same trace fits, with {size(spare)} to spare"
-            self._add(one, do, effect, spare, "fragmentation")
+            self._add(one, do, "the same trace fits, with {} to spare", spare, "fragmentation")
         if self.found.remedies:
             return ""
         return "the same trace fits with none of the other settings either"
@@ -117,16 +115,13 @@ class _Trial:
         return f"{variable}={','.join([*others, option])}"
 
     def _try_without(self, leaked: Sequence[Life]) -> None:
-        spare = self._spare(smaller=leaked, divisor=_NOTHING)
-        if spare is not None:
-            place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
-            self._add(
-                advice.KEEP_NUMBERS,
-                f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
-                f"without the tensors of earlier steps the same trace fits, with {size(spare)} to"
-                " spare",
-                spare,
-            )
+        place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
+        self._add(
+            advice.KEEP_NUMBERS,
+            f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
+            "without the tensors of earlier steps the same trace fits, with {} to spare",
+            self._spare(smaller=leaked, divisor=_NOTHING),
+        )
 
     def _try_half(self) -> None:
         """Halve what forward and backward passes allocated within the trace."""
@@ -139,15 +134,13 @@ class _Trial:
             if sorter.category(life) in ("activations", "logits", "KV cache", "temporaries")
             and sorter.meaning(life.stack).work != "optimizer"
         ]
-        spare = self._spare(smaller=of_batch, divisor=2, request_divisor=2)
-        if spare is not None:
-            self._add(
-                advice.SMALLER_MICRO_BATCH,
-                advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER),
-                f"half of each micro-batch fits at this point, with {size(spare)} to spare, if the"
-                " activations, logits and temporaries of the trace grow with the batch",
-                spare,
-            )
+        self._add(
+            advice.SMALLER_MICRO_BATCH,
+            advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER),
+            "half of each micro-batch fits at this point, with {} to spare, if the activations,"
+            " logits and temporaries of the trace grow with the batch",
+            self._spare(smaller=of_batch, divisor=2, request_divisor=2),
+        )
 
     def _try_small_states(self) -> None:
         """Hold the states of Adam in one byte a number instead of four."""
@@ -158,30 +151,31 @@ class _Trial:
             return
         sorter = case.sorter
         states = [each for each in sorter.lives if sorter.category(each) == "optimizer states"]
-        spare = self._spare(smaller=states, divisor=4, request_divisor=4)
-        if spare is not None:
-            self._add(
-                advice.EIGHT_BIT_ADAMW,
-                advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
-                f"with states of a quarter of the size the same trace fits, with {size(spare)} to"
-                " spare; temporaries of its kernels are not counted",
-                spare,
-            )
+        self._add(
+            advice.EIGHT_BIT_ADAMW,
+            advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
+            "with states of a quarter of the size the same trace fits, with {} to spare;"
+            " temporaries of its kernels are not counted",
+            self._spare(smaller=states, divisor=4, request_divisor=4),
+        )
 
     def _try_capacity(self) -> None:
         page = _PAGE_BYTES if self.repeated.rules.expandable_segments else 2 * MIB
         more = -(-self.oom.num_bytes // page) * page + page - self.oom.left_bytes
-        if more > 0 and (spare := self._spare(more_bytes=more)) is not None:
+        if more > 0:
             needed = size(self.case.capacity_bytes + more)
             effect = f"with {size(more)} more than it had the failing request fits"
             do = advice.LARGER_CARD.flag(Door.SHELL, size=needed)
-            self._add(advice.LARGER_CARD, do, effect, spare)
+            self._add(advice.LARGER_CARD, do, effect, self._spare(more_bytes=more))
 
-    def _add(self, one: Advice, do: str, effect: str, spare: int, cause: str = "") -> None:
+    def _add(self, one: Advice, do: str, effect: str, spare: int | None, cause: str = "") -> None:
+        """Name what fits, with what it leaves to spare in place of `{}`."""
+        if spare is None:
+            return
         self.found.remedies.append(
             Remedy(
                 do=do,
-                effect=effect,
+                effect=effect.format(size(spare)),
                 grade="replayed",
                 price=one.price,
                 cause=cause,

@@ -57,6 +57,8 @@ _MODEL_FILE = re.compile(r"/modeling_\w+\.py$")
 _LINEAR = re.compile(r"/torch/nn/(?:modules/linear|functional)\.py$|/bitsandbytes/nn/")
 _PARAMETERS = re.compile(r"/torch/nn/(?:modules/(?!module\.py)|init\.py|parameter\.py)")
 
+_MOST_LINES = 4
+
 
 class Meaning(NamedTuple):
     """Holds what one stack shows."""
@@ -71,11 +73,11 @@ def meaning_of(stack: Stack) -> Meaning:
     return Meaning(_work(frames, python), _place(frames, python))
 
 
-def lines_of(stack: Stack, most: int = 4) -> list[str]:
+def lines_of(stack: Stack) -> list[str]:
     """Name the innermost lines of the user's code, or the place if there are none."""
     frames, python = _read(stack)
     own = [line_of(frame) for frame in python if is_users(frame.file)]
-    return own[:most] or [_place(frames, python)]
+    return own[:_MOST_LINES] or [_place(frames, python)]
 
 
 def line_of(frame: Frame) -> str:

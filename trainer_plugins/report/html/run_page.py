@@ -11,6 +11,7 @@ from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
+    Difference,
     differences_of,
     peaks_as_seen,
     refuse_another_run,
@@ -69,18 +70,12 @@ def run_page(
     alive, held = _alive_and_held(record)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    planned, beside = {}, []
-    if plan is not None:
-        seen = peaks_as_seen(plan, tells_generation(run.timelines)).items()
-        planned = {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
-        differences = differences_of(plan, run.timelines)
-        beside = [each for each in differences if each.counter != "card"]
-    memory = memory_chart(rank, entries, during, noted, planned)
+    memory = memory_chart(rank, entries, during, noted, _planned(plan, run))
     pace = pace_chart(rank, entries, during)
     rate = rate_chart(rank, entries, during, _num_rows_a_step(run, folder))
     ranks = _small(run, during)
     case = _case(record, folder)
-    charts = [each for each in (memory, pace, rate, *ranks) if each is not None]
+    charts = filter(None, (memory, pace, rate, *ranks))
     snapshots = [] if case is None else [snapshot_data(case, "What torch's snapshot holds")]
     return page(
         "run.html.jinja",
@@ -100,7 +95,7 @@ def run_page(
         rate=rate,
         ranks=ranks,
         odd_one=odd_one(run.timelines),
-        beside=beside,
+        beside=_beside(plan, run),
         record=record,
         alive=alive,
         held=held,
@@ -154,6 +149,19 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
     return f"{top.reading.device} was {full} full at most, in step {top.step} ({top.moment}){but}"
 
 
+def _planned(plan: MemoryPlan | None, run: Run) -> dict[str, int]:
+    """Return the planned peak of each moment that the run tells apart."""
+    if plan is None:
+        return {}
+    seen = peaks_as_seen(plan, tells_generation(run.timelines)).items()
+    return {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
+
+
+def _beside(plan: MemoryPlan | None, run: Run) -> list[Difference]:
+    differences = () if plan is None else differences_of(plan, run.timelines)
+    return [each for each in differences if each.counter != "card"]
+
+
 def _num_rows_a_step(run: Run, folder: Path) -> int:
     began, ended = run.seconds
     of_run = [
@@ -196,17 +204,16 @@ def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
     if record is None or record.alive is None:
         return [], []
     alive = record.alive
-    by_category = {**alive.category_bytes, "saved by autograd": alive.hidden_bytes}
     by_holder = Counter(alive.module_bytes)
     for each in alive.largest:
         by_holder[each.holder] += each.num_bytes
-    least = _SHOWN_FRACTION * sum(by_category.values())
+    least = _SHOWN_FRACTION * sum(alive.all_bytes.values())
 
     def largest(sizes: Mapping[str, int]) -> _Rows:
         rows = sorted(sizes.items(), key=lambda pair: -pair[1])
         return [(name, num_bytes, "") for name, num_bytes in rows if num_bytes >= least][:12]
 
-    return largest(by_category), largest(by_holder)
+    return largest(alive.all_bytes), largest(by_holder)
 
 
 def _case(record: OomRecord | None, folder: Path) -> SnapshotCase | None:

@@ -114,15 +114,7 @@ class DryResult:
 
 
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
-    """Run a command on dry cards; where it cannot resume by itself, a second time to resume.
-
-    Args:
-        run: the command and its cards; it may start several processes.
-        tell: takes a line about what is being done.
-
-    Raises:
-        PlanError: the dry card cannot be had here, or the command ended before it trained.
-    """
+    """Run a command for `dry_plan`; where it cannot resume by itself, a second time to resume."""
     try:
         made = DryCuda(run.card, run.num_cards, alone=run.alone)
     except DryCudaUnavailable as error:
