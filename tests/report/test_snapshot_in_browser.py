@@ -251,7 +251,7 @@ def test_hostile_names_are_shown_as_text(tab: Tab, tmp_path: Path) -> None:
     card = RecordedCard()
     for _ in range(8):
         card.alloc(GIB, [(f"/x/{wild}.py", 3, wild)])
-    case, answer = explained_case(card.dump(tmp_path / "snapshot.pickle"))
+    case, answer = explain_snapshot(card.dump(tmp_path / "snapshot.pickle"))
     page = tmp_path / "page.html"
     page.write_text(snapshot_page(answer, case), encoding="utf-8")
     tab.open(page)
