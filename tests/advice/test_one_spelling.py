@@ -29,7 +29,7 @@ PACKAGE = Path(trainer_plugins.__file__).parent
 PLAIN = {
     "from_pretrained", "load_state_dict", "model_init_kwargs", "quantization_config", "num_workers",
     "max_length", "device_map", "trainer_plugins", "preset",
-    "auto_find_batch_size", "target_parameters",
+    "auto_find_batch_size", "target_parameters", "format",
 }  # fmt: skip
 
 
