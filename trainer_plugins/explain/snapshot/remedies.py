@@ -169,7 +169,7 @@ class _Trial:
             self._add(advice.LARGER_CARD, do, effect, self._spare(more_bytes=more))
 
     def _add(self, one: Advice, do: str, effect: str, spare: int | None, cause: str = "") -> None:
-        """Name what fits, with what it leaves to spare instead of `{}`."""
+        """Name what fits; `{}` of the effect becomes what it leaves to spare."""
         if spare is None:
             return
         self.found.remedies.append(
