@@ -193,7 +193,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_signature_columns": ("transformers.trainer",),
     "_tp_size": (MODEL,),
     "_train_batch_size": ("transformers.trainer",),
-    "_wrapped_call_impl": ("torch.nn.Module",),
     "_wrap_model": (TRAINER,),
     # accelerate
     "_hf_hook": ("accelerate.hooks",),
