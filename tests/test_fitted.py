@@ -9,7 +9,7 @@ import pytest
 from tests.test_exec import execute
 from trainer_plugins.planner.compare.switches import LORA
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.all]
 pytest.importorskip("peft")
 
 _SCRIPT = """

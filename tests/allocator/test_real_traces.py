@@ -87,7 +87,7 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
     ),
     "large segments of 24 MiB": (AllocatorRules, "large_segment_bytes", 24 * MIB),
     "segments shared below 12 MiB": (rules, "_MIN_LARGE_BYTES", 12 * MIB),
-    "the small pool up to 0.5 MiB": (rules, "_SMALL_BYTES", 512 * KIB),
+    "the small pool up to 0.5 MiB": (rules, "SMALL_BYTES", 512 * KIB),
     "the highest of equal blocks": (AllocatorModel, "_find_free", _highest_of_equals),
     "no merging with the block before": (
         AllocatorModel,

@@ -25,7 +25,7 @@ def written(tmp_path_factory) -> tuple[MemoryPlan, str]:
         "--seq-length",
         "64",
         "--gpu",
-        "600MiB",
+        "560MiB",
         "--eval_strategy",
         "epoch",
         "--json",
@@ -47,7 +47,7 @@ def test_every_figure_is_on_the_page(written):
     plan, text = written
     page = Read(text)
     fields = json.loads(plan.to_json())
-    del fields["timeline"]
+    del fields["timeline"], fields["host_process_bytes_per_node"]  # two that are there differ by it
     for tensor in fields["top_tensors"]:
         shape = tensor.pop("shape")
         assert not shape or f"{tensor['dtype']}{shape}" in page.words
