@@ -198,6 +198,7 @@ def test_logits_that_compute_metrics_keeps_are_named(make_trainer, simgpu) -> No
     assert "`Metrics.logits.clear()`" in finding.remedy
 
 
+@pytest.mark.all
 def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
     def plant(trainer: Trainer) -> None:
         trainer.train_dataset = CachingRows("simgpu")
@@ -222,6 +223,7 @@ class Snapshots(TrainerCallback):
             self.states[4 * state.global_step + number] = copy.deepcopy(model.state_dict())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("every", [8, 12])
 def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None:
     finding = leak_of(
@@ -282,6 +284,7 @@ class Journal(EachStep):
         self.rows.append({"text": "x" * (4 << 20)})
 
 
+@pytest.mark.all
 def test_a_list_that_fills_main_memory_is_named(make_trainer, monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 

@@ -107,6 +107,7 @@ def test_a_run_that_fits_is_told_how_many_rows_would(tmp_path: Path):
     assert plan(*asked, rows[0], str(2 * most)).exit_code == 3
 
 
+@pytest.mark.all
 def test_rows_are_found_where_the_first_ones_do_not_make_the_peak(tmp_path: Path):
     """DDP's buffers make it at first: what is reserved does not grow with the rows."""
     config = {**SMALL_GPT2, "vocab_size": 4096, "n_embd": 512, "n_head": 8, "n_inner": 2048}
