@@ -50,7 +50,9 @@ def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState.__init__ = _initialise if kind == "DDP" else _as_multi_gpu
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4
+    )
     config.num_attention_heads = config.num_key_value_heads = 4
     rows = torch.randint(1, 127, (4 * ROWS, 128), generator=torch.Generator().manual_seed(0))
     reducing = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
