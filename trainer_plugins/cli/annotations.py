@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,8 @@ class _Place(NamedTuple):
 
 def print_annotations(form: Format, findings: Iterable[Finding], files: Sequence[Path]) -> None:
     """Print findings; those about launch files get the line of the key that their words name."""
-    placed = [(each, _place(each, files)) for each in findings]
+    lines = {file: file.read_text(errors="replace").splitlines() for file in files}
+    placed = [(each, _place(each, lines)) for each in findings]
     if form is Format.SARIF:
         print(json.dumps(_sarif(placed), indent=2))
         return
@@ -45,18 +46,17 @@ def print_annotations(form: Format, findings: Iterable[Finding], files: Sequence
         print(f"::{_GITHUB[each.severity]} {at}title={_property(each.code)}::{_data(words)}")
 
 
-def _place(finding: Finding, files: Sequence[Path]) -> _Place | None:
+def _place(finding: Finding, files: Mapping[Path, Sequence[str]]) -> _Place | None:
     """Find the key that a finding is about: the first of its words that is a key of a file."""
     if not files or not finding.code.startswith(_OF_FILES):
         return None
     for word in re.findall(r"\w[\w.]*", f"{finding.summary} {finding.evidence}"):
         key = re.compile(rf"(?:^|[\s{{,])[\"']?{re.escape(word.rpartition('.')[2])}[\"']?\s*:")
-        for file in files:
-            lines = [*enumerate(file.read_text(errors="replace").splitlines(), 1)]
-            found = [number for number, line in lines if key.search(line)]
+        for file, lines in files.items():
+            found = [number for number, line in enumerate(lines, 1) if key.search(line)]
             if found:  # of a key that occurs twice the last one counts
                 return _Place(_relative(file), found[-1])
-    return _Place(_relative(files[0]), 1)
+    return _Place(_relative(next(iter(files))), 1)
 
 
 def _relative(file: Path) -> str:

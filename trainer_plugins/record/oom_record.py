@@ -51,7 +51,12 @@ class LiveModel:
 
     name: str
     num_bytes: int
-    holder: str = ""  # as in code: `Distilling.teacher`
+    holder: str = ""  # the path as in code: `a local of train() -> Distilling.teacher`
+
+    @property
+    def place(self) -> str:
+        """Return the last link of the path: `Distilling.teacher`."""
+        return self.holder.rpartition(" -> ")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

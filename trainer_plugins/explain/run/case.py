@@ -7,7 +7,7 @@ from functools import cached_property
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.oom_record import OomRecord
+from trainer_plugins.record.oom_record import LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, MIB
 
@@ -55,6 +55,11 @@ class Case:
     def outside(self) -> int:
         """Return what is neither free nor torch's: context, libraries, other processes."""
         return max(0, self.total - self.free - self.live - self.unused)
+
+    @property
+    def models(self) -> tuple[LiveModel, ...]:
+        """Return the models on the card, the largest first; none if they were not counted."""
+        return self.record.alive.models if self.record.alive else ()
 
     @property
     def samples(self) -> list[Sample]:

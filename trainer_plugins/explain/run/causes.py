@@ -99,9 +99,10 @@ def _foreign(case: Case) -> Cause | None:
 
 
 def _leftover(case: Case) -> Cause | None:
-    models = case.record.alive.models if case.record.alive else ()
     others = second_models(case)
-    copies = [each for each in models if each.name == case.record.run.model and each not in others]
+    copies = [
+        each for each in case.models if each.name == case.record.run.model and each not in others
+    ]
     held = sum(each.num_bytes for each in copies[1:])
     if len(copies) < 2 or held < 0.1 * case.total:
         return None
@@ -118,9 +119,9 @@ def _leftover(case: Case) -> Cause | None:
 
 def second_models(case: Case) -> list[LiveModel]:
     """Return the models that the run uses beside the one that it trains, the largest first."""
-    models, run = case.record.alive.models if case.record.alive else (), case.record.run
+    run = case.record.run
     of_trainer = re.compile(rf"\b{re.escape(run.trainer)}\.(?!model\b|model_wrapped\b)\w+$")
-    return [each for each in models if run.trainer and of_trainer.search(each.holder)]
+    return [each for each in case.models if run.trainer and of_trainer.search(each.holder)]
 
 
 def _second_model(case: Case) -> Cause | None:
@@ -128,10 +129,10 @@ def _second_model(case: Case) -> Cause | None:
     held = sum(each.num_bytes for each in models)
     if not models or held < 0.1 * case.total:
         return None
-    largest, holder = models[0], models[0].holder.rpartition(" -> ")[2]
+    largest = models[0]
     return cause(
         "second-copy",
-        f"{size(held)} of {size(case.total)} are the weights of {largest.name} ({holder})",
+        f"{size(held)} of {size(case.total)} are the weights of {largest.name} ({largest.place})",
         grade="likely",
         held_bytes=held,
     )

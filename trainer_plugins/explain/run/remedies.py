@@ -216,8 +216,7 @@ def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
 
 
 def _released(one: Advice, cause: str, case: Case) -> Remedy:
-    models = case.record.alive.models if case.record.alive else ()
-    held = sum(each.num_bytes for each in models[1:])
+    held = sum(each.num_bytes for each in case.models[1:])
     effect = f"releases {size(held)} of weights and what belongs to them; names what holds more"
     return remedy(one, Door.CODE, effect, by_arithmetic=True)
 
@@ -233,8 +232,7 @@ def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
         return None
     freed = size(models[0].num_bytes // 2)
     effect = f"{freed} less, if it is in float32; it does not learn"
-    place = models[0].holder.rpartition(" -> ")[2]
-    return remedy(one, Door.CODE, effect, by_arithmetic=True, place=place)
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, place=models[0].place)
 
 
 def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer_plugins.allocator.addresses import ChunkedAddresses
-from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
+from trainer_plugins.allocator.model import (
+    SMALL_BYTES,
+    AllocatorFull,
+    AllocatorModel,
+    AllocatorRules,
+    Block,
+)
 from trainer_plugins.explain.snapshot.cards import Event
 from trainer_plugins.explain.snapshot.trace import NotModelledError, StartSegment, Trace
 from trainer_plugins.units import MIB
 
-_SMALL_BYTES = MIB
 _OUT_OF_THE_WAY = 1 << 50  # no address of a card lies so high
 _MOST_PIECES = 200_000  # no real card has more blocks at the start
 
@@ -267,14 +272,14 @@ class _Replay:
 
 
 def _num_pieces(segment: StartSegment) -> int:
-    small = sum(size for _, size in segment.pieces) // _SMALL_BYTES if segment.is_small else 0
+    small = sum(size for _, size in segment.pieces) // SMALL_BYTES if segment.is_small else 0
     return len(segment.pieces) + small
 
 
 def _small_pieces(segment: StartSegment) -> Iterator[tuple[str, int]]:
     """Cut what one allocation of the small pool cannot hold."""
     for state, left in segment.pieces:
-        while segment.is_small and left > _SMALL_BYTES:
-            yield state, _SMALL_BYTES
-            left -= _SMALL_BYTES
+        while segment.is_small and left > SMALL_BYTES:
+            yield state, SMALL_BYTES
+            left -= SMALL_BYTES
         yield state, left

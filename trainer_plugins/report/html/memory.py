@@ -24,7 +24,7 @@ from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
 MOST = 1500  # a picture can be zoomed into
-_MOST_ROWS = 240
+MOST_ROWS = 240  # of a table
 _ALIKE_FRACTION = 0.1  # ranks whose peaks are this close to each other are alike
 
 
@@ -145,7 +145,7 @@ def memory_chart(
         others=(*key, *span_key(entries)),
         table=Table(
             head=_HEAD,
-            rows=tuple(map(_row, stretches_of(entries, during.began_seconds, _MOST_ROWS))),
+            rows=tuple(map(_row, stretches_of(entries, during.began_seconds, MOST_ROWS))),
         ),
     )
 

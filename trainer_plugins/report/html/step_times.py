@@ -8,10 +8,9 @@ from typing import Literal
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.report.html.chart import Chart, Line, Table, seconds_text
 from trainer_plugins.report.html.events import Duration
-from trainer_plugins.report.html.memory import MOST
+from trainer_plugins.report.html.memory import MOST, MOST_ROWS
 
 _FEWEST = 3
-_MOST_ROWS = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
                     seconds_text(each.busy_seconds / each.num_steps),
                     seconds_text(each.slowest_seconds),
                 )
-                for each in paces_of(entries, during.began_seconds, _MOST_ROWS)
+                for each in paces_of(entries, during.began_seconds, MOST_ROWS)
             ),
         ),
     )
@@ -137,7 +136,7 @@ def rate_chart(
                     f"{count(each):,}",
                     _number(count(each) / each.busy_seconds),
                 )
-                for each in paces_of(entries, during.began_seconds, _MOST_ROWS)
+                for each in paces_of(entries, during.began_seconds, MOST_ROWS)
             ),
         ),
     )
