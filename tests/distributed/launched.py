@@ -29,6 +29,9 @@ QUIET = (
     "2",
 )
 
+ABORTED_AFTER_THE_WORK = "terminate called without an active exception"
+"""What one process of gloo in about sixty prints as its Python ends; a launcher then fails."""
+
 
 @dataclass(frozen=True)
 class Launched:
