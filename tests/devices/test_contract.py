@@ -68,7 +68,8 @@ def test_a_tensor_is_seen(device: Device, place: str) -> None:
     during = device.read()
 
     assert during.allocated_bytes - before.allocated_bytes == pytest.approx(64 * MIB, rel=0.1)
-    assert during.free_bytes < before.free_bytes + 8 * MIB
+    if place != "cpu":  # other processes give back main memory meanwhile
+        assert during.free_bytes < before.free_bytes + 8 * MIB
     del tensor
 
 

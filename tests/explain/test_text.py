@@ -308,6 +308,12 @@ def test_what_halving_would_bring_is_told_by_a_plan_that_is_filled_in(tmp_path: 
         " --gradient_checkpointing True"
     )
     assert "does not show" not in plan.effect
+
+
+@pytest.mark.all
+def test_the_plan_that_is_filled_in_can_be_typed(tmp_path: Path) -> None:
+    tiny_llama().config.save_pretrained(tmp_path)
+    plan = explained(QLORA.format(model=tmp_path, trainer=TRAINER) + FULL).remedies[3]
     words = shlex.split(plan.do.replace("2048", "64").replace(" --load-in-4bit", ""))
     done = CliRunner().invoke(app, words[1:])
     assert done.exit_code == 0, done.output

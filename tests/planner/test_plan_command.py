@@ -97,6 +97,7 @@ def test_the_answer_is_five_lines_and_its_first_change_makes_the_run_fit(tmp_pat
     assert again.exit_code == 0, again.output
 
 
+@pytest.mark.all
 def test_a_run_that_fits_is_told_how_many_rows_would(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, "vocab_size": 4096}))
     asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "620MiB")

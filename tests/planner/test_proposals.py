@@ -32,6 +32,7 @@ def asked(rows: int, *flags: str, gpu: str = "80GiB", proposes: bool = False):
     return replace(run, launch_file=str(configs.path("fsdp2")), proposes=proposes)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_reduces_them() -> None:
     pieces = ("--gradient_accumulation_steps", "4", "--gradient_checkpointing", "True")
@@ -101,6 +102,7 @@ def test_activations_are_not_offloaded_where_trl_switches_checkpointing_on_again
     assert can_offload_activations(trainer) is is_offered
 
 
+@pytest.mark.all
 def test_beside_vllm_a_smaller_share_is_proposed_before_the_training_changes() -> None:
     flags = ("--num_generations", "4", "--max_completion_length", "40")
     vllm = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.9")

@@ -199,7 +199,7 @@ def place_one_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_pasted_command_is_read_where_it_cannot_run(there: Path) -> None:
     place_one_layer(there)
     command = (
