@@ -115,8 +115,10 @@ def _streams(tracker: Tracker) -> dict[str, object]:
     numbers, lag, event_class = itertools.count(1), tracker.lag, _events_of(tracker.lag)
 
     class Stream:
+        device_index, device_type = 0, 1  # of CUDA, in c10/core/DeviceType.h; torch 2.15 asks
+
         def __init__(self, *_: object, **__: object) -> None:
-            self.number = next(numbers)
+            self.stream_id = next(numbers)
 
         def wait_stream(self, _: object) -> None:
             pass
@@ -136,20 +138,20 @@ def _streams(tracker: Tracker) -> dict[str, object]:
             return False
 
         def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and other.number == self.number
+            return isinstance(other, Stream) and other.stream_id == self.stream_id
 
         def __hash__(self) -> int:
-            return hash(self.number)
+            return hash(self.stream_id)
 
     def current(*_: object) -> Stream:
         stream = Stream.__new__(Stream)
-        stream.number = tracker.stream
+        stream.stream_id = tracker.stream
         return stream
 
     @contextlib.contextmanager
     def use(stream: Stream | None) -> Iterator[None]:
         before = tracker.stream
-        tracker.stream = stream.number if stream is not None else before
+        tracker.stream = stream.stream_id if stream is not None else before
         try:
             yield
         finally:
