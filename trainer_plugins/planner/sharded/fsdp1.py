@@ -90,7 +90,7 @@ def _readers_are_known(patches: Patches, tracker: Tracker) -> None:
 
     def noted(tensor: torch.Tensor, stream: Any) -> None:
         if tracker.device == "cuda":
-            tracker.read_by(tensor, stream.number)
+            tracker.read_by(tensor, stream.stream_id)
 
     patches.set(torch.Tensor, "record_stream", noted)
 
