@@ -224,7 +224,8 @@ RULES = (
     _host(r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)", "safetensors/safetensors#528"),
     _host(r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
     _ended(
-        r"ray\.exceptions\.OutOfMemoryError: |Task was killed due to the node running low on memory",
+        r"ray\.exceptions\.OutOfMemoryError: |Task was killed due to the node running low on memory"
+        r"|Memory on the node \(IP: ",
         "real-stanford/flingbot#11, OpenRLHF/OpenRLHF#1013",
     ),
     _ended(
@@ -295,7 +296,7 @@ RULES = (
     _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
         rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
-        r"|\bzsh: killed {2,12}\S|terminated by signal SIGKILL",
+        r"|\bzsh: killed {2,12}\S|terminated (?:by|with) signal SIGKILL",
         "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
     ),
     # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".

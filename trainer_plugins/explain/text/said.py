@@ -8,7 +8,8 @@ from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 
 # What ran out, why the process ended, and what is said. Words that name it come before others.
 _SAID: tuple[tuple[Source, str, str], ...] = (
-    ("engine", "", r"Available (?:KV cache )?memory: (?:-\d|0,)"),  # vLLM before it gives up
+    # vLLM before it gives up; SGLang's pool.
+    ("engine", "", r"Available (?:KV cache )?memory: (?:-\d|0,)|(?:Prefill|Decode) out of memory"),
     ("shared", "", r"\b_share_(?:filename|fd)_cpu_\("),
     ("host", "", r"(?i:paging file is too small|\berror 1455)"),
     ("host", KILLED_FROM_OUTSIDE, r"all available RAM|\bRay OOM\b"),
@@ -16,8 +17,9 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
     (
         "allocator",
         "",
-        r"(?i:out[ -]of[ -]memory|OutOfMemory|(?<![\w-])OOM(?![\w-])|not enough (?:gpu )?memory"
-        r"|failed to allocate memory)|NvMapMemAlloc\w*.{0,20}error 12|显存不足|爆显存|显存溢出",
+        r"(?i:out[ -]of[ -]memory|OutOfMemory|(?<![a-z0-9_-])OOM(?![a-z0-9_-])|CUDA out of$"
+        r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:))"
+        r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12|显存不足|爆显存|显存溢出",
     ),
 )
 _NOT_SAID = r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|if|handl\w*)\b[^.!?]{0,40})"
@@ -46,8 +48,5 @@ def _at_words(lines: tuple[Line, ...], source: Source, fatal: str, words: str) -
         if re.search(words, line.text) and not re.search(f"{_NOT_SAID}(?:{words})", line.text):
             is_certain = source == "engine"
             oom = OutOfMemory(source=source, is_certain=is_certain, fatal=fatal, text=line.text)
-            # A title has no writer, but a rank may have written the traceback that follows.
-            frames = (one.writer for one in lines[at:] if _FRAME.match(one.text))
-            told = line._replace(writer=line.writer or next(frames, ""))
-            return Excerpt(oom, (*lines[:at], told, *lines[at + 1 :]), at)
+            return Excerpt(oom, lines, at)
     return None

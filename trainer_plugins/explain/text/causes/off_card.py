@@ -77,8 +77,8 @@ def host_kill(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(
-        r"Out of memory: Killed process|invoked oom-killer|oom-kill:|low on memory|memory pressure"
-        r"|ray\.exceptions\.OutOfMemory|docs\.ray",
+        r"Out of memory: Killed process|invoked oom-killer|oom-kill:|low on memory"
+        r"|ray\.exceptions\.OutOfMemory|docs\.ray|memory pressure|Memory on the node",
         facts.oom.text,
     )
     if not by_kernel and not _is_killed(facts):

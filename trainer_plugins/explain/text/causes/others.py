@@ -84,7 +84,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine's words are: {words[:200]}", summary=summary)
-    inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
+    inside = facts.called(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
     engine = inside or re.search(_ENGINE, facts.writer + words)
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
@@ -105,7 +105,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         why,
         doubt="The text does not show whether the engine or the training takes too much: the"
         " engine's log has what it reserved for its KV cache",
-        is_sure=warming,
+        is_sure=warming and facts.oom.is_certain,
     )
 
 
