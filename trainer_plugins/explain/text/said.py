@@ -6,7 +6,7 @@ from trainer_plugins.explain.text.excerpt import Excerpt, Line
 from trainer_plugins.oom import OutOfMemory, classify_anywhere
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 
-# What ran out, why the process ended, and what is said. Words that name it come before others.
+# What ran out, why the process ended, and a person's words. Those that name it come first.
 _SAID: tuple[tuple[Source, str, str], ...] = (
     # vLLM before it gives up; SGLang's pool.
     ("engine", "", r"Available (?:KV cache )?memory: (?:-\d|0,)|(?:Prefill|Decode) out of memory"),
@@ -24,7 +24,7 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
 )
 _NOT_SAID = r"(?i:\b(?:no|avoid\w*|prevent\w*|without|against|if|handl\w*)\b[^.!?]{0,40})"
 _ANY = re.compile("|".join(words for *_, words in _SAID) + "|[Mm]emory")
-_AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): ")
+_AN_ERROR = re.compile(r"[\w.]+(?:Error|Exception): |KeyboardInterrupt|SystemExit")
 _FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else
 
