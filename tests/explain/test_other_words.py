@@ -326,3 +326,37 @@ def test_a_cudnn_that_is_not_initialised_in_backward_is_a_full_card() -> None:
     answer = explained(backward + "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
 
     assert (answer.causes[0].code, answer.causes[0].grade) == ("capacity", "possible")
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ("训练时显存不足", "capacity"),
+        ("Why does it say Error 1455?", "host-commit"),
+        ("Your session crashed after using all available RAM.", "host-kill"),
+        ("INFO gpu_worker.py:298] Available KV cache memory: -2.77 GiB", "engine-share"),
+        ("OOM with 2 cards\n" + frame("/v/torch/optim/adam.py", "_init_group", "x"), "optimizer-state"),
+        ("slurmstepd: error: Exceeded job memory limit at some point.", "host-limit"),
+    ],
+)  # fmt: skip
+def test_an_oom_that_a_person_tells_of_is_explained(told: str, code: str) -> None:
+    assert explained(told).causes[0].code == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 3\n" * 100 + "a smaller batch, and OOM is far\n",
+        "it trains without OOM",
+        "OOM?\n" + frame("/app/run.py", "<module>", "x[9]") + "IndexError: list index out of range",
+    ],
+)
+def test_a_log_of_something_else_is_no_oom(text: str) -> None:
+    assert not explained(text).causes
+
+
+def test_another_error_of_the_card_gets_a_remedy_in_the_makers_words() -> None:
+    answer = explained("RuntimeError: HIP error: invalid device function")
+
+    assert answer.causes[0].code == "not-an-oom"
+    assert "HIP_LAUNCH_BLOCKING" in answer.remedies[0].do

@@ -335,6 +335,15 @@ POSITIVES = (
         "junjie18/CMT#15",
         "driver",
     ),
+    Case(RUNTIME, "Invalid buffer size: 19.45 GB", "pytorch/pytorch#141909", "allocator"),
+    Case(
+        "log",
+        "libc++abi: terminating due to uncaught exception of type std::runtime_error: [METAL] Command buffer execution "
+        "failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+        "youssofal/MTPLX#194",
+        "driver",
+        survivable=False,
+    ),
     Case(
         "log",
         "UserWarning: CUDA initialization: Unexpected error from cudaGetDeviceCount(). Did you run some cuda "

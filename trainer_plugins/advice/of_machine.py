@@ -267,6 +267,24 @@ LOOK_AT = Advice(
     code="look at PLACE",
 )
 
+# Where words are taken for an OOM.
+WAIT_FOR_KERNELS = Advice(
+    effect="each call waits for its kernel, so the traceback names the one that fails",
+    price="much slower",
+    when="where a kernel fails for another reason than memory",
+    code='os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # before torch is imported',
+)
+FREE_DISK = Advice(
+    effect="shows which disk is full; HF_HOME and TMPDIR move caches to another",
+    when="where a disk is full",
+    shell="df -h . ~/.cache /tmp",
+)
+SMALLER_BLOCKS = Advice(
+    effect="a kernel's blocks are then small enough for this card's multiprocessors",
+    when="where a Triton kernel does not fit",
+    code="smaller block sizes or num_stages=1 in the kernel, or another attention backend",
+)
+
 # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 JAX_SHARE = Advice(
     effect="JAX takes 95 % of the card at its start, and not 75 %",

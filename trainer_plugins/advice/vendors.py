@@ -17,6 +17,7 @@ class Vendor:
     processes: str = ""  # the command that lists processes with their memory
     memory: str = ""  # the command that shows how full the cards are
     visible: str = ""  # the variable that chooses cards
+    blocking: str = ""  # the variable that makes each call wait for its kernel
     expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
     def translated(self, words: str) -> str:
@@ -27,6 +28,7 @@ class Vendor:
             r"nvidia-smi": self.memory.split(" -")[0].split(" info")[0],
             r"CUDA_VISIBLE_DEVICES": self.visible,
             r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": self.expandable,
+            r"CUDA_LAUNCH_BLOCKING": self.blocking,
             r"torch\.cuda\b": self.module,
             r'"cuda"': f'"{self.module.removeprefix("torch.")}"',
             r"CUDA call": f"{self.name} call",
@@ -45,25 +47,28 @@ class Vendor:
 VENDORS = (
     Vendor(
         name="HIP",
-        seen=r"\bHIP (?:out of memory|error)|hipError|\+rocm\d|/opt/rocm|\bamdgpu\b",
+        seen=r"\bHIP (?:out of memory|error)|hipError|\+rocm\d|/opt/rocm|\bamdgpu\b"
+        r"|Memory access fault by GPU",
         processes="rocm-smi --showpids",
         memory="rocm-smi --showmeminfo vram",
         visible="HIP_VISIBLE_DEVICES",
+        blocking="HIP_LAUNCH_BLOCKING",
         expandable="PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
         module="torch.cuda",
     ),
     Vendor(
         name="NPU",
-        seen=r"\bNPU out of memory|torch_npu[/\\.]|\bnpu-smi\b",
+        seen=r"\bNPU out of memory|torch_npu[/\\.]|\bnpu-smi\b|(?i:\bascend)|\bEL0004\b",
         processes="npu-smi info",
         memory="npu-smi info",
         visible="ASCEND_RT_VISIBLE_DEVICES",
+        blocking="ASCEND_LAUNCH_BLOCKING",
         expandable="PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
         module="torch.npu",
     ),
     Vendor(
         name="XPU",
-        seen=r"\bXPU out of memory|level_zero|torch\.xpu|\bxpu-smi\b",
+        seen=r"\bXPU out of memory|level_zero|torch\.xpu|\bxpu-smi\b|UR_RESULT_",
         processes="xpu-smi ps",
         memory="xpu-smi stats -d 0",
         visible="ZE_AFFINITY_MASK",
@@ -89,7 +94,7 @@ VENDORS = (
     ),
     Vendor(
         name="MPS",
-        seen=r"MPS backend out of memory",
+        seen=r"MPS backend out of memory|Invalid buffer size|Command buffer|kIOGPU|metal::malloc",
         processes="Activity Monitor, Memory",
         memory="Activity Monitor",
         module="torch.mps",
@@ -99,6 +104,7 @@ VENDORS = (
 CUDA = Vendor(
     name="CUDA",
     visible="CUDA_VISIBLE_DEVICES",
+    blocking="CUDA_LAUNCH_BLOCKING",
     expandable="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     module="torch.cuda",
 )

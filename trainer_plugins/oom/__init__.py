@@ -1,6 +1,6 @@
 """Decides what counts as an out-of-memory error, from text alone."""
 
-from trainer_plugins.oom.classify import OutOfMemory, classify
+from trainer_plugins.oom.classify import OutOfMemory, classify, classify_anywhere
 from trainer_plugins.oom.rules import Source
 
-__all__ = ["OutOfMemory", "Source", "classify"]
+__all__ = ["OutOfMemory", "Source", "classify", "classify_anywhere"]

@@ -69,11 +69,12 @@ _NUMBERS = {
         rf"[Tt]ried to allocate {_SIZE}",
         rf"Requested {{0,40}}: {_SIZE}",
         rf"Unable to allocate {_SIZE}",
+        rf"Invalid buffer size: {_SIZE}",
         rf"desired GPU memory utilization \([\d.]{{1,9}}, {_SIZE}",
         rf"{_SIZE} KV cache is needed",
         r"[Aa]lloc\w{0,20}(?: async| failed for size| of size)? ?:{0,2}(\d{1,20})()"
         r"(?: bytes| \(|\sfailed)",
-        r"(?:mmap|allocation of) (\d{1,20})() bytes",
+        r"(?:mmap|allocation of|Attempting to allocate) (\d{1,20})() bytes",
     ),
     "total_bytes": (
         rf"total capaci?ty of {_SIZE}",
@@ -130,6 +131,12 @@ def classify(error: BaseException | str) -> OutOfMemory | None:
     chain = list(_chain(error))
     all_texts = [text for one in chain for text in _texts(one)]
     return next((found for text in all_texts if (found := _read(text, all_texts))), None)
+
+
+def classify_anywhere(line: str) -> OutOfMemory | None:
+    """Read a line as `classify` does, whatever precedes the words: a person's own sentence."""
+    starts = [match.start() for _, pattern in _COMPILED if (match := pattern.search(line))]
+    return _read(line[min(starts) :], [line]) if starts else None
 
 
 def _chain(error: BaseException) -> Iterator[Exception]:

@@ -41,7 +41,7 @@ _LOST_WORKER = (
 )
 _ENDED = "the process was ended"
 _NOT_STARTED = "the engine did not start"
-_KILLED = "the process was killed from outside, and the log does not say by what"
+KILLED_FROM_OUTSIDE = "the process was killed from outside, and the log does not say by what"
 
 # Code that asks for page-locked memory: by name, or by a non-blocking copy to main memory.
 # Unsloth's checkpointing keeps its activations in buffers that are pinned too.
@@ -63,7 +63,7 @@ _driver = partial(Rule, "driver")
 _ended = partial(Rule, "host", fatal=_ENDED)
 _engine = partial(Rule, "engine", fatal=_NOT_STARTED)
 _host = partial(Rule, "host")
-_killed = partial(Rule, "host", fatal=_KILLED, is_certain=False, follows_anything=True)
+_killed = partial(Rule, "host", fatal=KILLED_FROM_OUTSIDE, is_certain=False, follows_anything=True)
 _library = partial(Rule, "library")
 _nccl = partial(Rule, "nccl", fatal=_LOST_COLLECTIVE)
 _perhaps_library = partial(Rule, "library", is_certain=False)
@@ -118,6 +118,7 @@ RULES = (
         "Stable-X/ComfyUI-Hi3DGen#16: a report of ComfyUI",
         follows_anything=True,
     ),
+    _allocator(r"Invalid buffer size: \d", "pytorch/pytorch#141909: MPS, one buffer"),
     _allocator(
         r"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed", "huggingface/optimum-habana#1469"
     ),
@@ -166,15 +167,22 @@ RULES = (
         fatal=_ENDED,
     ),
     _driver(
-        r"level_zero backend failed .{0,100}OUT_OF_DEVICE_MEMORY",
+        r"(?:(?:level_zero|UR) backend|Native API) failed\b.{0,100}OUT_OF_DEVICE_MEMORY"
+        r"|UR error: .{0,40}OUT_OF_DEVICE_MEMORY",
         "intel/torch-xpu-ops#5432",
         fatal=_LOST_XPU,
     ),
     _driver(
-        r"level_zero backend failed .{0,100}OUT_OF_RESOURCES",
-        "pytorch/pytorch#190972",
+        r"(?:(?:level_zero|UR) backend|Native API) failed\b.{0,100}OUT_OF_RESOURCES",
+        "pytorch/pytorch#190972, intel/torch-xpu-ops#1761",
         fatal=_LOST_XPU,
         is_certain=False,
+    ),
+    _driver(
+        r"Command buffer execution failed: Insufficient Memory|error: Insufficient Memory \("
+        r"|\[metal::malloc\] Attempting to allocate \d",
+        "ml-explore/mlx#479, ggml-org/llama.cpp#16274; mlx, metal/allocator.cpp",
+        fatal=_ENDED,
     ),
     # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.
     _library(
@@ -215,7 +223,11 @@ RULES = (
     _host(r"\[enforce fail at CPUAllocator\.cpp:\d{1,9}\] posix_memalign", "pytorch/pytorch#20618"),
     _host(r"unable to mmap \d{1,20} bytes from file .{0,300}\(12\)", "safetensors/safetensors#528"),
     _host(r"(?:OSError: )?\[Errno 12\] Cannot allocate memory", "microsoft/Graphormer#7"),
-    _ended(r"ray\.exceptions\.OutOfMemoryError: ", "real-stanford/flingbot#11"),
+    _ended(
+        r"ray\.exceptions\.OutOfMemoryError: |Task was killed due to the node running low on memory"
+        r"|Memory on the node \(IP: ",
+        "real-stanford/flingbot#11, OpenRLHF/OpenRLHF#1013",
+    ),
     _ended(
         r"\b[1-9]\d{0,8} Workers \(tasks / actors\) killed due to memory pressure"
         r"|address the out of memory issue: https://docs\.ray\.io",
@@ -223,10 +235,15 @@ RULES = (
         follows_anything=True,
     ),
     _host(r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)", "numpy, pyarrow, Python"),
-    _ended(r"\bOut of memory: Killed process \d", "equinor/ert#7797", follows_anything=True),
     _ended(
-        r"slurmstepd: error: Detected \d{1,9} oom[-_]kill event",
-        "ArjunaCluster/ArjunaUsers#52",
+        r"\bOut of memory: Killed process \d|\binvoked oom-killer: |\boom-kill:constraint=",
+        "equinor/ert#7797, gensyn-ai/rl-swarm#463",
+        follows_anything=True,
+    ),
+    _ended(
+        r"slurmstepd: error: Detected \d{1,9} oom[-_]kill event"
+        r"|(?:slurmstepd|srun)[^\n]{0,80}[Ee]xceeded (?:job |step )?memory limit",
+        "ArjunaCluster/ArjunaUsers#52, openbabel/openbabel#2658",
         follows_anything=True,
     ),
     _ended(
@@ -240,14 +257,15 @@ RULES = (
         follows_anything=True,
     ),
     _host(
-        r"\[WinError 1455\]|\(os error 1455\)",
+        r"\[WinError 1455\]|\( ?os error 1455 ?\)",
         "cszn/KAIR#127",
         fatal="Windows' commit limit is reached, and freeing device memory does not raise it",
         follows_anything=True,
     ),
     _ended(
-        r"\bOOMKilled\b|\bMemory cgroup out of memory: Kill",
-        "alauda/kubeflow-chart#45, docker/for-linux#1001",
+        r"\bOOM ?Kill(?:ed)?\b|\bMemory cgroup out of memory: Kill"
+        r"|node was low on resource: memory",
+        "alauda/kubeflow-chart#45, docker/for-linux#1001, kubeflow/trainer#301",
         follows_anything=True,
     ),
     # An inference engine that refuses to start. vLLM raises a ValueError.
@@ -268,8 +286,8 @@ RULES = (
     # Killed by a signal: usually for main memory, but any program may send it.
     _killed(
         r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
-        r"|<Signals\.SIGKILL: 9>|exit status -9\b",
-        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239",
+        r"|<Signals\.SIGKILL: 9>|exit status -9\b|killed by SIGKILL by OOM killer",
+        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, Unakar/Logic-RL#18: Ray",
     ),
     _killed(
         r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
@@ -278,7 +296,7 @@ RULES = (
     _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
         rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
-        r"|\bzsh: killed {2,12}\S|terminated by signal SIGKILL",
+        r"|\bzsh: killed {2,12}\S|terminated (?:by|with) signal SIGKILL",
         "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
     ),
     # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".

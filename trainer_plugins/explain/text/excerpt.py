@@ -14,13 +14,15 @@ _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM a
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
-    r"ut of memory|utOfMemory|MemoryError|OOMKilled|OOM when|EXHAUSTED|ALLOC_FAILED"
+    r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|OOM when|EXHAUSTED|ALLOC_FAILED"
     r"|annot allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
     r"|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
     r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
     r"|Free memory on|cache blocks|max seq len|mem-fraction-static|Resource exhausted|zsh: killed"
+    r"|Invalid buffer size|Insufficient Mem|metal::malloc|running low on mem|w on resource"
+    r"|on the node|memory limit"
     rf"|{KILLED}"
 )
 _LONGEST_HINT = 32

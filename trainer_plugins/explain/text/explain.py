@@ -7,36 +7,61 @@ from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
+from trainer_plugins.advice import FREE_DISK, SMALLER_BLOCKS, WAIT_FOR_KERNELS
+from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
 from trainer_plugins.explain.shared import cause, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
-from trainer_plugins.explain.text.remedies import for_cache_flushes, remedies_of, vendor_of
+from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, vendor_of
+from trainer_plugins.explain.text.said import said
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.record.oom_record import Frame, Process
 from trainer_plugins.units import size
 
-_CACHE_FLUSHES = r"allocator cache flushes since last step"
-# Words that people take for an OOM of the card, and what they are.
+# Words that people take for an OOM of the card, what they are, and what helps.
 _LOOKALIKES = (
-    (r"No space left on device", "a disk is full, not the card"),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "a disk is full, not the card",
+        (FREE_DISK,),
+    ),
     (
         r"out of resource: shared memory",
         "a Triton kernel asks for more shared memory than a multiprocessor has",
+        (SMALLER_BLOCKS,),
     ),
-    (r"an illegal memory access was encountered", "a kernel read or wrote outside its tensors"),
-    (r"device-side assert triggered", "an index is out of range in a kernel"),
+    (
+        r"an illegal memory access was encountered|Memory access fault by GPU",
+        "a kernel read or wrote outside its tensors",
+        (WAIT_FOR_KERNELS,),
+    ),
+    (
+        r"device-side assert triggered",
+        "an index is out of range in a kernel",
+        (WAIT_FOR_KERNELS,),
+    ),
     (
         r"_bfc\) ran out of memory .*this is not a failure",
         "TensorFlow found no room for a faster way, and takes a slower one",
+        (),
     ),
     (
-        _CACHE_FLUSHES,
+        r"allocator cache flushes since last step",
         "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
+        CACHE_FLUSHES,
     ),
+    (
+        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|[Cc]uda failure \d{1,4} '",
+        "a kernel or a call of the driver failed, for another reason than memory",
+        (WAIT_FOR_KERNELS,),
+    ),
+)
+_MAY_BE_FULL = (
+    "A full card may look like this too: `nvidia-smi` while it fails shows whether there is room"
 )
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
@@ -80,12 +105,15 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     if causes:
         remedies = remedies_of(causes, facts, CUDA)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
-    for line, (pattern, meaning) in product(excerpt.lines, _LOOKALIKES):
+    for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
             words = f"The words are: {line.text.strip()[:200]}"
-            found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}")
-            remedies = for_cache_flushes(facts) if pattern == _CACHE_FLUSHES else ()
+            doubt = _MAY_BE_FULL if "cublas" in line.text else ""
+            found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}", doubt=doubt)
+            remedies = no_oom_remedies(helps, facts)
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
+    if told := said(excerpt):
+        return explain_excerpt(told, subject)
     return Explanation(subject=subject, causes=(), remedies=())
 
 

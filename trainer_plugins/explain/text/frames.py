@@ -58,8 +58,14 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
             before.clear()  # of a rank whose frames are elsewhere
             continue
         before.append(line.text)
-    after = [line.text for line in lines[at + 1 : at + _MOST_LINES] if line.writer == writer]
-    return tuple(_frames(before[::-1]) or _frames(after))
+    following = lines[at + 1 : at + _MOST_LINES]
+    found = _frames(before[::-1]) or _frames(
+        [one.text for one in following if one.writer == writer]
+    )
+    if not found and not writer:  # a title: a rank or a worker has written what follows
+        other = next((one.writer for one in following if _PYTHON.match(one.text)), "")
+        found = _frames([one.text for one in following if one.writer == other])
+    return tuple(found)
 
 
 def _frames(texts: Sequence[str]) -> list[Frame]:

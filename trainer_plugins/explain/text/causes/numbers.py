@@ -49,7 +49,8 @@ def is_held_outside_torch(facts: TextFacts) -> bool:
 def contradictory(facts: TextFacts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
-    held_nothing = free is None and facts.live == 0 and (asked or 0) <= (total or 0)
+    room = total if free is None else free
+    held_nothing = facts.live == 0 and room is not None and (asked or 0) <= room
     if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
         return _refused_at_once(facts)
     if free is None or asked is None or facts.oom.limit_bytes is not None:

@@ -13,7 +13,8 @@ _SMALL_BYTES = 4 * GIB
 _PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
 _USED = r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%"
 _LIMITED = (
-    r"OOMKilled|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg|oom[-_ ]kill event|srun: error.*Out Of"
+    r"OOM ?Kill|emory limit|low on resource|[Mm]emory cgroup|CONSTRAINT_MEMCG|oom_memcg"
+    r"|oom[-_ ]kill event|srun: error.*Out Of"
 )
 _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
 
@@ -76,7 +77,8 @@ def host_kill(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(
-        r"Out of memory: Killed process|ray\.exceptions\.OutOfMemory|memory pressure|docs\.ray",
+        r"Out of memory: Killed process|invoked oom-killer|oom-kill:|low on memory"
+        r"|ray\.exceptions\.OutOfMemory|docs\.ray|memory pressure|Memory on the node",
         facts.oom.text,
     )
     if not by_kernel and not _is_killed(facts):
@@ -100,7 +102,7 @@ def _killed_in(facts: TextFacts) -> str:
 
 def host_commit(facts: TextFacts) -> Cause | None:
     """Windows refuses memory that its paging file cannot back."""
-    by_code = re.search(r"WinError 1455|os error 1455", facts.oom.text)
+    by_code = re.search(r"[Ee]rror 1455|paging file is too small", facts.oom.text)
     by_torch = facts.oom.source == "host" and re.search(
         r"not enough memory: you tried", facts.oom.text
     )

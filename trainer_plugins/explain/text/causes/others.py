@@ -16,9 +16,11 @@ _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
-_ENGINE = r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|EngineCore|cumem_allocator"
+_ENGINE = (
+    r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|RayWorkerWrapper|EngineCore|cumem_allocator"
+)
 _WARMS_UP = r"warming up|Capture cuda graph failed"
-_SERVES = r"\bvllm serve\b|(?:vllm|sglang)\.(?:launch_server|entrypoints)"
+_SERVES = r"\b(?:vllm|sglang) serve\b|(?:vllm|sglang)\.(?:launch_server|entrypoints)"
 # The words of an engine that refuses to start or to go on, and what they mean.
 _REFUSALS = (
     (r"out of memory", "the inference engine's pool of requests or tokens is full"),
@@ -82,7 +84,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine's words are: {words[:200]}", summary=summary)
-    inside = facts.called(r"[/\\](?:vllm|sglang)[/\\]|\b(?:vllm|sglang)\.")
+    inside = facts.called(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
     engine = inside or re.search(_ENGINE, facts.writer + words)
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
@@ -103,7 +105,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         why,
         doubt="The text does not show whether the engine or the training takes too much: the"
         " engine's log has what it reserved for its KV cache",
-        is_sure=warming,
+        is_sure=warming and facts.oom.is_certain,
     )
 
 
@@ -209,7 +211,8 @@ def _by_table(facts: TextFacts) -> Cause | None:
 
 def _at_first_touch(facts: TextFacts) -> Cause | None:
     is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
-    if facts.oom.source != "driver" or not facts.failed or is_later:
+    is_driver = facts.oom.source == "driver" and facts.oom.is_certain
+    if not is_driver or not facts.failed or is_later:
         return None
     return cause(
         "foreign",

@@ -6,7 +6,6 @@ from itertools import islice
 
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import (
-    CACHE_FLUSHES,
     FOR_CAUSE,
     ONE_ROW,
     ONLY_RUN,
@@ -36,9 +35,9 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts, vendor: Vendor) -> tu
     return tuple(found.values())
 
 
-def for_cache_flushes(facts: TextFacts) -> tuple[Remedy, ...]:
-    """Collect what helps where torch releases its cache again and again, without an OOM."""
-    return tuple(_for("not-an-oom", CACHE_FLUSHES, facts, vendor_of(facts)))
+def no_oom_remedies(order: Iterable[Advice], facts: TextFacts) -> tuple[Remedy, ...]:
+    """Collect what helps where words are taken for an OOM."""
+    return tuple(_for("not-an-oom", order, facts, vendor_of(facts)))
 
 
 def _for(code: str, order: Iterable[Advice], facts: TextFacts, vendor: Vendor) -> Iterator[Remedy]:
