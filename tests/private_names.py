@@ -35,6 +35,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_get_train_sampler": (TRAINER,),
     "_ops": ("torch",),
     "_orig_torch_tensor": ("deepspeed.runtime.zero.partition_parameters",),
+    "_dist_allgather_fn": ("deepspeed.runtime.zero.partition_parameters",),
     "_unique2": ("torch",),
     "_BatchNorm": ("torch.nn.modules.batchnorm",),
     "_C": ("torch",),

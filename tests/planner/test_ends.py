@@ -335,11 +335,14 @@ def test_plans_of_one_process_share_a_server(monkeypatch):
 
 
 NAMED_LIKE_A_LIBRARY = """
+import atexit
 import json
+import sys
 from pathlib import Path
 from typer.testing import CliRunner
 from trainer_plugins.cli import app
 
+atexit.register(print, "nanobind: leaked 64 types!\\nSee refleaks.html", file=sys.stderr)
 place = Path(__file__).with_name("config.json")
 print(CliRunner().invoke(app, ["plan", "--model", str(place), "--lora-r", "4"]).output, flush=True)
 """

@@ -33,6 +33,7 @@ def run_without_bytes(patches: Patches, tracker: Tracker) -> list[Any]:
     _ranks_agree(patches)
     _gradients_are_finite(patches)
     _streams(patches)
+    _gathers_hold_what_they_send(patches)
     _ops_are_not_built(patches)
     _buffers_are_known(patches, tracker)
     _engines_are_watched(patches, tracker, engines)
@@ -100,6 +101,28 @@ def _streams(patches: Patches) -> None:
     patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for name in ("range_push", "range_pop"):
         patches.set(torch.cuda.nvtx, name, lambda *_: 0)
+
+
+class _Gather:
+    """Holds what a gather sends until someone waits for it.
+
+    So does NCCL's work (`stashed_for_allocator_safety_`, ProcessGroupNCCL.cpp). Weights that wait in
+    main memory are sent from a copy on the card.
+    """
+
+    def __init__(self, gather: Callable[..., Any], sent: torch.Tensor, *to: Any, **group: Any):
+        self._sent: torch.Tensor | None = sent
+        self._work = gather(sent, *to, **group)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._sent = None
+
+
+def _gathers_hold_what_they_send(patches: Patches) -> None:
+    from deepspeed.runtime.zero import partition_parameters
+
+    patches.wrap(partition_parameters, "_dist_allgather_fn", _Gather)
 
 
 class _Op:
