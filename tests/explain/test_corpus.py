@@ -14,7 +14,7 @@ from trainer_plugins.explain.text import explain_text
 
 CORPUS = Path(__file__).parent / "corpus"
 # Each set's first run, how many were right first, is its result: the rules had not seen them.
-FIRST_RUN = {"fresh": 45, "fresh2": 49}
+FIRST_RUN = {"fresh": 45, "fresh2": 49, "fresh3": 48}
 PAGE = Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md"
 
 
@@ -77,6 +77,11 @@ WITHOUT_REMEDY = {
     "talmolab-sleap-2089.txt",  # TensorFlow's warning needs none
     "rocm-therock-2118.txt",  # a test's own limit
     "unslothai-unsloth-1667.txt",  # Unsloth's way to save
+    "hiyouga-llamafactory-7275.txt",  # none is known for a Gaudi's generic failure
+    # Errors of the program, and no OOM: there is nothing to say.
+    "modelscope-ms-swift-5119.txt",
+    "philipy1219-comfyui-taylorseer-22.txt",
+    "tanhuajie-reason-rft-29.txt",
 }
 PROCESSES = advice.LIST_PROCESSES.flag(Door.SHELL)
 
@@ -101,7 +106,7 @@ def test_a_text_of_today_gets_its_cause_and_a_remedy_for_its_card(
     makers = {"CUDA", *(each.name for each in VENDORS)}
     strange = set.union(*map(words_of, makers - {vendor})) - words_of(vendor)
 
-    assert answer.causes[0].code in codes.split(",")
+    assert next((one.code for one in answer.causes), "none") in codes.split(",")
     assert any(re.search(remedies, do) for do in first_two) is (file not in WITHOUT_REMEDY)
     assert [word for word in strange if re.search(rf"(?<![\w-]){re.escape(word)}", typed)] == []
 

@@ -360,3 +360,23 @@ def test_another_error_of_the_card_gets_a_remedy_in_the_makers_words() -> None:
 
     assert answer.causes[0].code == "not-an-oom"
     assert "HIP_LAUNCH_BLOCKING" in answer.remedies[0].do
+
+
+def test_what_ray_only_suspects_is_a_guess() -> None:
+    died = (
+        "Worker exits with an exit code None. The worker may have exceeded K8s pod memory limits."
+    )
+    first = explained(died).causes[0]
+
+    assert (first.code, first.grade) == ("host-limit", "likely")
+
+
+def test_an_error_of_a_gaudi_is_no_oom_unless_it_names_memory() -> None:
+    failed = explained(
+        "RuntimeError: synNodeCreateWithId failed with synStatus 26 [Generic failure]."
+    )
+
+    assert failed.causes[0].code == "not-an-oom"
+    assert "`hl-smi`" in failed.causes[0].doubt
+    assert not failed.remedies
+    assert not explained("RuntimeError: failed with synStatus 9 [Device memory refused].").causes

@@ -742,6 +742,30 @@ POSITIVES = (
     ),
     Case(
         "log",
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker exits unexpectedly. Worker exits with an exit code None. The worker may have exceeded K8s pod memory "
+        "limits.",
+        "AgentR1/Agent-R1#33",
+        "host",
+        survivable=False,
+        certain=False,
+    ),
+    Case(
+        "log",
+        "[PID: 210907] 2026-04-09-21:56:40.384.694 Memory_Allocation_Failure(EL0004): Failed to allocate memory "
+        "requested by GE module.",
+        "PKU-YuanGroup/Helios#62",
+        "allocator",
+    ),
+    Case(
+        "log",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to "
+        "allocate 15.65G. That was not possible. There are 11.08G free.; (0x0x0_HBM0)",
+        "google-deepmind/gemma#85",
+        "allocator",
+    ),
+    Case(
+        "log",
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 "
         "bytes.",
         "patrickbryant1/AFProfile#8",

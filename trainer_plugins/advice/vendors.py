@@ -77,7 +77,7 @@ VENDORS = (
     ),
     Vendor(
         name="HPU",
-        seen=r"MODULE:(?:PT_DEVMEM|SYNHELPER)|habana_frameworks|\bhl-smi\b",
+        seen=r"MODULE:(?:PT_DEVMEM|SYNHELPER)|habana_frameworks|\bhl-smi\b|\bsynStatus\b",
         processes="hl-smi",
         memory="hl-smi",
         visible="HABANA_VISIBLE_MODULES",

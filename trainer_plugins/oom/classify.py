@@ -75,6 +75,7 @@ _NUMBERS = {
         r"[Aa]lloc\w{0,20}(?: async| failed for size| of size)? ?:{0,2}(\d{1,20})()"
         r"(?: bytes| \(|\sfailed)",
         r"(?:mmap|allocation of|Attempting to allocate) (\d{1,20})() bytes",
+        r"Attempting to allocate (\d{1,9}\.\d{1,9})([KMGT])\. ",
     ),
     "total_bytes": (
         rf"total capaci?ty of {_SIZE}",

@@ -103,9 +103,10 @@ RULES = (
         "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
     ),
     _allocator(
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Failed to alloc|XLA:TPU)"
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): "
+        r"(?:Out of memory|Failed to alloc|Error allocating device buffer|XLA:TPU)"
         r"|OOM when allocating tensor",
-        "patrickbryant1/AFProfile#8, ai-models-graphcast#18, keras-team/keras#9643",
+        "patrickbryant1/AFProfile#8, google-deepmind/gemma#85, keras-team/keras#9643",
     ),
     _allocator(
         r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
@@ -125,6 +126,11 @@ RULES = (
     _allocator(
         r"FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size",
         "HabanaAI/Model-References#10",
+    ),
+    _allocator(
+        r"\bEL0004\)?: .{0,100}?Failed to allocate memory",
+        "PKU-YuanGroup/Helios#62: CANN, of an Ascend card",
+        follows_anything=True,
     ),
     # torch asserts this only while it writes an OOM message (reportProcessMemoryInfo).
     Rule(
@@ -292,6 +298,11 @@ RULES = (
     _killed(
         r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
         "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
+    ),
+    _killed(
+        r"worker may have exceeded K8s pod memory limits"
+        r"|the process was killed by the OOM killer due to high memory usage",
+        "AgentR1/Agent-R1#33, verl-project/verl#4921: Ray, of any worker that has died",
     ),
     _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"

@@ -40,7 +40,7 @@ _LOOKALIKES = (
         (WAIT_FOR_KERNELS,),
     ),
     (
-        r"device-side assert triggered",
+        r"device-side assert triggered|\.(?:cu|hip):\d{1,5}: .{0,300}\bAssertion `",
         "an index is out of range in a kernel",
         (WAIT_FOR_KERNELS,),
     ),
@@ -55,7 +55,8 @@ _LOOKALIKES = (
         CACHE_FLUSHES,
     ),
     (
-        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|[Cc]uda failure \d{1,4} '",
+        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|[Cc]uda failure \d{1,4} '"
+        r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)",
         "a kernel or a call of the driver failed, for another reason than memory",
         (WAIT_FOR_KERNELS,),
     ),
@@ -108,7 +109,8 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
             words = f"The words are: {line.text.strip()[:200]}"
-            doubt = _MAY_BE_FULL if "cublas" in line.text else ""
+            is_vague = re.search(r"cublas|Generic failure", line.text)
+            doubt = vendor_of(facts).translated(_MAY_BE_FULL) if is_vague else ""
             found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}", doubt=doubt)
             remedies = no_oom_remedies(helps, facts)
             return Explanation(subject=subject, causes=(found,), remedies=remedies)

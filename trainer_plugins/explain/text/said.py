@@ -18,7 +18,8 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         "allocator",
         "",
         r"(?i:out[ -]of[ -]memory|OutOfMemory|(?<![a-z0-9_-])OOM(?![a-z0-9_-])|CUDA out of$"
-        r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:))"
+        r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
+        r"|enough GPU RAM)"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12|显存不足|爆显存|显存溢出",
     ),
 )

@@ -17,6 +17,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     numbers.spilled,
     others.kept_after_catch,
     others.gave_up,
+    others.refused_load,
     others.other_framework,
     # Not the card's memory.
     off_card.shm,

@@ -140,7 +140,7 @@ def is_fragmented(facts: TextFacts) -> bool:
     asked, unused, free, total = facts.asked, facts.unused, facts.free or 0, facts.total
     if asked is None or unused is None or total is None:
         return False
-    return asked > free and is_in_pieces(asked, unused, free, total)
+    return asked >= free and is_in_pieces(asked, unused, free, total)
 
 
 def wrong_shape(facts: TextFacts) -> Cause | None:

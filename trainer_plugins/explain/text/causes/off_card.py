@@ -58,7 +58,7 @@ def host_limit(facts: TextFacts) -> Cause | None:
         _host_use(facts),
         doubt="SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
         " --format=State,MaxRSS,ReqMem` or `cat /sys/fs/cgroup/memory.events` settles it",
-        is_sure=is_named,
+        is_sure=is_named and facts.oom.is_certain,
     )
 
 

@@ -128,6 +128,18 @@ def gave_up(facts: TextFacts) -> Cause | None:
     )
 
 
+def refused_load(facts: TextFacts) -> Cause | None:
+    """A quantised model does not fit whole, and bitsandbytes leaves no part in main memory."""
+    if "dispatched on the CPU or the disk" not in facts.oom.text:
+        return None
+    return cause(
+        "load-too-large",
+        f"The words are: {facts.oom.text.strip()[:200]}",
+        doubt="The text does not show how much of the card was free: `nvidia-smi` before the start"
+        " settles it",
+    )
+
+
 def other_framework(facts: TextFacts) -> Cause | None:
     """JAX or TensorFlow got no memory: what is known of torch does not apply."""
     if not facts.framework:

@@ -34,7 +34,7 @@ _MOVING = (
 )
 _LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
-    r"|\blogits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits"
+    r"|(?:\b|_)logits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits"
     r"|selective_log|_logps|logprobs|log_probs|entropy_from"
 )
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"

@@ -73,7 +73,7 @@ _OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_called("fsdp"), _says("(?i)fsdp"))
 _UNSLOTH = _any_of(_called("(?i)unsloth"), _says("CPU_BUFFERS"))
-_TPU = _says(r"TPU|\bhbm\b")
+_TPU = _says(r"TPU|\bhbm\b|_HBM\d")
 _SLURM = _says(r"(?i)slurm|srun|sbatch")
 _CONTAINER = _says(r"(?i)docker|kubectl|kubelet|\bpod\b")
 _DEEPSPEED = _called("deepspeed|zero3")
@@ -89,6 +89,7 @@ _EXPERTS_IN_16_BITS = _all_of(
     _STACKS_EXPERTS,
     _says(r"load_in_[48]bit|BitsAndBytes|bnb_|(?i:qlora)"),
 )
+_REFUSED = _says("dispatched on the CPU or the disk")  # only of a quantised model
 _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
 # Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
 _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
@@ -176,7 +177,7 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
     # transformers 5, which alone converts, loads the dtype of the checkpoint
-    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS),
+    ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),
