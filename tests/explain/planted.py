@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
+from tests.explain.stated import check_figures
 from tests.models import token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter
 from trainer_plugins.cli import app
@@ -52,6 +53,8 @@ def explained(folder: Path) -> Told:
     shown = CliRunner().invoke(app, [*command, "--verbose"])
     assert shown.exit_code == 0, shown.output
     value = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    for each in value["causes"]:
+        check_figures(each)
     remedy = value["remedies"][0]
     assert remedy["cause"] == value["causes"][0]["code"]
     text = " ".join(shown.stdout.split())  # a terminal folds it anywhere
