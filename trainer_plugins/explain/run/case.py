@@ -12,6 +12,7 @@ from trainer_plugins.record.oom_record import LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, MIB
 
+WARM_UP_STEPS = 2
 _ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
 _LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
 # Optimizer states as a multiple of what is trained; the default is Adam's two states.
@@ -117,6 +118,12 @@ class Case:
     def samples(self) -> list[Sample]:
         samples = (each for each in self.entries if isinstance(each, Sample))
         return [each for each in samples if each.moment == "train"]
+
+    @property
+    def live_after_steps(self) -> list[tuple[int, int]]:
+        """Return steps and what was live after each, without those that make the states."""
+        steps = [(each.step, each.reading.allocated_bytes) for each in self.samples]
+        return steps[WARM_UP_STEPS:]
 
     @property
     def highest_peak(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause, Certainty
-from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
     IMPOSSIBLE_BYTES,
@@ -19,7 +19,6 @@ from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5
-_WARM_UP_STEPS = 2
 _SHAPE = " ({num_rows} x {num_tokens} tokens)"
 
 _KEPT_LOGITS = {
@@ -236,7 +235,7 @@ def kept_logits(case: Case) -> int:
 
 
 def _leak(case: Case) -> Cause | None:
-    steps = [(each.step, each.reading.allocated_bytes) for each in case.samples][_WARM_UP_STEPS:]
+    steps = case.live_after_steps
     if len(steps) < _FEWEST_STEPS:
         return None
     rising = [after[1] > before[1] for before, after in pairwise(steps)]
@@ -398,7 +397,7 @@ def _quadratic(case: Case) -> Cause | None:
 def _long_sample(case: Case) -> Cause | None:
     needed, num_steps = case.live + case.asked, len(case.samples)
     is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
-    if not is_step or num_steps <= _WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
+    if not is_step or num_steps <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
         return None
     return cause(
         "long-sample",
