@@ -63,8 +63,9 @@ def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
     if found is None or found.fits is not None or needed is None:
         return found
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
-    effect = f"until then it would have needed {size(needed + case.outside)}{batch} of {size(case.total)}"
-    found = replace(found, grade="arithmetic", effect=f"{found.effect}; {effect}")
+    peak = f"{size(needed + case.outside)}{batch} of {size(case.total)}"
+    effect = f"{found.effect}; until then it would have needed {peak}"
+    found = replace(found, grade="arithmetic", effect=effect)
     return _with_peak(found, case, needed)
 
 
