@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.explain.recorded import FORWARD, MAIN, RecordedCard
+from tests.explain.stated import check_figures
 from tests.explain.test_snapshot import explained, in_pieces, train
 from tests.planner.test_names import PLAN
 from tests.schemas import ANSWERS, FOLDER, as_text, read_answer, strict
@@ -94,12 +95,20 @@ def test_a_text(tmp_path: Path) -> None:
         "allocated_bytes": 12 * GIB,
         "capacity_bytes": 24 * GIB,
         "others_bytes": 9 * GIB,
+        "own_bytes": GIB * 27 // 2,
     }
+    assert first["evidence"][0].startswith("24.00 GiB card: 13.50 GiB yours")
+    assert first["figures"][:2] == [
+        {"name": "capacity_bytes", "value": 24 * GIB, "shown_by": "text", "sentence": 0},
+        {"name": "own_bytes", "value": GIB * 27 // 2, "shown_by": "text", "sentence": 0},
+    ]
 
 
 def test_a_snapshot(tmp_path: Path) -> None:
     explained(RecordedCard(1 * GIB), in_pieces, tmp_path / "died.pickle")
     found = answered("explain", tmp_path / "died.pickle")
+    check_figures(found["causes"][0])
+    assert {each["sentence"] for each in found["causes"][0]["figures"]} == {0, 1}
     numbers, first, remedy = found["numbers"], found["causes"][0], found["remedies"][0]
     assert (numbers["card"], numbers["stream"], numbers["pool"]) == (0, 0, "large")
     assert numbers["requested_bytes"] == numbers["rounded_bytes"] == 38 * MIB

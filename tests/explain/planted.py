@@ -11,9 +11,12 @@ import torch
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
+from tests.explain.stated import check_figures
 from tests.models import token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter
 from trainer_plugins.cli import app
+from trainer_plugins.record.history import read_history
+from trainer_plugins.record.timeline import Sample
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import MIB
 
@@ -31,6 +34,12 @@ class Told:
     text: str
     """All of it, in one line."""
 
+    needed_bytes: int | None
+    """What the run would have needed with it, as it foretells; None if it does not."""
+
+    grade: str
+    """Where that is from."""
+
     @property
     def flags(self) -> dict[str, Any]:
         """The first remedy as TrainingArguments get it."""
@@ -46,17 +55,21 @@ def _value(text: str) -> object:
         return text
 
 
-def explained(folder: Path) -> Told:
+def explained(folder: Path, predicts: bool = False) -> Told:
     """Type the command, and read what it prints."""
-    command = ["explain", str(folder), "--no-predict"]
+    command = ["explain", str(folder), *([] if predicts else ["--no-predict"])]
     shown = CliRunner().invoke(app, [*command, "--verbose"])
     assert shown.exit_code == 0, shown.output
     value = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    for each in value["causes"]:
+        check_figures(each)
     remedy = value["remedies"][0]
     assert remedy["cause"] == value["causes"][0]["code"]
     text = " ".join(shown.stdout.split())  # a terminal folds it anywhere
     assert f"Do {remedy['do']} Do this first: {remedy['effect']}" in text
-    return Told(value["causes"][0]["code"], remedy["do"], text)
+    assert remedy["fits"] is not False, remedy
+    code, needed_bytes = value["causes"][0]["code"], remedy["predicted_peak_bytes"]
+    return Told(code, remedy["do"], text, needed_bytes, remedy["grade"])
 
 
 def empty_card(mib: int) -> None:
@@ -66,12 +79,22 @@ def empty_card(mib: int) -> None:
     simgpu.set_capacity(mib * MIB)
 
 
-def run(trainer: Trainer, method: str = "train", **options: object) -> Told | None:
+def taken_bytes(folder: Path, since_seconds: float) -> int:
+    """The most that tensors held since then, by the timeline of the last run of a folder."""
+    (entries,) = read_history(folder).runs[-1].timelines.values()
+    samples = [each for each in entries if isinstance(each, Sample)]
+    since = [each.reading for each in samples if each.time_seconds > since_seconds]
+    return max(each.peak_allocated_bytes for each in since)
+
+
+def run(
+    trainer: Trainer, method: str = "train", predicts: bool = False, **options: object
+) -> Told | None:
     """Let a Trainer run; None if it ends."""
     try:
         getattr(trainer, method)(**options)
     except RuntimeError:  # that of torch for a full card, and that for a dead worker
-        return explained(Path(trainer.args.output_dir))
+        return explained(Path(trainer.args.output_dir), predicts)
     return None
 
 

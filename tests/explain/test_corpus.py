@@ -2,14 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 import trainer_plugins
+from tests.explain.stated import check_figures
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.vendors import CUDA, VENDORS
+from trainer_plugins.cli.as_json import plain
 from trainer_plugins.explain.text import explain_text
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -53,6 +55,8 @@ def test_a_real_text_gets_its_cause(text: Text) -> None:
     assert first.evidence
     assert answer.remedies
     assert answer.remedies[0].cause == first.code
+    for each in answer.causes:
+        check_figures(cast(dict[str, Any], plain(each)))
 
 
 def test_what_the_page_counts_is_there() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from tests.explain.planted import explained
+from tests.explain.planted import explained, taken_bytes
 from tests.testing.test_simgpu import _needs_simgpu, environment  # noqa: F401
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.record.oom_record import read_oom_records
@@ -85,4 +85,6 @@ def test_what_is_free_lies_in_pieces(trained) -> None:
     assert said.do.startswith("export ")
     ended, folder = trained("joined", said.do)
     assert ended
+    assert said.needed_bytes is not None
+    assert taken_bytes(folder, 0) <= 1.1 * said.needed_bytes
     assert explain_run(folder).causes == ()

@@ -25,7 +25,14 @@ from trainer_plugins.explain.run import explain_run
 from trainer_plugins.launch.place import place
 from trainer_plugins.oom import classify
 from trainer_plugins.record.folder import folder_of_run, write_new
-from trainer_plugins.record.oom_record import Frame, OomRecord, Planned, Process, read_oom_records
+from trainer_plugins.record.oom_record import (
+    Frame,
+    LiveModel,
+    OomRecord,
+    Planned,
+    Process,
+    read_oom_records,
+)
 from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Timeline, timeline_of_run
 from trainer_plugins.survival.words import not_attached
@@ -124,6 +131,25 @@ def test_a_setting_that_is_in_force_is_not_advised(died, tmp_path) -> None:
         advised = [each.do for each in said.remedies if "expandable_segments" in each.do]
         assert len(advised) == (0 if allocator else 1)
         assert said.remedies
+
+
+@pytest.mark.parametrize(("asked", "is_enough"), [(10 * MIB, True), (60 * MIB, False)])
+def test_a_remedy_with_which_it_would_die_again_is_not_first(
+    died, tmp_path, asked: int, is_enough: bool
+) -> None:
+    """A teacher of 40 MiB beside a run that has 190 of 200 MiB in tensors."""
+    assert died.alive is not None
+    held = f"a local of train() -> {died.run.trainer}.teacher"
+    teacher = LiveModel(name="LlamaForCausalLM", num_bytes=40 * MIB, holder=held)
+    alive = replace(died.alive, models=(*died.alive.models, teacher))
+    error = replace(died.error, requested_bytes=asked, allocated_bytes=190 * MIB)
+    said = explained(tmp_path / "taught", replace(died, alive=alive, error=error))
+    assert first(said) == "second-copy"
+    (halved,) = [each for each in said.remedies if "bfloat16" in each.do]
+    assert halved.fits is is_enough
+    assert said.numbers.others_bytes is not None
+    assert halved.predicted_peak_bytes == 170 * MIB + asked + said.numbers.others_bytes
+    assert (said.remedies[0] is halved) is is_enough
 
 
 def test_an_engine_beside_it(died, tmp_path) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypedDict
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.record.oom_record import Frame, Process
@@ -12,6 +12,12 @@ Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
 # or from practice and not checked here.
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
+# Of a record: the error's words, the allocator and driver after it, the count of what was alive,
+# the steps before it, the failing batch, the model's config, the arguments, the driver's list.
+ShownBy = Literal[
+    "message", "reading", "live tensors", "timeline", "batch", "config", "arguments", "processes",
+    "main memory", "text", "snapshot",
+]  # fmt: skip
 
 _SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
 _NUMBERS = "asked for "
@@ -74,6 +80,29 @@ class Numbers:
     processes: tuple[Process, ...] = ()  # on the card, as far as they are named
 
 
+class Stated(TypedDict):
+    """Holds those of `Numbers` that an error or a reading states, for the sentences on it."""
+
+    requested_bytes: int | None
+    capacity_bytes: int | None
+    limit_bytes: int | None
+    free_bytes: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    unused_bytes: int | None
+    others_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Holds one number of a cause's evidence; the sentence that states it is made of it."""
+
+    name: str  # with its unit: `kept_bytes`, `live_fraction`; `num_rows` is a count
+    value: int | float
+    shown_by: ShownBy  # what it was read from
+    sentence: int  # which of `evidence` states it; the first is 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """Names one reason for an OOM, and what shows it."""
@@ -84,6 +113,7 @@ class Cause:
     evidence: tuple[str, ...]  # numbers, words and frames, each as one sentence
     doubt: str = ""  # what cannot be decided here, and what would settle it; empty if nothing
     data: Mapping[str, int | float | str] = field(default_factory=dict)  # the evidence, by name
+    figures: tuple[Figure, ...] = ()  # the numbers of the evidence, in its order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from string import Formatter
+from typing import NamedTuple
 
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.vendors import Vendor
-from trainer_plugins.explain.answer import Cause, Certainty, Numbers, Remedy
+from trainer_plugins.explain.answer import Cause, Certainty, Figure, Numbers, Remedy, ShownBy
 from trainer_plugins.printable import printable
-from trainer_plugins.units import GIB
+from trainer_plugins.units import GIB, percent, size
 
 _PACKAGE = Path(__file__).parents[1]
 _ROOMS = {path.name for path in _PACKAGE.iterdir()}
@@ -82,9 +84,45 @@ SUMMARIES: Mapping[str, str] = {
 }
 
 
+class Said(NamedTuple):
+    """Holds a sentence with names in braces, and what they stand for; None is not known.
+
+    >>> str(said("{num_rows} rows of {row_bytes} in {where}", num_rows=2, row_bytes=GIB, where="a"))
+    '2 rows of 1.00 GiB in a'
+    """
+
+    words: str
+    values: Mapping[str, int | float | str | None]
+
+    def __str__(self) -> str:
+        return self.words.format_map({name: _shown(name, v) for name, v in self.values.items()})
+
+    def figures(self, sentence: int) -> Iterator[Figure]:
+        """Yield the numbers that the sentence states."""
+        for _, name, _, _ in Formatter().parse(self.words):
+            value = self.values[name] if name else None
+            if name and value is not None and not isinstance(value, str):
+                yield Figure(name=name, value=value, shown_by="text", sentence=sentence)
+
+
+def said(words: str, **values: int | float | str | None) -> Said:
+    """Make a sentence of numbers, whose names carry the unit, and of words."""
+    return Said(words, values)
+
+
+def _shown(name: str, value: int | float | str | None) -> int | float | str:
+    if value is None:
+        return "an unknown amount"
+    if isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return size(value)
+    return percent(value) if name.endswith("_fraction") else value
+
+
 def cause(
     code: str,
-    *evidence: str,
+    *evidence: str | Said,
     summary: str = "",
     doubt: str = "",
     is_sure: object = False,
@@ -93,17 +131,37 @@ def cause(
 ) -> Cause:
     """Make a cause with harmless words; without a grade it is likely with a doubt, else certain.
 
-    `data` is what the evidence says, by names that carry the unit.
+    `data` is what it was judged by beside the figures of the evidence; names carry the unit.
     """
     if is_sure:
         doubt = ""
+    known = [each for each in evidence if each]
+    figures = tuple(
+        figure
+        for at, each in enumerate(known)
+        if isinstance(each, Said)
+        for figure in each.figures(at)
+    )
     return Cause(
         code=code,
         grade=grade or ("likely" if doubt else "certain"),
         summary=printable(summary or SUMMARIES[code]),
-        evidence=tuple(printable(each) for each in evidence if each),
+        evidence=tuple(printable(each) for each in known),
         doubt=doubt,
-        data=data,
+        data={**{each.name: each.value for each in figures}, **data},
+        figures=figures,
+    )
+
+
+def stated_first(sentence: Said, found: Cause) -> Cause:
+    """Put a sentence before the evidence of a cause."""
+    figures = [*sentence.figures(0)]
+    figures += [replace(each, sentence=each.sentence + 1) for each in found.figures]
+    return replace(
+        found,
+        evidence=(printable(sentence), *found.evidence),
+        data={**{each.name: each.value for each in figures}, **found.data},
+        figures=tuple(figures),
     )
 
 
@@ -118,13 +176,16 @@ _EVIDENCE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def with_numbers(causes: Iterable[Cause], numbers: Numbers) -> tuple[Cause, ...]:
-    """Give each cause the numbers that it was judged by, as far as they are known."""
+def with_numbers(
+    causes: Iterable[Cause], numbers: Numbers, shown_by: Callable[[str], ShownBy]
+) -> tuple[Cause, ...]:
+    """Give each cause the numbers that it was judged by, as far as known, and their sources."""
     found = []
     for each in causes:
         known = {name: getattr(numbers, name) for name in _EVIDENCE.get(each.code, _ALWAYS)}
         data = {name: value for name, value in known.items() if value is not None}
-        found.append(replace(each, data={**data, **each.data}))
+        figures = tuple(replace(one, shown_by=shown_by(one.name)) for one in each.figures)
+        found.append(replace(each, data={**data, **each.data}, figures=figures))
     return tuple(found)
 
 

@@ -107,6 +107,7 @@ class Host:
     num_oom_kills: int
     shm_total_bytes: int
     shm_free_bytes: int
+    worker_bytes: tuple[int, ...] = ()  # what each dataloader worker that is left holds alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,37 @@
 """Case: one rank's out-of-memory error, with the numbers that the rules of causes use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
+from trainer_plugins.explain.answer import ShownBy, Stated
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, MIB
 
+WARM_UP_STEPS = 2
 _ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
 _LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
 # Optimizer states as a multiple of what is trained; the default is Adam's two states.
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
+
+# What a number was read from that the error does not state; all others are of the live tensors.
+_SHOWN_BY: Mapping[str, ShownBy] = {
+    "foreign_bytes": "reading",
+    **dict.fromkeys(("num_rows", "num_tokens"), "batch"),
+    **dict.fromkeys(("num_heads", "num_words", "logits_bytes"), "config"),
+    "num_eval_rows": "arguments",
+    **dict.fromkeys(("bytes_a_step", "risen_bytes", "first_step", "last_step"), "timeline"),
+    **dict.fromkeys(("highest_peak_bytes", "num_earlier_steps"), "timeline"),
+    "needed_bytes": "message",
+    **dict.fromkeys(
+        ("host_free_bytes", "host_total_bytes", "shm_free_bytes", "shm_total_bytes"), "main memory"
+    ),
+    "num_kills": "main memory",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,42 @@ class Case:
         return max(0, self.total - self.free - self.live - self.unused)
 
     @property
+    def stated(self) -> Stated:
+        """Return the numbers of the error, and of the reading after it; None is not known."""
+        is_known = self.total > 0
+        return {
+            "requested_bytes": self.record.error.requested_bytes,
+            "capacity_bytes": self.total if is_known else None,
+            "limit_bytes": self.record.error.limit_bytes,
+            "free_bytes": self.free if is_known else None,
+            "allocated_bytes": self.live if is_known else None,
+            "reserved_bytes": self.live + self.unused if is_known else None,
+            "unused_bytes": self.unused if is_known else None,
+            "others_bytes": self.outside if is_known else None,
+        }
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Return the rows and tokens of the batch; empty if they are not known."""
+        return dict(zip(("num_rows", "num_tokens"), self.tokens or (), strict=False))
+
+    def shown_by(self, name: str) -> ShownBy:
+        """Return what the record read a number of the evidence from."""
+        stated_by = {
+            "requested_bytes": self.record.error.requested_bytes,
+            "limit_bytes": self.record.error.limit_bytes,
+            "capacity_bytes": self.record.error.total_bytes,
+            "free_bytes": self.record.error.free_bytes,
+            "allocated_bytes": self.record.error.allocated_bytes,
+            "unused_bytes": self.record.error.unused_bytes,
+        }
+        if name in stated_by:
+            return "reading" if stated_by[name] is None else "message"
+        if name == "foreign_bytes" and any(each.is_own for each in self.record.processes or ()):
+            return "processes"
+        return _SHOWN_BY.get(name, "live tensors")
+
+    @property
     def models(self) -> tuple[LiveModel, ...]:
         """Return the models on the card, the largest first; none if they were not counted."""
         return self.record.alive.models if self.record.alive else ()
@@ -65,6 +118,12 @@ class Case:
     def samples(self) -> list[Sample]:
         samples = (each for each in self.entries if isinstance(each, Sample))
         return [each for each in samples if each.moment == "train"]
+
+    @property
+    def live_after_steps(self) -> list[tuple[int, int]]:
+        """Return steps and what was live after each, without those that make the states."""
+        steps = [(each.step, each.reading.allocated_bytes) for each in self.samples]
+        return steps[WARM_UP_STEPS:]
 
     @property
     def highest_peak(self) -> int:

@@ -5,20 +5,21 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause, Certainty
-from trainer_plugins.explain.run.case import Case
+from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
     IMPOSSIBLE_BYTES,
     cause,
     is_in_pieces,
     is_refused_though_free,
+    said,
 )
 from trainer_plugins.record.oom_record import LiveModel
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5
-_WARM_UP_STEPS = 2
+_SHAPE = " ({num_rows} x {num_tokens} tokens)"
 
 _KEPT_LOGITS = {
     "nested_concat", "nested_gather", "nested_numpify", "nested_detach", "pad_across_processes",
@@ -43,7 +44,7 @@ def causes_of(case: Case) -> tuple[Cause, ...]:
 
 
 def _impossible(case: Case) -> Cause | None:
-    asked = f"{size(case.asked)} were asked for in one piece"
+    asked = said("{requested_bytes} were asked for in one piece", **case.stated)
     return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
 
 
@@ -57,8 +58,14 @@ def _other_memory(case: Case) -> Cause | None:
     return cause(
         "host-kill" if is_kill else code,
         f"the error reads: {words[:200]}",
-        f"main memory had {size(host.free_bytes)} free of {size(host.total_bytes)}, /dev/shm"
-        f" {size(host.shm_free_bytes)} of {size(host.shm_total_bytes)}"
+        said(
+            "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm"
+            " {shm_free_bytes} of {shm_total_bytes}",
+            host_free_bytes=host.free_bytes,
+            host_total_bytes=host.total_bytes,
+            shm_free_bytes=host.shm_free_bytes,
+            shm_total_bytes=host.shm_total_bytes,
+        )
         if host
         else "",
         summary="a dataloader worker was killed, as when main memory is full" if is_kill else "",
@@ -74,7 +81,10 @@ def _contradictory(case: Case) -> Cause | None:
         return None
     return cause(
         "contradictory",
-        f"{size(case.asked)} were refused with {size(case.free)} free of {size(case.total)}",
+        said(
+            "{requested_bytes} were refused with {free_bytes} free of {capacity_bytes}",
+            **case.stated,
+        ),
     )
 
 
@@ -89,12 +99,15 @@ def _foreign(case: Case) -> Cause | None:
     is_engine = any(_ENGINE.search(name) for name in names)
     return cause(
         "engine-share" if is_engine else "foreign",
-        f"of {size(case.total)}, {size(foreign)} are others', {size(case.live)} were in tensors of"
-        f" this run and {size(case.free)} free",
+        said(
+            "of {capacity_bytes}, {foreign_bytes} are others', {allocated_bytes} were in tensors of"
+            " this run and {free_bytes} free",
+            foreign_bytes=foreign,
+            **case.stated,
+        ),
         ", ".join(names),
-        f"without it the {size(case.asked)} that were refused would have fitted",
+        said("without it the {requested_bytes} that were refused would have fitted", **case.stated),
         grade="certain" if listed else "likely",
-        foreign_bytes=foreign,
     )
 
 
@@ -108,12 +121,14 @@ def _leftover(case: Case) -> Cause | None:
         return None
     return cause(
         "leftover",
-        f"the others take {size(held)} in addition to the {size(copies[0].num_bytes)} of the"
-        " largest",
+        said(
+            "the others take {held_bytes} in addition to the {largest_model_bytes} of the largest",
+            held_bytes=held,
+            largest_model_bytes=copies[0].num_bytes,
+        ),
         summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
         " run, or a second copy, is still held",
         num_models=len(copies),
-        held_bytes=held,
     )
 
 
@@ -132,24 +147,36 @@ def _second_model(case: Case) -> Cause | None:
     largest = models[0]
     return cause(
         "second-copy",
-        f"{size(held)} of {size(case.total)} are the weights of {largest.name} ({largest.place})",
+        said(
+            "{held_bytes} of {capacity_bytes} are the weights of {name} ({place})",
+            held_bytes=held,
+            name=largest.name,
+            place=largest.place,
+            **case.stated,
+        ),
         grade="likely",
-        held_bytes=held,
     )
 
 
 def _by_moment(case: Case) -> Cause | None:
     moment, where = case.record.moment, f"it happened in {case.record.where}"
     if moment == "resume":
-        return cause("resume-load", f"{where}, before training went on")
+        asked = "{requested_bytes} were asked for, with {allocated_bytes} in tensors"
+        return cause("resume-load", f"{where}, before training went on", said(asked, **case.stated))
     if moment == "save":
-        return cause("save-gather", f"{where}; {size(case.asked)} were asked for")
+        asked = "{where}; {requested_bytes} were asked for"
+        return cause("save-gather", said(asked, where=where, **case.stated))
     if moment == "generate":
-        return cause("generate-cache", f"{where}; training keeps {size(case.fixed)} on the card")
+        kept = "{where}; training keeps {kept_by_training_bytes} on the card"
+        numbers = {"kept_by_training_bytes": case.fixed}
+        return cause("generate-cache", said(kept, where=where, **numbers))
     if moment == "begin" and case.record.call == "train":
         return cause(
             "load-too-large",
-            f"no step had begun; {size(case.live)} of {size(case.total)} were in tensors",
+            said(
+                "no step had begun; {allocated_bytes} of {capacity_bytes} were in tensors",
+                **case.stated,
+            ),
             grade="likely",
         )
     return None
@@ -163,23 +190,34 @@ def _evaluation(case: Case) -> Cause | None:
         *_, last = record.frames
         return cause(
             "eval-metrics",
-            f"{size(case.asked)} were asked for in {last.function} ({last.file}, line {last.line})",
+            said(
+                "{requested_bytes} were asked for in {place}",
+                place=f"{last.function} ({last.file}, line {last.line})",
+                **case.stated,
+            ),
         )
     kept, is_collecting = kept_logits(case), bool(case.functions & _KEPT_LOGITS)
     if kept or is_collecting:
         return cause(
             "eval-logits",
-            f"{size(kept)} of earlier batches were alive" if kept else "",
+            said("{kept_bytes} of earlier batches were alive", kept_bytes=kept) if kept else "",
             f"it was collecting them in {record.where}" if is_collecting else "",
             kept_bytes=kept,
         )
     rows = case.argument("per_device_eval_batch_size", 8)
     return cause(
         "eval-batch",
-        f"it happened in {record.where}, with {rows} rows{_shape(case)}",
-        f"training keeps {size(case.fixed)} on the card meanwhile",
+        said(
+            f"it happened in {{where}}, with {{num_eval_rows}} rows{_SHAPE if case.tokens else ''}",
+            where=record.where,
+            num_eval_rows=rows,
+            **case.shape,
+        ),
+        said(
+            "training keeps {kept_by_training_bytes} on the card meanwhile",
+            kept_by_training_bytes=case.fixed,
+        ),
         num_rows=rows,
-        kept_by_training_bytes=case.fixed,
     )
 
 
@@ -197,7 +235,7 @@ def kept_logits(case: Case) -> int:
 
 
 def _leak(case: Case) -> Cause | None:
-    steps = [(each.step, each.reading.allocated_bytes) for each in case.samples][_WARM_UP_STEPS:]
+    steps = case.live_after_steps
     if len(steps) < _FEWEST_STEPS:
         return None
     rising = [after[1] > before[1] for before, after in pairwise(steps)]
@@ -209,16 +247,19 @@ def _leak(case: Case) -> Cause | None:
     noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
         "leak",
-        f"{size(a_step)} more after each step, {size(risen)} from step {steps[0][0]} to"
-        f" {steps[-1][0]}",
+        said(
+            "{bytes_a_step} more after each step, {risen_bytes} from step {first_step} to"
+            " {last_step}",
+            bytes_a_step=int(a_step),
+            risen_bytes=risen,
+            first_step=steps[0][0],
+            last_step=steps[-1][0],
+        ),
         *([f"MemoryWatchdog noted {noted.evidence}. {noted.remedy}"] if noted else []),
         *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
         summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
         " kept",
         grade="certain" if noted else "likely",
-        bytes_a_step=int(a_step),
-        risen_bytes=risen,
-        first_step=steps[0][0],
     )
 
 
@@ -244,12 +285,16 @@ def _optimizer(case: Case) -> Cause | None:
         "it was the first step of the run, in which the states are made"
         if case.is_first_step
         else f"it happened in {case.record.where}",
-        f"{size(case.category('parameter'))} of parameters, {size(case.category('gradient'))} of"
-        f" gradients, {size(case.category('optimizer'))} of states were there",
+        said(
+            "{parameter_bytes} of parameters, {gradient_bytes} of gradients, {states_bytes} of"
+            " states were there",
+            parameter_bytes=case.category("parameter"),
+            gradient_bytes=case.category("gradient"),
+            states_bytes=case.category("optimizer"),
+        ),
         summary="the optimizer's temporaries, as large as the weights, do not fit"
         if is_temporary
         else "the optimizer's states do not fit",
-        states_bytes=case.category("optimizer"),
     )
 
 
@@ -258,7 +303,11 @@ def _zero3(case: Case) -> Cause | None:
         return None
     return cause(
         "zero3-gather",
-        f"it happened in {case.record.where}; {size(case.asked)} were asked for",
+        said(
+            "it happened in {where}; {requested_bytes} were asked for",
+            where=case.record.where,
+            **case.stated,
+        ),
         grade="likely",
     )
 
@@ -278,15 +327,20 @@ def _has_pieces(case: Case) -> bool:
 
 
 def _in_pieces(case: Case, grade: Certainty) -> Cause:
-    is_certain = grade == "certain"
+    is_certain, highest = grade == "certain", case.highest_peak
     return cause(
         "fragmentation",
-        f"{size(case.asked)} were asked for in one piece; {size(case.unused)} lay unused in the"
-        f" allocator's segments, and {size(case.free)} were free",
-        f"earlier steps needed as much, {size(case.highest_peak)}" if is_certain else "",
+        said(
+            "{requested_bytes} were asked for in one piece; {unused_bytes} lay unused in the"
+            " allocator's segments, and {free_bytes} were free",
+            **case.stated,
+        ),
+        said("earlier steps needed as much, {highest_peak_bytes}", highest_peak_bytes=highest)
+        if is_certain
+        else "",
         grade=grade,
         doubt="" if is_certain else "whether the rest of the step would have fitted",
-        highest_peak_bytes=case.highest_peak,
+        highest_peak_bytes=highest,
     )
 
 
@@ -306,12 +360,15 @@ def _logits(case: Case) -> Cause | None:
         return None
     return cause(
         "logits-loss",
-        f"{size(case.asked)} were asked for; logits of {rows} rows of {length} tokens over"
-        f" {vocabulary:,} words are {size(num_bytes)} in fp32",
+        said(
+            "{requested_bytes} were asked for; logits of {num_rows} rows of {num_tokens} tokens"
+            " over {num_words:,} words are {logits_bytes} in fp32",
+            num_words=vocabulary,
+            logits_bytes=num_bytes,
+            **case.shape,
+            **case.stated,
+        ),
         grade="certain" if is_exact else "likely",
-        num_rows=rows,
-        num_tokens=length,
-        logits_bytes=num_bytes,
     )
 
 
@@ -326,28 +383,35 @@ def _quadratic(case: Case) -> Cause | None:
         return None
     return cause(
         "quadratic-attention",
-        f"{size(case.asked)} were asked for: {rows} rows x {heads} heads x {length} x {length}",
-        num_rows=rows,
-        num_heads=heads,
-        num_tokens=length,
+        said(
+            "{requested_bytes} were asked for: {num_rows} rows x {num_heads} heads x {num_tokens}"
+            " x {length}",
+            num_heads=heads,
+            length=str(length),
+            **case.shape,
+            **case.stated,
+        ),
     )
 
 
 def _long_sample(case: Case) -> Cause | None:
     needed, num_steps = case.live + case.asked, len(case.samples)
     is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
-    if not is_step or num_steps <= _WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
+    if not is_step or num_steps <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
         return None
     return cause(
         "long-sample",
-        f"{num_steps} steps before it needed at most {size(case.highest_peak)}; this one at least"
-        f" {size(needed)}{_shape(case)}",
+        said(
+            "{num_earlier_steps} steps before it needed at most {highest_peak_bytes}; this one at"
+            f" least {{needed_bytes}}{_SHAPE if case.tokens else ''}",
+            num_earlier_steps=num_steps,
+            highest_peak_bytes=case.highest_peak,
+            needed_bytes=needed,
+            **case.shape,
+        ),
         "what stays from step to step has not grown",
         summary="this batch needed more than any before it: a long sample, or many at once",
         grade="likely",
-        needed_bytes=needed,
-        highest_peak_bytes=case.highest_peak,
-        num_earlier_steps=num_steps,
     )
 
 
@@ -355,14 +419,25 @@ def _capacity(case: Case) -> Cause:
     is_counted, limit = case.record.alive is not None, case.record.error.limit_bytes
     return cause(
         "capacity",
-        f"this process may use only {size(limit)} of {size(case.total)}" if limit else "",
-        f"{size(case.asked)} more were asked for in {case.record.where}; {size(case.live)} of"
-        f" {size(case.total)} were in tensors, {size(case.free)} free",
-        f"{size(case.fixed)} are weights, gradients and states, {size(case.live - case.fixed)} the"
-        f" batch{_shape(case)}"
+        said("this process may use only {limit_bytes} of {capacity_bytes}", **case.stated)
+        if limit
+        else "",
+        said(
+            "{requested_bytes} more were asked for in {where}; {allocated_bytes} of"
+            " {capacity_bytes} were in tensors, {free_bytes} free",
+            where=case.record.where,
+            **case.stated,
+        ),
+        said(
+            "{kept_by_training_bytes} are weights, gradients and states, {of_the_batch_bytes} the"
+            f" batch{_SHAPE if case.tokens else ''}",
+            kept_by_training_bytes=case.fixed,
+            of_the_batch_bytes=case.live - case.fixed,
+            **case.shape,
+        )
         if is_counted
         else "",
-        f"not fragmentation: {size(case.unused)} unused"
+        said("not fragmentation: {unused_bytes} unused", **case.stated)
         if case.unused < FRAGMENTED_FRACTION * case.total
         else "",
         grade="likely" if is_counted else "possible",
@@ -370,10 +445,6 @@ def _capacity(case: Case) -> Cause:
         kept_by_training_bytes=case.fixed,
         of_the_batch_bytes=case.live - case.fixed,
     )
-
-
-def _shape(case: Case) -> str:
-    return f" ({case.tokens[0]} x {case.tokens[1]} tokens)" if case.tokens else ""
 
 
 RULES: tuple[Callable[[Case], Cause | None], ...] = (

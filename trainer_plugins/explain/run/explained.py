@@ -13,7 +13,7 @@ from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import cause, with_numbers
+from trainer_plugins.explain.shared import cause, said, with_numbers
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
@@ -89,7 +89,7 @@ def _explained(
     numbers = _numbers(case)
     found = Explanation(
         subject=printable(folder),
-        causes=with_numbers(causes, numbers),
+        causes=with_numbers(causes, numbers, case.shown_by),
         remedies=tuple(remedies.values()),
         facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
@@ -143,7 +143,6 @@ def _numbers(case: Case) -> Numbers:
     """Return what the error and the reading after it state."""
     record = case.record
     alive, reading = record.alive, record.reading
-    is_known = case.total > 0
     index = record.run.device.rpartition(":")[2]
     return Numbers(
         rank=record.rank,
@@ -153,14 +152,7 @@ def _numbers(case: Case) -> Numbers:
         moment=record.moment,
         part=record.part,
         step=record.step,
-        requested_bytes=record.error.requested_bytes,
-        capacity_bytes=case.total if is_known else None,
-        limit_bytes=record.error.limit_bytes,
-        free_bytes=case.free if is_known else None,
-        allocated_bytes=case.live if is_known else None,
-        reserved_bytes=case.live + case.unused if is_known else None,
-        unused_bytes=case.unused if is_known else None,
-        others_bytes=case.outside if is_known else None,
+        **case.stated,
         peak_allocated_bytes=None if reading is None else reading.peak_allocated_bytes,
         categories={} if alive is None else alive.all_bytes,
         allocations=tuple(
@@ -264,7 +256,7 @@ def _without_record(
     workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
     return Explanation(
         subject=printable(folder),
-        causes=(found,),
+        causes=with_numbers([found], Numbers(), lambda _: "main memory"),
         remedies=less_main_memory(found.code, workers if isinstance(workers, int) else 0),
         unknown=("what the process held: a process that is killed writes no record",),
     )
@@ -280,7 +272,10 @@ def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     return cause(
         "host-kill",
         words,
-        f"the kernel killed {num_kills} process(es) of this container for main memory meanwhile"
+        said(
+            "the kernel killed {num_kills} process(es) of this container for main memory meanwhile",
+            num_kills=num_kills,
+        )
         if num_kills > 0
         else "",
         summary="a dataloader worker was killed, as the kernel does when main memory is full",

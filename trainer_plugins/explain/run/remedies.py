@@ -13,6 +13,7 @@ from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import kept_in, kept_logits, second_models
+from trainer_plugins.explain.run.needed import NEEDED_WITH, cache_that_fits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
@@ -43,7 +44,8 @@ def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
         has_one_row = cause.code == "capacity" and _rows(case) <= 1
         order = ONE_ROW if has_one_row else in_order(cause.code, "record")
         made = partial(_made, cause.code, case)
-        for one in remedies_for(cause.code, order, made, vendor):
+        ours = remedies_for(cause.code, order, made, vendor)
+        for one in sorted(ours, key=lambda each: each.fits is False):  # it would die again
             found.setdefault(one.do, one)
     return tuple(found.values())
 
@@ -56,11 +58,30 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
 
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
+    found = _as_applies(cause, case, one)
+    needed = NEEDED_WITH[one](case) if one in NEEDED_WITH else None
+    if found is None or found.fits is not None or needed is None:
+        return found
+    batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
+    peak = f"{size(needed + case.outside)}{batch} of {size(case.total)}"
+    effect = f"{found.effect}; until then it would have needed {peak}"
+    found = replace(found, grade="arithmetic", effect=effect)
+    return _with_peak(found, case, needed)
+
+
+def _as_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
     if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
         return remedy(one, next(each for each in _DOORS if each in one.spellings))
     return None
+
+
+def _with_peak(found: Remedy, case: Case, needed: int) -> Remedy:
+    """Add what the run would have needed, beside what is outside torch."""
+    peak = needed + case.outside
+    spare = case.total - peak
+    return replace(found, predicted_peak_bytes=peak, spare_bytes=spare, fits=spare >= 0)
 
 
 def _rows(case: Case) -> int:
@@ -74,7 +95,8 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
     effect = f"{_about(case, needed)}, with the same effective batch"
     values = {"rows": smaller, "steps": steps * rows // smaller}
-    return remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
+    found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
+    return _with_peak(found, case, needed) if needed else found
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
@@ -101,7 +123,15 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     codes = [each.finding.code for each in case.entries if isinstance(each, Remark)]
     if SURVIVAL_REFUSED.search(" ".join([case.record.error.text, *codes])):
         return None
-    return _relaunched(one, cause, case)
+    found, rows = _relaunched(one, cause, case), _rows(case)
+    if rows <= 1 or case.record.moment != "train":
+        return found
+    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
+    if not needed:
+        return found
+    piece = f"a piece of {smaller} row{'s' if smaller > 1 else ''} needs {_about(case, needed)}"
+    found = replace(found, grade="arithmetic", effect=f"{found.effect}; {piece}")
+    return _with_peak(found, case, needed)
 
 
 def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
@@ -152,10 +182,14 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     if rows <= 1:
         return None
     if cause == "generate-cache":
-        return remedy(one, Door.TRAINER, "half the cache at once", rows=rows // 2)
-    smaller, needed = _rows_that_fit(case, rows, case.fixed)
-    effect = f"{_about(case, needed)}; metrics stay the same"
-    return remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
+        smaller, needed = cache_that_fits(case, rows)
+        effect = "less of the cache at once"
+    else:
+        smaller, needed = _rows_that_fit(case, rows, case.fixed)
+        effect = "metrics stay the same"
+    effect = f"{_about(case, needed)}; {effect}"
+    found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
+    return _with_peak(found, case, needed) if needed else found
 
 
 def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -279,8 +313,23 @@ def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
     if not num_workers:
         return None
     half = num_workers // 2
-    effect = f"{num_workers - half} processes less, each with its part of the data"
+    fewer = num_workers - half
+    effect = f"{fewer} process{'es' if fewer > 1 else ''} less, each with its part of the data"
     return remedy(one, Door.TRAINER, effect, workers=half)
+
+
+def _fewer_workers_of(one: Advice, cause: str, case: Case) -> Remedy | None:
+    found = _fewer_workers(cause, case.argument("dataloader_num_workers", 0))
+    host = case.record.host
+    if found is None or cause == "shm" or host is None or not host.worker_bytes:
+        return found
+    # After the death: what the dead worker held is free again.
+    more = int(found.flags["dataloader_num_workers"]) - len(host.worker_bytes)
+    needed = host.total_bytes - host.free_bytes + more * max(host.worker_bytes)
+    effect = f"{found.effect}: {size(needed)} of {size(host.total_bytes)} of main memory in use"
+    spare = host.total_bytes - needed
+    found = replace(found, grade="arithmetic", effect=effect, predicted_peak_bytes=needed)
+    return replace(found, spare_bytes=spare, fits=spare >= 0)
 
 
 def _is_zero3(case: Case) -> bool:
@@ -312,9 +361,7 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.SMALLER_ENGINE_SHARE: _smaller_engine_share,
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
     advice.PRINT_SHAPES: _print_shapes,
-    advice.FEWER_WORKERS: lambda _, cause, case: _fewer_workers(
-        cause, case.argument("dataloader_num_workers", 0)
-    ),
+    advice.FEWER_WORKERS: _fewer_workers_of,
 }
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.CHECKPOINTING: _needs_checkpointing,

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause, is_in_pieces
+from trainer_plugins.explain.shared import cause, is_in_pieces, said, stated_first
 from trainer_plugins.explain.snapshot.held import WORDS
 from trainer_plugins.explain.snapshot.lives import BEFORE
 from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase, reserved_after
@@ -15,12 +14,16 @@ from trainer_plugins.units import GIB, percent, size
 
 def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
     """Name the causes of an OOM, the surest first."""
-    asked = (
-        f"{size(oom.num_bytes)} were asked for at {case.request.place}; the card had"
-        f" {size(oom.left_bytes)} left, and this process held {size(case.reserved_bytes)}"
+    asked = said(
+        "{requested_bytes} were asked for at {place}; the card had {free_bytes} left, and this"
+        " process held {reserved_bytes}",
+        requested_bytes=oom.num_bytes,
+        place=case.request.place,
+        free_bytes=oom.left_bytes,
+        reserved_bytes=case.reserved_bytes,
     )
     first, *others = _found(case, oom, tries)
-    return (replace(first, evidence=(asked, *first.evidence)), *others)
+    return (stated_first(asked, first), *others)
 
 
 def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
@@ -57,8 +60,12 @@ def _foreign(case: SnapshotCase) -> Iterator[Cause]:
     if lost > max(2 * GIB, 0.15 * max(ends)):
         yield cause(
             "foreign",
-            f"At an earlier OOM this process could hold {size(max(ends))}, at the last one"
-            f" {size(ends[-1])}",
+            said(
+                "At an earlier OOM this process could hold {earlier_bytes}, at the last one"
+                " {last_bytes}",
+                earlier_bytes=max(ends),
+                last_bytes=ends[-1],
+            ),
             summary=f"something outside this allocator took {size(lost)} of the card meanwhile",
             doubt="nvidia-smi shows whether it is another process, NCCL or a library",
             lost_bytes=lost,
@@ -72,8 +79,12 @@ def _fragmentation(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause
     if helps or is_in_pieces(oom.num_bytes, unused, oom.left_bytes, case.capacity_bytes):
         yield cause(
             "fragmentation",
-            f"{size(case.in_use_bytes)} were in use, so the request would have fitted into"
-            f" {size(case.capacity_bytes)} without gaps",
+            said(
+                "{in_use_bytes} were in use, so the request would have fitted into"
+                " {capacity_bytes} without gaps",
+                in_use_bytes=case.in_use_bytes,
+                capacity_bytes=case.capacity_bytes,
+            ),
             f"Repeated with {helps}, the same trace fits" if helps else "",
             summary=f"{size(unused)} were reserved and free, but in pieces too small to use",
             doubt="" if helps else f"Not confirmed by a replay: {tries.why_none_helps}",
@@ -93,14 +104,19 @@ def _leak(case: SnapshotCase) -> Iterator[Cause]:
     steps = {case.sorter.step_at(life.birth) for life in leaked}
     yield cause(
         "leak",
-        f"They are from {len(steps)} of the {case.sorter.step_at(case.held.position)} earlier steps"
-        f" in the trace, and most, {size(most)}, are from {place}",
+        said(
+            "They are from {num_steps} of the {num_earlier_steps} earlier steps in the trace, and"
+            " most, {most_bytes}, are from {place}",
+            num_steps=len(steps),
+            num_earlier_steps=case.sorter.step_at(case.held.position),
+            most_bytes=most,
+            place=place,
+        ),
         summary=f"{size(bytes_at.total())} of earlier steps are still alive: something keeps their"
         " tensors",
         doubt="Look for a list, a metric or a hook that keeps a tensor with its graph (`loss`"
         " instead of `loss.item()`)",
         leaked_bytes=bytes_at.total(),
-        num_steps=len(steps),
         place=place,
     )
 
@@ -116,13 +132,17 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
     if now >= 2 and len(before) >= 2 and oom.num_bytes > 1.25 * max(before):
         yield cause(
             "long-sample",
-            f"In {now} earlier steps it asked for {size(max(before))} at most, and now for"
-            f" {size(oom.num_bytes)}, at {case.request.place}",
+            said(
+                "In {num_earlier_steps} earlier steps it asked for {earlier_request_bytes} at most,"
+                " and now for {requested_bytes}, at {place}",
+                num_earlier_steps=now,
+                earlier_request_bytes=max(before),
+                requested_bytes=oom.num_bytes,
+                place=case.request.place,
+            ),
             summary="this batch is longer than those before: the same line asked for"
             f" {oom.num_bytes / max(before):.1f} times as much as ever",
             grade="likely",
-            earlier_request_bytes=max(before),
-            num_earlier_steps=now,
         )
 
 
@@ -132,14 +152,13 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
     if work == "loss" or logits >= 0.25 * case.in_use_bytes:
         yield cause(
             "logits-loss",
-            f"Logits and loss held {size(logits)} already",
+            said("Logits and loss held {logits_bytes} already", logits_bytes=logits),
             grade="certain" if work == "loss" else "likely",
-            logits_bytes=logits,
         )
     elif work == "optimizer":
         states = held.get("optimizer states", 0)
-        words = f"Optimizer states held {size(states)}"
-        yield cause("optimizer-state", words, states_bytes=states)
+        words = said("Optimizer states held {states_bytes}", states_bytes=states)
+        yield cause("optimizer-state", words)
     elif work == "evaluation":
         yield cause("eval-logits")
     elif work == "generation":
@@ -148,8 +167,9 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
             summary="the cache of keys and values grows with each generated token",
         )
     elif work == "gathering":
-        gathered = size(held.get("gathered parameters", 0))
-        yield cause("zero3-gather", f"Gathered parameters held {gathered}", grade="likely")
+        gathered = held.get("gathered parameters", 0)
+        words = said("Gathered parameters held {gathered_bytes}", gathered_bytes=gathered)
+        yield cause("zero3-gather", words, grade="likely")
     elif work == "saving":
         yield cause("save-gather", grade="likely")
 
@@ -174,12 +194,18 @@ def _capacity(case: SnapshotCase) -> Cause:
     fits = case.missing_bytes <= 0
     return cause(
         "capacity",
-        f"The most is from {largest[0]}: {size(largest[1])}" if largest else "",
+        said("The most is from {at}: {most_bytes}", at=largest[0], most_bytes=largest[1])
+        if largest
+        else "",
         _uneven(case),
         ""
         if fits
-        else f"It is not fragmentation: even without a gap {size(case.missing_bytes)} were missing,"
-        f" and only {size(case.unused_bytes)} were reserved without being in use",
+        else said(
+            "It is not fragmentation: even without a gap {missing_bytes} were missing, and only"
+            " {unused_bytes} were reserved without being in use",
+            missing_bytes=case.missing_bytes,
+            unused_bytes=case.unused_bytes,
+        ),
         summary=f"the card is too small for what was alive: {share}",
         grade="possible" if fits else "certain",
         doubt="The file does not say how large the card is: if it has much more than"

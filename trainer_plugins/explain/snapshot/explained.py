@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
-from trainer_plugins.explain.answer import Cause, Explanation, Remedy
-from trainer_plugins.explain.shared import cause, remedy, with_numbers
+from trainer_plugins.explain.answer import Cause, Explanation, Numbers, Remedy
+from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.numbers import numbers_of
@@ -37,7 +37,7 @@ def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
         numbers = numbers_of(case)
         return case, Explanation(
             subject=printable(path),
-            causes=with_numbers(causes, numbers),
+            causes=with_numbers(causes, numbers, lambda _: "snapshot"),
             remedies=tuple(_ordered(tries.remedies, causes)),
             facts=tuple(_facts(case)),
             unknown=tuple(_unknown(case, tries)),
@@ -173,7 +173,7 @@ def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Ex
     grown = second.allocated_bytes - first.allocated_bytes
     causes: tuple[Cause, ...] = ()
     if grown > max(_GROWN_BYTES, _GROWN_FRACTION * first.allocated_bytes):
-        causes = (_growth(first, second, grown),)
+        causes = with_numbers([_growth(first, second, grown)], Numbers(), lambda _: "snapshot")
     subject = f"{printable(before)} and {printable(after)}"
     facts = tuple(_compared(first, second, cases))
     said = Explanation(
@@ -198,7 +198,11 @@ def _growth(first: Held, second: Held, grown: int) -> Cause:
     changes = _changes(_lines(first), _lines(second))
     return cause(
         "leak",
-        *(f"{size(change)} more from {place}" for place, change in changes[:3] if change > 0),
+        *(
+            said("{more_bytes} more from {place}", more_bytes=change, place=place)
+            for place, change in changes[:3]
+            if change > 0
+        ),
         summary=f"{size(grown)} more are allocated in the second snapshot than in the first",
         grade="possible",
         doubt="It is a leak only if both were dumped at the same point of the loop",

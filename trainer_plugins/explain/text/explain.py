@@ -91,7 +91,7 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     numbers = _numbers(facts)
     return Explanation(
         subject=subject,
-        causes=with_numbers(causes, numbers),
+        causes=with_numbers(causes, numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts, vendor),
         facts=_known(facts, numbers),
         unknown=_unknown(facts),
@@ -120,20 +120,10 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
 
 
 def _numbers(facts: TextFacts) -> Numbers:
-    reserved = facts.oom.reserved_bytes
-    if reserved is None and facts.live is not None and facts.unused is not None:
-        reserved = facts.live + facts.unused
     return Numbers(
         rank=int(facts.writer) if facts.writer.isdecimal() else None,
         card=facts.oom.device,
-        requested_bytes=facts.asked,
-        capacity_bytes=facts.total,
-        limit_bytes=facts.oom.limit_bytes,
-        free_bytes=facts.free,
-        allocated_bytes=facts.live,
-        reserved_bytes=reserved,
-        unused_bytes=facts.unused,
-        others_bytes=facts.others,
+        **facts.stated,
         frames=tuple(
             Frame(file=one.path, line=one.line or 0, function=one.function, code=one.source)
             for one in reversed(facts.frames)

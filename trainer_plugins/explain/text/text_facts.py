@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trainer_plugins.explain.answer import Stated
 from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import Frame, frames_around
@@ -80,6 +81,23 @@ class TextFacts:
         if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
             return max(0, oom.reserved_bytes - self.live)
         return oom.unused_bytes
+
+    @property
+    def stated(self) -> Stated:
+        """Return the numbers of the message."""
+        reserved = self.oom.reserved_bytes
+        if reserved is None and self.live is not None and self.unused is not None:
+            reserved = self.live + self.unused
+        return {
+            "requested_bytes": self.asked,
+            "capacity_bytes": self.total,
+            "limit_bytes": self.oom.limit_bytes,
+            "free_bytes": self.free,
+            "allocated_bytes": self.live,
+            "reserved_bytes": reserved,
+            "unused_bytes": self.unused,
+            "others_bytes": self.others,
+        }
 
     @property
     def hides_processes(self) -> bool:

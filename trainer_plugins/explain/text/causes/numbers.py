@@ -5,12 +5,14 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import (
     IMPOSSIBLE_BYTES,
+    Said,
     cause,
     is_in_pieces,
     is_refused_though_free,
+    said,
 )
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import GIB, percent, size
+from trainer_plugins.units import GIB
 
 _OTHER_FRACTION = 0.25
 _LEAST_OTHERS_BYTES = 2 * GIB
@@ -23,10 +25,10 @@ def impossible_size(facts: TextFacts) -> Cause | None:
     is_cut = "1EB" in facts.oom.text  # torch's word for any larger size
     if not is_cut and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
         return None
-    asked = "more than 1 EB" if is_cut else size(facts.asked or 0)
+    asked = "It asked for {requested_bytes} at once."
     return cause(
         "impossible-size",
-        f"It asked for {asked} at once.",
+        "It asked for more than 1 EB at once." if is_cut else said(asked, **facts.stated),
         "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
         " memory helps.",
     )
@@ -62,10 +64,12 @@ def contradictory(facts: TextFacts) -> Cause | None:
     slack = asked if is_held_by_others(facts) else 0.05 * asked
     if not is_absurd and not is_refused_though_free(asked, free, slack):
         return None
-    of = f" of {size(total)}" if total is not None else ""
+    of = " of {capacity_bytes}" if total is not None else ""
     return cause(
         "contradictory",
-        f"It asked for {size(asked)} while {size(free)}{of} were free.",
+        said(
+            f"It asked for {{requested_bytes}} while {{free_bytes}}{of} were free.", **facts.stated
+        ),
         "Asking for less may not help: the limit is not the card's size.",
         doubt="The text does not show which limit it was: the system's (WSL, Windows, ROCm, unified"
         " memory), the number of mappings, or a neighbour that released memory before the message"
@@ -74,12 +78,12 @@ def contradictory(facts: TextFacts) -> Cause | None:
 
 
 def _refused_at_once(facts: TextFacts) -> Cause:
-    evidence = "Nothing had been asked for yet."
-    if facts.asked and facts.total:
-        evidence = f"It asked for {size(facts.asked)} of {size(facts.total)}; torch held nothing."
+    asked = "It asked for {requested_bytes} of {capacity_bytes}; torch held nothing."
     return cause(
         "contradictory",
-        evidence,
+        said(asked, **facts.stated)
+        if facts.asked and facts.total
+        else "Nothing had been asked for yet.",
         summary="memory was refused before this process held any",
         doubt="The text does not show how much was free: another process, or a limit of the driver"
         " (of one allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
@@ -92,7 +96,7 @@ def spilled(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "capacity",
-        f"{size(facts.live)} were allocated on a card of {size(facts.total)}.",
+        said("{allocated_bytes} were allocated on a card of {capacity_bytes}.", **facts.stated),
         "The driver lends main memory then, which is many times slower than the card's.",
         summary="the run needs more than the card has, and spilled into main memory before",
         doubt="The text does not show that Windows or WSL lends memory: an engine that sleeps"
@@ -113,9 +117,13 @@ def mps_other(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "mps-other",
-        f"{size(held)} of the {size(limit)} that are allowed are 'other allocations': torch's"
-        " cache, Metal's graphs, or other libraries.",
-        f"Live tensors hold {size(facts.live or 0)}.",
+        said(
+            "{other_bytes} of the {allowed_bytes} that are allowed are 'other allocations': torch's"
+            " cache, Metal's graphs, or other libraries.",
+            other_bytes=held,
+            allowed_bytes=limit,
+        ),
+        said("Live tensors hold {allocated_bytes}.", **facts.stated),
         doubt="The text does not show whether it is cache that can be released or what Metal needs:"
         " print torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
     )
@@ -128,8 +136,11 @@ def fragmentation(facts: TextFacts) -> Cause | None:
     setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
     return cause(
         "fragmentation",
-        f"It asked for {size(facts.asked or 0)}; torch held {size(facts.unused or 0)} under no"
-        f" tensor, and {size(facts.free or 0)} were free.",
+        said(
+            "It asked for {requested_bytes}; torch held {unused_bytes} under no tensor, and"
+            " {free_bytes} were free.",
+            **facts.stated,
+        ),
         doubt=f"The text does not show how the pieces lie. `{setting}` settles it: if it fails"
         " again with little unallocated, the run is too large",
     )
@@ -149,7 +160,9 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        f"It asked for {size(facts.asked)} at once on a card of {size(facts.total)}.",
+        said(
+            "It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated
+        ),
         facts.users_line,
         grade="possible",
         doubt="The text does not show whether the shape is meant: print the shapes of the inputs of"
@@ -162,16 +175,17 @@ def capacity(facts: TextFacts) -> Cause:
     live, total, frame = facts.live, facts.total, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
-    evidence = []
+    evidence: list[str | Said] = []
     if limit is not None and total is not None and "MPS" not in facts.oom.text:
-        evidence.append(f"This process may use only {size(limit)} of {size(total)}.")
+        limited = "This process may use only {limit_bytes} of {capacity_bytes}."
+        evidence.append(said(limited, **facts.stated))
     elif live is not None and total:
-        evidence.append(
-            f"{size(live)} of {size(total)} ({percent(live / total)}) are under live tensors."
-        )
+        filled = "{allocated_bytes} of {capacity_bytes} ({live_fraction}) are under live tensors."
+        evidence.append(said(filled, live_fraction=live / total, **facts.stated))
     if is_held_outside_torch(facts):
-        held = size(facts.outside_torch)
-        evidence.append(f"{held} of this process are outside torch: NCCL, graphs, other libraries.")
+        outside = "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other"
+        outside += " libraries."
+        evidence.append(said(outside, own_outside_bytes=facts.outside_torch))
     if frame:
         evidence.append(f"It failed in {frame}.")
     if facts.oom.source == "driver" and total is None:

@@ -5,9 +5,9 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause
+from trainer_plugins.explain.shared import Said, cause, said
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import GIB, size
+from trainer_plugins.units import GIB
 
 _SMALL_BYTES = 4 * GIB
 _PINS = r"pin_memory|\bpin\b|cudaHostRegister|offload|\.cpu\(|to\(['\"]cpu|swap_tensor|cpu_memory"
@@ -121,7 +121,8 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     """Main memory refused one allocation."""
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
-    asked = f"It asked for {size(facts.asked)} of main memory." if facts.asked else ""
+    words = "It asked for {requested_bytes} of main memory."
+    asked = said(words, **facts.stated) if facts.asked else ""
     return cause("host-alloc", _words(facts), asked, facts.users_line, _host_use(facts))
 
 
@@ -153,10 +154,16 @@ def _words(facts: TextFacts) -> str:
     return f"The words are: {line[:200]}"
 
 
-def _host_use(facts: TextFacts) -> str:
+def _host_use(facts: TextFacts) -> str | Said:
     used = list(re.finditer(_USED, facts.text))
     if not used:
         return ""
     gib, share = float(used[-1][1]), float(used[-1][2])
-    total = f", so it has about {gib / share * 100:.0f} GB" if share else ""
-    return f"DeepSpeed last saw {gib} GB of main memory in use, {share} % of the host{total}."
+    total = ", so it has about {host_total_bytes}" if share else ""
+    return said(
+        "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of the"
+        f" host{total}.",
+        host_used_bytes=int(gib * GIB),  # psutil's bytes by 2**30, in what it calls GB
+        host_total_bytes=int(gib / share * 100 * GIB) if share else None,
+        host_used_fraction=share / 100,
+    )

@@ -6,10 +6,10 @@ from collections import defaultdict
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause
+from trainer_plugins.explain.shared import Said, cause, said
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import percent, size
+from trainer_plugins.units import size
 
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
@@ -39,8 +39,13 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "ddp-gpu0",
-        f"nvidia-smi lists {len(stray)} processes on card {first} that hold another card too,"
-        f" with {size(sum(one.num_bytes for one in stray))} on card {first}.",
+        said(
+            "nvidia-smi lists {num_processes} processes on card {card} that hold another card too,"
+            " with {stray_bytes} on card {card}.",
+            num_processes=len(stray),
+            card=str(first),
+            stray_bytes=sum(one.num_bytes for one in stray),
+        ),
         summary=f"several ranks hold memory on card {first} in addition to their own card",
         doubt="The text does not show where the context is opened: look for torch.load onto a card,"
         " and for CUDA calls before torch.cuda.set_device",
@@ -50,14 +55,21 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
 def data_parallel(facts: TextFacts) -> Cause | None:
     """One process drives several cards, and gathers what they make on the first."""
     frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
-    evidence = [f"It failed in {frame}."] if frame else []
+    evidence: list[str | Said] = [f"It failed in {frame}."] if frame else []
     for pid, cards in _cards_of(facts).items():
         held = sorted((one.card, one.num_bytes) for one in facts.processes if one.pid == pid)
         rest = max((num_bytes for _, num_bytes in held[1:]), default=0)
         if len(cards) > 1 and held[0][1] > _UNEVEN * rest:
             evidence.append(
-                f"nvidia-smi shows one process (pid {pid}) on {len(cards)} cards, with"
-                f" {size(held[0][1])} on card {held[0][0]} and at most {size(rest)} on the others."
+                said(
+                    "nvidia-smi shows one process (pid {pid}) on {num_cards} cards, with"
+                    " {first_bytes} on card {card} and at most {rest_bytes} on the others.",
+                    pid=str(pid),
+                    num_cards=len(cards),
+                    first_bytes=held[0][1],
+                    card=str(held[0][0]),
+                    rest_bytes=rest,
+                )
             )
     if not evidence:
         return None
@@ -151,7 +163,7 @@ def other_framework(facts: TextFacts) -> Cause | None:
     return cause(
         "capacity",
         f"The words are: {facts.oom.text.strip()[:200]}",
-        f"It asked for {size(facts.asked)} at once." if facts.asked else "",
+        said("It asked for {requested_bytes} at once.", **facts.stated) if facts.asked else "",
         summary=f"{facts.framework}, not torch, found no room on the card",
         doubt=f"The text does not show what fills the card: {shows[facts.framework]}",
     )
@@ -189,11 +201,13 @@ def _ranks_on_one_card(facts: TextFacts) -> Cause:
     )
 
 
-def sum_of(facts: TextFacts) -> str:
+def sum_of(facts: TextFacts) -> Said:
     """Say whose the card's memory is."""
-    return (
-        f"{size(facts.total or 0)} card: {size(facts.own or 0)} yours, {size(facts.free or 0)}"
-        f" free, so {size(facts.others or 0)} are others'. You asked for {size(facts.asked or 0)}."
+    return said(
+        "{capacity_bytes} card: {own_bytes} yours, {free_bytes} free, so {others_bytes} are"
+        " others'. You asked for {requested_bytes}.",
+        own_bytes=facts.own,
+        **facts.stated,
     )
 
 
@@ -214,7 +228,11 @@ def _by_table(facts: TextFacts) -> Cause | None:
         used, total = full[0]
     return cause(
         "foreign",
-        f"nvidia-smi shows {size(used)} of {size(total)} in use.",
+        said(
+            "nvidia-smi shows {used_bytes} of {capacity_bytes} in use.",
+            used_bytes=used,
+            capacity_bytes=total,
+        ),
         _names(facts),
         doubt="The table may have been made while this run was on the card: make it again when the"
         " run is gone",
@@ -247,7 +265,11 @@ def leftover(facts: TextFacts) -> Cause | None:
         "leftover",
         f"The text shows '{trial[0]}': the trials share one process."
         if trial
-        else f"A notebook asked for {size(facts.asked or 0)} with {percent(share)} already live.",
+        else said(
+            "A notebook asked for {requested_bytes} with {live_fraction} already live.",
+            live_fraction=share,
+            **facts.stated,
+        ),
         grade="possible",
         doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"
         " see whether the first run fails as well",
@@ -260,7 +282,7 @@ def kept_after_catch(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "leak",
-        f"{facts.num_skipped} lines report a skipped batch.",
+        said("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
         summary="the script catches the OOM and keeps its tensors",
         doubt="The text does not show whether each failure has its own reason: print"
         " torch.cuda.memory_allocated() after each skipped batch; it should fall back",

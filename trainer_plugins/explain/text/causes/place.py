@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause
+from trainer_plugins.explain.shared import Said, cause, said
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import GIB, MIB, size
+from trainer_plugins.units import GIB, MIB
 
 _DEEP = 6  # how many frames above the failing one still say what it was for
 EVALUATION = (
@@ -205,12 +205,14 @@ def logits_loss(facts: TextFacts) -> Cause | None:
     least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total or _NEEDLE_BYTES))
     if not frame or (asked is not None and asked < least):
         return None
-    tokens = ""
+    tokens: str | Said = ""
     if asked and facts.called(_LANGUAGE):
         vocabulary = facts.rows("vocab_size")
         sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
         counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in sizes)
-        tokens = f"{size(asked)} are logits in fp32 of {counts}."
+        tokens = said(
+            "{requested_bytes} are logits in fp32 of {counts}.", counts=counts, **facts.stated
+        )
     return cause(
         "logits-loss",
         f"It failed in {frame}.",
@@ -231,7 +233,11 @@ def quadratic_attention(facts: TextFacts) -> Cause | None:
     return cause(
         "quadratic-attention",
         f"It failed in {frame}.",
-        f"{size(asked)} in 2 bytes, for one row, are a length of {lengths}.",
+        said(
+            "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.",
+            lengths=lengths,
+            **facts.stated,
+        ),
         doubt="The text does not show heads, rows and length: print the shapes of query and key",
     )
 
