@@ -73,7 +73,8 @@ class Recovery:
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        return micro.whole.num_cells > run.memo.limit
+        limit = run.memo.limit
+        return limit < math.inf and micro.whole.num_cells > limit
 
     def _wrong_so_far(self) -> str:
         """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
