@@ -22,7 +22,7 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfAccelerator
 from trainer_plugins.patched import Patches
-from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt, collected_once
 from trainer_plugins.survival.completions import Completions
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
@@ -96,7 +96,8 @@ class Engine:
         if self.is_attached and not model.training and not torch.is_grad_enabled():
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
-        is_ours = self.is_attached and is_training and memo_of(self._attached.trainer).is_in_step
+        memo = memo_of(self._attached.trainer)
+        is_ours = self.is_attached and is_training and memo.is_in_step
         run = self._run_of(model, inputs, num_items_in_batch) if is_ours else None
         if run is None or run.is_refused:
             return self._attached.compute_loss(
@@ -124,8 +125,12 @@ class Engine:
             if not isinstance(outcome, DidNotFit):
                 return self._hand_out(run, micro, outcome)
             recovery = _recovery(run, micro)
-            recovery.failed(whole, micro.start, outcome, "forward")
-        loss = _stand_in(recovery.finish())
+            with collected_once():
+                recovery.failed(whole, micro.start, outcome, "forward")
+                total = recovery.finish()
+        else:
+            total = recovery.finish()
+        loss = _stand_in(total)
         run.refuse_what_moves()
         micro.is_finished, self._current = True, micro
         micro.handed = Handed(loss, micro.scale)
@@ -177,8 +182,9 @@ class Engine:
         failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
         if isinstance(failure, DidNotFit):
             recovery = _recovery(run, micro, **options)
-            recovery.failed(micro.whole, micro.start, failure, "backward")
-            recovery.finish()
+            with collected_once():
+                recovery.failed(micro.whole, micro.start, failure, "backward")
+                recovery.finish()
 
     def _follow_accelerator(self) -> None:
         """Replace `backward` of the Trainer's accelerator: each trial of a search has a new one."""

@@ -27,7 +27,7 @@ from trainer_plugins.survival.exact.losses import VOUCH, Family
 from trainer_plugins.survival.exact.own_loss import Delegation
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
-from trainer_plugins.survival.memo import SurvivalMemo, memo_of
+from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -78,6 +78,8 @@ class TrainingRun:
         self.ranks = kind_of(attached.trainer, model)(attached.trainer, model)
         self.gathers = Gathers(attached.trainer, self.ranks)
         self.model = self.ranks.bare
+        # transformers may exchange it at resume, before the first step, with which a run begins.
+        self.memo = memo_of(attached.trainer)
         self.card = self.memo.card_for(attached.trainer.args)
         self.certificate = Certificate(self.ranks, attached.family, self.full_state)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
@@ -172,11 +174,6 @@ class TrainingRun:
 
     def has_exchanged_parameters(self) -> bool:
         return [id(p) for p in self._parameters] != [id(p) for p in self.model.parameters()]
-
-    @property
-    def memo(self) -> SurvivalMemo:
-        """Return the memo of this run, which transformers may have exchanged at resume."""
-        return memo_of(self.attached.trainer)
 
     def refuse_what_moves(self) -> bool:
         """Refuse, once, a run in which a pass forbids a division; tell whether it is refused."""

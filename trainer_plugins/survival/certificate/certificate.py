@@ -77,6 +77,7 @@ class Certificate:
         self._computed = self._next = 0.0
         self.why_broken = ""  # why nothing is divided any more: a later measurement failed
         self.known = ""  # what the last measurement was made on, and what it found
+        self.did_not_fit: list[tuple[int, int]] = []  # whole examples of the last one, and cells
         self.divided_since: int | None = None  # the first step that was divided
         self.overwritten: set[str] = set()  # places that may differ after two pieces
 
@@ -207,6 +208,7 @@ class Certificate:
         is_vouched = self._family.is_vouched
         halves = samples.real(layout, inputs, asked.num_fit, asked.known, varies_labels=is_vouched)
         told = comparison.first_conclusive(halves, is_gradient=is_gradient)
+        self.did_not_fit = [(one.num, cells(one.whole)) for one in comparison.did_not_fit]
         if self._is_trained and not is_gradient and not (told and _fits(asked, told)):
             is_gradient = True  # it decides: a loss may have a term without a gradient
             told = comparison.first_conclusive(halves, is_gradient=True)

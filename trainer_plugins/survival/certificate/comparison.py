@@ -91,6 +91,7 @@ class Comparison:
         self.cost = 0.0  # cells that were computed forward and backward
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
+        self.did_not_fit: list[Sample] = []  # on this rank or on another
         self._is_gradient = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
@@ -175,6 +176,7 @@ class Comparison:
     def _told(self, sample: Sample, *, is_idle: bool) -> Measurement | None:
         measured = self._measured(sample)
         if self._ranks.on_any(isinstance(measured, DidNotFit)) or isinstance(measured, DidNotFit):
+            self.did_not_fit.append(sample)
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
             self.why_inconclusive = (
                 f"there was no room to measure whether its loss can be divided ({line})"
@@ -244,7 +246,7 @@ class Comparison:
             for weight in self.weights:
                 factor = sample.factors(weight)[place]
                 before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
-                if before not in passed or self._ranks.measures_together:
+                if self._ranks.on_any(before not in passed):
                     one = self._pass(part, before, sample=sample)
                     if isinstance(one, DidNotFit):
                         return one

@@ -28,19 +28,22 @@ class GradientMark:
     # It keeps the gradients of its moment alive, so it must not outlive the backward pass.
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._before = [
-            (p, g, -1 if g is None else g._version) for p in parameters for g in (p.grad,)
-        ]
+        # Lists of tensors and numbers: a tuple a parameter would set off Python's collector.
+        self._parameters = tuple(parameters)
+        self._gradients = [p.grad for p in self._parameters]
+        self._versions = [-1 if g is None else g._version for g in self._gradients]
 
     def changed(self) -> set[nn.Parameter]:
+        before = zip(self._parameters, self._gradients, self._versions, strict=True)
         return {
             p
-            for p, g, version in self._before
+            for p, g, version in before
             if p.grad is not g or (g is not None and g._version != version)
         }
 
     def new_bytes(self) -> int:
-        return sum(p.grad.nbytes for p, g, _ in self._before if g is None and p.grad is not None)
+        before = zip(self._parameters, self._gradients, strict=True)
+        return sum(p.grad.nbytes for p, g in before if g is None and p.grad is not None)
 
 
 @contextmanager

@@ -59,8 +59,11 @@ class Gathers:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
-        before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
         self._index = 0
+        if self._brought is None and not (self._pieces or self._accelerator.use_distributed):
+            yield  # one process gets back what it gives
+            return
+        before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
         of_ranks = self._ranks.exchanges if self._ranks is not None else {}
         for name in _EXCHANGES:
             exchange = of_ranks.get(name) or getattr(self._accelerator, name)

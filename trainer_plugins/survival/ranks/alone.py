@@ -46,6 +46,7 @@ class Ranks:
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model, self.micros = trainer, model, []
+        self.device = trainer.args.device
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
@@ -100,7 +101,7 @@ class Ranks:
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         """Run work that may not fit; with `is_end` False a backward pass is still to come."""
-        return attempt(work, release, self.trainer.args.device)
+        return attempt(work, release, self.device)
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         """Note an attempt that did not fit; say why the run cannot go on, empty if it can."""
@@ -145,7 +146,7 @@ class Ranks:
                 torch.zeros(1).double() if g is None else g.flatten().cpu().double() for g in found
             ]
 
-        return attempt(work, device=self.trainer.args.device)
+        return attempt(work, device=self.device)
 
     def clear(self) -> None:
         """Throw away every gradient of this optimizer step, on all ranks."""
@@ -157,7 +158,7 @@ class Ranks:
         """Compute examples, on top of all gradients, to find out how many fit at once."""
         # On the bare model: each rank rehearses by itself. All examples, and the least, may take
         # the last byte, as in training; what is between leaves `SLACK`.
-        device = self.trainer.args.device
+        device = self.device
         reading = card_of(device).read()
         # No less than a segment of the allocator.
         slack_bytes = max(2 * MIB, int(SLACK * allowed_bytes(reading, device))) if reading else 0

@@ -178,7 +178,7 @@ class Replay(Planned):
             except IndivisibleError as error:  # on every rank
                 why = str(error)
             else:
-                memo.limit = self._ranks.agreed(limit)
+                memo.limit = self._ranks.agreed(self._without_what_failed(limit))
                 return
         self._climb(
             why or "another rank has nothing smaller to try, and there is nothing left to switch on"

@@ -62,6 +62,7 @@ class Recovery:
         self._moved: dict[str, Moved] | None = None  # what the first piece has moved
         self._added: list[_Added] = []
         self._tried: list[int] = []  # numbers of examples of the failed attempts
+        self._not_measured: list[tuple[int, int]] = []  # examples for which there was no room
 
     @classmethod
     def begin_run(cls, run: TrainingRun, inputs: Inputs, num_items: NumItems) -> None:
@@ -73,7 +74,8 @@ class Recovery:
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
-        return micro.whole.num_cells > run.memo.limit
+        limit = run.memo.limit
+        return limit < math.inf and micro.whole.num_cells > limit
 
     def _wrong_so_far(self) -> str:
         """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
@@ -297,9 +299,18 @@ class Recovery:
             except IndivisibleError as error:
                 why = str(error)
             else:
-                memo.limit = limit
+                memo.limit = self._without_what_failed(limit)
                 return
         self._climb(why or self._nothing_left(piece))
+
+    def _without_what_failed(self, limit: float) -> float:
+        """Lower a limit by what a measurement could not compute: training needs more for it."""
+        pace = self._run.memo.pace
+        for num, num_cells in self._not_measured:
+            limit = lower(num, num_cells, limit, self._attached.min_micro_batch) or limit
+            if pace is not None:
+                pace.too_much = min(pace.too_much, num_cells)
+        return limit
 
     def _climb(self, why_not: str) -> None:
         rung = self._run.memo.climb(self._attached.ladder, self._run.model)
@@ -344,6 +355,7 @@ class Recovery:
                     self._attached.say(doubt)
                 raise
         self._story.measured = certificate.known
+        self._not_measured = certificate.did_not_fit
 
     @cached_property
     def _kind(self) -> Kind:

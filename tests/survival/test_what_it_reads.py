@@ -1,0 +1,66 @@
+"""What survival reads before each micro-batch, and after a failure: no more than has changed."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from trainer_plugins.survival.attempt.attempt import collected_once
+from trainer_plugins.survival.attempt.state import Generators
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def draws() -> list[float]:
+    return [*np.random.normal(size=3), *np.random.random(2)]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2], ids=["none", "half a pair", "a pair"])
+def test_numpys_generator_returns_to_where_it_was(num_before) -> None:
+    np.random.seed(7)
+    np.random.normal(size=num_before)
+    one, other = (Generators(torch.device("cpu")) for _ in range(2))
+    expected = draws()
+    later = Generators(torch.device("cpu"))
+    others = draws()
+
+    for point, numbers in ((one, expected), (later, others), (other, expected)):
+        point.restore()
+        assert draws() == numbers
+
+
+def test_the_second_of_a_pair_is_taken_and_given_back() -> None:
+    np.random.seed(7)
+    np.random.normal()
+    before = Generators(torch.device("cpu"))
+    second = np.random.normal()
+    Generators(torch.device("cpu"))
+    before.restore()
+    again = Generators(torch.device("cpu"))
+    np.random.normal()
+    again.restore()
+    assert np.random.normal() == second
+
+
+def test_after_a_failure_only_new_objects_are_collected(monkeypatch) -> None:
+    # The package's fixture has frozen what was imported, and then nothing more is.
+    gc.unfreeze()
+    old, new = Ring(), Ring()
+    old_alive, new_alive = weakref.ref(old), weakref.ref(new)
+    del new
+    gc.collect()
+    with collected_once():
+        del old
+        young = Ring()
+        young_alive = weakref.ref(young)
+        del young
+        gc.collect()
+        assert (old_alive() is not None, young_alive()) == (True, None)
+    gc.collect()
+    assert (old_alive(), new_alive(), gc.get_freeze_count() < 1000) == (None, None, True)
+    gc.freeze()
