@@ -71,7 +71,8 @@ def test_adapters_references_and_uneven_ranks_are_exact(told) -> None:
 
     for strategy in every_trainer.OF_VARIANTS:
         for name in every_trainer.VARIANTS:
-            assert verdict(strategy, told[strategy][name]) == "exact", (strategy, name)
+            expected = "fails" if (strategy, name) in every_trainer.FAILS else "exact"
+            assert verdict(strategy, told[strategy][name]) == expected, (strategy, name)
 
 
 @pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
