@@ -34,6 +34,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_load_state_dict_into_zero3_model": ("transformers.integrations.deepspeed",),
     "_get_train_sampler": (TRAINER,),
     "_ops": ("torch",),
+    "_external_params": ("deepspeed.runtime.zero.partition_parameters",),
     "_orig_torch_tensor": ("deepspeed.runtime.zero.partition_parameters",),
     "_dist_allgather_fn": ("deepspeed.runtime.zero.partition_parameters",),
     "_unique2": ("torch",),

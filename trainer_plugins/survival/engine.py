@@ -251,7 +251,7 @@ class Engine:
         except IndivisibleError as error:  # the ladder can still help
             self._attached.refuse([f"its micro-batches cannot be divided: {error}"])
         if self._attached.plan_first:
-            rehearse(run, num_items, self._scale(num_items))
+            rehearse(run, inputs, num_items, self._scale(num_items))
             run.refuse_what_moves()
         _RECOVERIES[run.ranks.recovery].begin_run(run, inputs, num_items)
 

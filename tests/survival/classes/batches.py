@@ -110,7 +110,7 @@ def _signal(name: str, config: Any, dice: torch.Generator) -> torch.Tensor:
         if frames is not None:
             return rand(4, frames, channels, height, width)
         return rand(4, channels, height, width)
-    if name == "input_values" and hasattr(config, "num_mel_bins"):
+    if name == "input_values" and hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         return rand(4, config.max_length, config.num_mel_bins)
     if name == "input_values":
         return rand(4, 2000) - 0.5

@@ -22,10 +22,15 @@ from trainer_plugins.survival.exact.losses import VOUCH
 TOLERANCE = 1e-5
 """Some models take a softmax or their loss in float32 whatever they are in; a wrong weight is off by percents."""
 
+TOLERANCE_FLOAT32 = 1e-3
+"""Of what does not compute in float64: it fills masks with a number that float32 has not."""
+
 _LEAST = 1e-3
 """Of a parameter that gets a thousandth of the largest gradient, rounding is all there may be."""
 
 _LARGEST = 30_000_000
+_NOT_COMPUTED = "it cannot be computed by itself, from its tiny config"
+_NO_NUMBERS = "its gradients are no numbers, from its tiny config"
 _REFUSED = "survive_oom cannot help this run: "
 _TAKES_A_LOSS = re.compile(r"label|start_positions|return_loss|future_values")
 _NAMED_SO = re.compile(r"For[A-Z]|LMHeadModel$|DoubleHeadsModel$")
@@ -76,7 +81,15 @@ def outcome_of(name: str, folder: Path) -> Outcome | None:
         return Outcome("not tried", _missing(error))
     if sum(p.numel() for p in model.parameters()) > _LARGEST:
         return Outcome("not tried", "its config cannot be made small")
-    trainer = _Training(model, folder)
+    outcome = _trained(model, folder)
+    if outcome.why in (_NOT_COMPUTED, _NO_NUMBERS):
+        in_float32 = _trained(tiny_model(model_class).float(), folder)
+        return outcome if in_float32.kind == "not tried" else in_float32
+    return outcome
+
+
+def _trained(model: nn.Module, folder: Path) -> Outcome:
+    trainer, name = _Training(model, folder), type(model).__name__
     try:
         survive_oom(trainer.trainer, plan_first=False).detach()
     except ValueError as error:
@@ -85,9 +98,9 @@ def outcome_of(name: str, folder: Path) -> Outcome | None:
         trainer.feed()
         whole, nums = trainer.run()
     except Exception:  # noqa: BLE001 - the same
-        return Outcome("not tried", "it cannot be computed by itself, from its tiny config")
+        return Outcome("not tried", _NOT_COMPUTED)
     if not all(g is None or g.isfinite().all() for step in whole for g in step):
-        return Outcome("not tried", "its gradients are no numbers, from its tiny config")
+        return Outcome("not tried", _NO_NUMBERS)
     return trainer.survived(whole, nums)
 
 
@@ -117,7 +130,14 @@ class _Training:
         )
 
     def feed(self) -> None:
-        self.batches = [batch_for(self.model, labels_at_padding=there) for there in (False, True)]
+        dtype = next(self.model.parameters()).dtype
+        self.batches = [
+            {
+                name: value.to(dtype) if value.is_floating_point() else value
+                for name, value in batch_for(self.model, labels_at_padding=there).items()
+            }
+            for there in (False, True)
+        ]
 
     def run(self, *fail_at: int) -> tuple[list[list[torch.Tensor | None]], list[int]]:
         """The gradients of both steps, and how many allocations each had."""
@@ -165,9 +185,11 @@ class _Training:
                 self.trainer.remove_callback(weights)
             weight = weights.names[-1]
         worst = max(_off_by(ours, theirs) for ours, theirs in zip(gradients, whole, strict=True))
+        is_float32 = next(self.model.parameters()).dtype is torch.float32
+        weight += ", in float32" if is_float32 else ""
         return (
             Outcome("exact", weight)
-            if worst <= TOLERANCE
+            if worst <= (TOLERANCE_FLOAT32 if is_float32 else TOLERANCE)
             else Outcome("wrong", f"by {worst:.1e}, as {weight}")
         )
 

@@ -251,10 +251,39 @@ _OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "Mistral4Config": {"head_dim": 16},
     "EsmConfig": {"mask_token_id": 4, "pad_token_id": 0},
     "DistilBertConfig": {"num_labels": 2},
+    "BridgeTowerConfig": {
+        "hidden_size": 64,
+        "contrastive_hidden_size": 16,
+        "logit_scale_init_value": 2.6,
+    },
+    "BridgeTowerTextConfig": {"hidden_size": 64},
+    "BridgeTowerVisionConfig": {"hidden_size": 64},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 5}},
+    "ConvNextConfig": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "ConvNextV2Config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "DbrxAttentionConfig": {"rope_theta": 10_000.0, "clip_qkv": 8},
+    "InformerConfig": {"prediction_length": 8},
+    "TimeSeriesTransformerConfig": {"prediction_length": 8},
+    "Emu3Config": {"vocabulary_map": {"<image>": 5}},
+    "PerceiverConfig": {"num_self_attention_heads": 1, "num_cross_attention_heads": 1},
+    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 6, "audio_start_token_id": 7},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 6, "audio_start_token_id": 7},
+    "ReformerConfig": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (4, 4)},
+    "SeamlessM4Tv2Config": {"feature_projection_input_dim": 2 * LENGTH},
+    "SegformerConfig": {
+        "num_encoder_blocks": 2,
+        "hidden_sizes": [8, 16],
+        "num_attention_heads": [1, 2],
+    },
+    "Speech2TextConfig": {"input_feat_per_channel": 2 * LENGTH},
+    "Step3p7TextConfig": {"sliding_window": 16},
+    "Wav2Vec2BertConfig": {"feature_projection_input_dim": 2 * LENGTH},
+    "XmodConfig": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "Zamba2Config": {"attention_hidden_size": 2 * SIZE, "attention_head_dim": 16},
 }
 """What a family of models wants besides, and its default config has not."""
 
-_HAS_SECTIONS = re.compile(r"VL|4v|46V|Omni|Ocr|GlmImage|Qwen3_5")
+_HAS_SECTIONS = re.compile(r"VL|PaddleOCR|4v|46V|Omni|Ocr|GlmImage|Qwen3_5")
 """Models with a rotary embedding for time, height and width, each with its share of the frequencies."""
 
 _ZERO = ("drop", "jitter", "mask_time_prob", "mask_feature_prob")
@@ -289,10 +318,11 @@ def tiny_config(config_class: type, **also: Any) -> Any:
             **rope,
             "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
         }
-    wanted = {**sizes, **inner, **also, **_OF_A_FAMILY.get(config_class.__name__, {})}
+    wanted = {**sizes, **inner, **also}
     known = set(inspect.signature(config_class.__init__).parameters)  # type: ignore[misc]
     known |= set(vars(default)) | {"num_labels"}
-    return config_class(**{name: value for name, value in wanted.items() if name in known})
+    wanted = {name: value for name, value in wanted.items() if name in known}
+    return config_class(**{**wanted, **_OF_A_FAMILY.get(config_class.__name__, {})})
 
 
 def tiny_model(model_class: type, **also: Any) -> nn.Module:

@@ -8,17 +8,26 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -27,6 +36,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from tests.models import tiny_llama
 from tests.survival import test_coupled, test_trl
 from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
+from tests.survival.ranks.token_card import TokenCard
 from trainer_plugins import survive_oom
 from trainer_plugins.survival.memo import memo_of
 
@@ -42,6 +52,14 @@ def preference(trainer_class, config, path, **options):
 def seq2seq(path, **options):
     classes = {"trainer_class": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
     return small_trainer(path, **classes, **options)
+
+
+def t5(path, **options):
+    """Its encoder and its decoder share their embeddings."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    config = T5Config(**sizes, num_layers=2, dropout_rate=0.0, decoder_start_token_id=0)
+    return seq2seq(path, model=T5ForConditionalGeneration(config).double(), **options)
 
 
 def online_dpo(path, **options):
@@ -76,8 +94,11 @@ def uneven(path, **options):
 
 
 VARIANTS: dict[str, Callable[..., Trainer]] = {
+    "a T5": t5,
     "SFT with an adapter": partial(test_trl.sft, lora={}),
     "SFT without padding": test_trl.sft_packed,
+    "SFT packed": partial(test_trl.sft, packing=True, max_length=64),
+    "SFT by dft": partial(test_trl.sft, loss_type="dft"),
     "SFT with other rows on each rank": uneven,
     "DPO with an adapter": partial(test_trl.dpo, lora={}),
     "DPO with sft": test_coupled.dpo_sft,
@@ -86,6 +107,10 @@ VARIANTS: dict[str, Callable[..., Trainer]] = {
     "GRPO with an adapter": partial(test_trl.grpo, lora={}),
     "GRPO with a reference": partial(test_trl.grpo, beta=0.1, loss_type="bnpo"),
     "RLOO with an adapter": partial(test_trl.rloo, lora={}),
+}
+REHEARSED: dict[str, Callable[..., Trainer]] = {
+    "GRPOTrainer": partial(test_trl.grpo, max_completion_length=12),
+    "RLOOTrainer": partial(test_trl.rloo, max_completion_length=12),
 }
 SETTINGS = {"steps": 1, "optim": "sgd", "learning_rate": 100.0, "max_grad_norm": 0.0}
 """A step so large that rounding the weights, as float32 in ZeRO, is nothing beside it."""
@@ -121,9 +146,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ZeRO-3 offloaded": zero(
         3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
     ),
+    "ZeRO-3 rehearsed": zero(3),
 }
 OF_TABLE = ("1 card", "DDP", "FSDP1", "FSDP2", "ZeRO-2", "ZeRO-3")
-FAILS = {("FSDP1", "GKDTrainer"): "without survival too: TRL generates from divided weights"}
+FAILS = {
+    ("FSDP1", "GKDTrainer"): "without survival too: TRL generates from divided weights",
+    ("FSDP2", "a T5"): "without survival too: torch takes no weights that two units share",
+}
 OF_VARIANTS = ("FSDP2", "ZeRO-2", "ZeRO-3 offloaded")
 initialise = PartialState.__init__
 
@@ -160,22 +189,39 @@ def trained(trainer) -> list[torch.Tensor]:
     return [after[name].double() - before[name] for name in sorted(before)] if after else []
 
 
-def cell(make) -> dict[str, Any]:
+@contextmanager
+def small_card(trainer) -> Iterator[None]:
+    """It is found before step 1 how much of a micro-batch fits."""
+    card = TokenCard(trainer.args.process_index)
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, named: card.holds(named["input_ids"].numel()), with_kwargs=True
+    )
+    modules = ("trainer_plugins.survival.memo", "trainer_plugins.survival.ranks.zero")
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch(f"{module}.card_of", lambda _: card))
+        yield
+
+
+def cell(make, *, is_rehearsed: bool = False) -> dict[str, Any]:
     """What becomes of one trainer under one strategy."""
     try:
         trainer = make()
     except ValueError as error:  # TRL's own
         return {"not tried": str(error)}
     try:
-        survive_oom(trainer, plan_first=False)
+        survive_oom(trainer, plan_first=is_rehearsed)
     except ValueError as error:
         return {"refused": str(error)}
-    trainer.add_callback(KnownLimit(trainer))
-    divided = trained(trainer)
+    if not is_rehearsed:
+        trainer.add_callback(KnownLimit(trainer))
+    with small_card(trainer) if is_rehearsed else nullcontext():
+        divided = trained(trainer)
     alike = make()
     whole = trained(alike)
     return {
         "logged_off_by": numbers_off_by(logged_by(trainer), logged_by(alike)),
+        "limit": memo_of(trainer).limit,
         "num_logged": max(map(len, logged_by(trainer))),
         "wrapped": type(trainer.model_wrapped).__name__,
         "world_size": trainer.args.world_size,
@@ -203,7 +249,7 @@ def cells(
         gc.collect()
         why = FAILS.get((strategy, name))
         run = partial(made, make, folder / name, strategy)
-        facts[name] = {"fails": why} if why else cell(run)
+        facts[name] = {"fails": why} if why else cell(run, is_rehearsed="rehearsed" in strategy)
     return facts
 
 
@@ -214,6 +260,8 @@ def main(folder: Path, rank: str) -> None:
         facts[strategy] = {} if strategy not in OF_TABLE else cells(folder / strategy, strategy)
         if strategy in OF_VARIANTS:
             facts[strategy] |= cells(folder / strategy, strategy, VARIANTS)
+        if "rehearsed" in strategy:
+            facts[strategy] = cells(folder / strategy, strategy, REHEARSED)
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
     dist.barrier()
     sys.stdout.flush()

@@ -30,9 +30,9 @@ from tests.survival.failing import (
     small_trainer,
     weights_by_rounding,
 )
+from tests.survival.ranks.token_card import TokenCard
 from tests.wanted import read_wanted
 from trainer_plugins import survive_oom
-from trainer_plugins.reading import MemoryReading
 from trainer_plugins.survival import memo as survival_memo
 from trainer_plugins.survival.attempt.attempt import Card as RealCard
 from trainer_plugins.survival.certificate.certificate import Certificate
@@ -78,7 +78,7 @@ def watched(*args, **kwargs):
 
 
 Certificate.measure = watched  # type: ignore[method-assign]
-CARDS: list["Card"] = []
+CARDS: list[TokenCard] = []
 for module in (survival_memo, zero):
     module.card_of = lambda _: CARDS[0] if CARDS else RealCard(None)  # type: ignore[attr-defined]
 
@@ -148,36 +148,6 @@ class KnowsTheLimit(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         for memo in self.memos:
             memo.limit = min(memo.limit, self.limit)
-
-
-class Card:
-    """A card on which a token takes 1 MB, which DeepSpeed finds nowhere on a CPU.
-
-    That of rank 1 is the smaller one.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self.total_bytes = (70 if RANK == 0 else 50) * 10**6
-
-    def holds(self, num_tokens: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, 10**7 + num_tokens * 10**6)
-
-    def read(self) -> MemoryReading:
-        held = {
-            "free_bytes": self.total_bytes - 10**7,
-            "reserved_bytes": 10**7,
-            "allocated_bytes": 10**7,
-        }
-        return MemoryReading(
-            device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held
-        )
-
-    def reset_peak(self) -> None:
-        self.peak_bytes = 0
-
-    def release_cached(self) -> int:
-        return 0
 
 
 def make(folder: Path, stage: dict, attach: bool | str = True, collate=uneven):
@@ -254,7 +224,7 @@ def told(name: str, config: dict) -> dict:
     divided, seen = trained(folder / "whole", config, resume=str(folder / "whole" / "checkpoint-2"))
     divided_weights = weights(folder / "whole")
     dist.barrier()
-    CARDS.append(Card())
+    CARDS.append(TokenCard(RANK))
     rehearsed, rehearsed_seen = trained(folder / "rehearsed", config)
     CARDS.clear()
     engine = seen.engine

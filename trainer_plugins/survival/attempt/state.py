@@ -26,6 +26,7 @@ _OPAQUE = object()  # stands for what is no state: modules, functions, outputs w
 _OF_LIBRARIES = frozenset(vars(nn.Module())) | {
     "ds_grads_remaining",
     "applied_pre_backward_ref_cnt",
+    "_external_params",
 }  # what torch and DeepSpeed (runtime/zero) keep on every module
 
 # Where TRL's trainers collect what they log, under "train" and "eval"; the second of trl < 1.0.

@@ -1,9 +1,11 @@
 """Layouts: find out how examples lie in a micro-batch, and take some of them out."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from trainer_plugins.survival.exact.shares import (
     ANSWERS,
@@ -127,19 +129,39 @@ class Completions(Rows):
     def count(self, inputs: Inputs) -> int:
         return super().count(inputs) if "completion_ids" in inputs else 0
 
+    def longest(self, inputs: Inputs, num_tokens: int | None) -> Batch:
+        """Return the rows as if each completion had `num_tokens` tokens, the most that it may."""
+        missing = (num_tokens or 0) - inputs["completion_ids"].size(1)
+        long = self._cut_texts(inputs, None, lambda text: pad(text, (0, max(0, missing))))
+        long["completion_mask"] = torch.ones_like(long["completion_mask"])
+        return long
+
+    def shortened(self, inputs: Inputs, part: float) -> Batch:
+        """Return the rows with this part of their tokens, from both sides of a prompt's end."""
+        num_prompt = math.ceil(part * inputs["prompt_ids"].size(1))
+        num = math.ceil(part * inputs["completion_ids"].size(1))
+        return self._cut_texts(inputs, num_prompt, lambda text: text[:, :num])
+
     def probe(self, inputs: Inputs, num: int) -> Batch:
         few = self.take(inputs, 0, num)
-        width = few["completion_ids"].size(1)
-        for name, value in few.items():
-            if name.startswith("prompt_"):
-                few[name] = value[:, -PROBE_TOKENS:]
-            elif _dims(value) == 2 and value.size(1) == width:
-                few[name] = value[:, :PROBE_TOKENS]
+        few = self._cut_texts(few, PROBE_TOKENS, lambda text: text[:, :PROBE_TOKENS])
         few["completion_mask"] = torch.ones_like(few["completion_mask"])
         few["completion_mask"][0, PROBE_TOKENS // 3 :] = 0
         # If a group has equal rewards they are all 0, and there would be no gradient to measure.
         few["advantages"] = torch.ones_like(few["advantages"])
         return few
+
+    def _cut_texts(
+        self, inputs: Inputs, num_prompt: int | None, cut: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Batch:
+        """Keep the last tokens of the prompts, and cut all that has the width of completions."""
+        texts, width = dict(inputs), inputs["completion_ids"].size(1)
+        for name, value in inputs.items():
+            if name.startswith("prompt_"):
+                texts[name] = value[:, -num_prompt:] if num_prompt else value
+            elif _dims(value) == 2 and value.size(1) == width:
+                texts[name] = cut(value)
+        return texts
 
 
 class Packed:
@@ -205,7 +227,7 @@ class Packed:
         taken: Batch = {}
         for name, value in inputs.items():
             if name in _CUMULATIVE:
-                ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+                ends = pad(lengths.cumsum(0), (1, 0))
                 taken[name] = ends.to(value)
             elif name in _LONGEST:
                 longest = lengths.max()

@@ -1,7 +1,7 @@
 """The limit: how much of a micro-batch fits at once, counted in cells, rows x padded length."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,7 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
     return low if low >= least else 0
 
 
-def predicted_peak(peaks: list[tuple[int, int]], size: int) -> float:
+def predicted_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
     """Predict the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
 
     >>> predicted_peak([(1, 30), (2, 50)], 8), predicted_peak([(1, 30)], 8)

@@ -1,7 +1,7 @@
 """Ranks: what survival asks of the processes that train together: alone, or if they vote."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
@@ -154,8 +154,17 @@ class Ranks:
     def forget(self) -> None:
         """Drop the gradients that a measurement has computed."""
 
-    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        """Compute examples, on top of all gradients, to find out how many fit at once."""
+    def most(
+        self,
+        compute: Callable[[nn.Module, float], object],
+        num: int,
+        least: int,
+        parts: Sequence[float] = (),
+    ) -> int:
+        """Compute examples, on top of all gradients, to find out how many fit at once.
+
+        If no try may fail, it begins with `parts` of an example.
+        """
         # On the bare model: each rank rehearses by itself. All examples, and the least, may take
         # the last byte, as in training; what is between leaves `SLACK`.
         device = self.device

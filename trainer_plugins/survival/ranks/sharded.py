@@ -10,7 +10,7 @@
   again in equally many pieces (`training/planned.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -118,7 +118,13 @@ class Sharded(Together):
         self._drop()  # what was reduced since is invalid
         return outcome if has_failed else DID_NOT_FIT_ELSEWHERE
 
-    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
+    def most(
+        self,
+        compute: Callable[[nn.Module, float], object],
+        num: int,
+        least: int,
+        parts: Sequence[float] = (),
+    ) -> int:
 
         def fits(size: int) -> bool:
             return not isinstance(self.attempt(partial(compute, self.model, size)), DidNotFit)

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -101,11 +101,19 @@ class Zero(Together):
         finally:
             accelerator.sync_gradients = is_step
 
-    def most(self, compute: Callable[[nn.Module, int], object], num: int, least: int) -> int:
-        peaks: list[tuple[int, int]] = []
+    def most(
+        self,
+        compute: Callable[[nn.Module, float], object],
+        num: int,
+        least: int,
+        parts: Sequence[float] = (),
+    ) -> int:
+        peaks: list[tuple[float, int]] = []
         try:
             with self.piece(is_last=False) as model:
                 fits = partial(self._fits, compute=partial(compute, model), peaks=peaks)
+                if not all(map(fits, parts)):
+                    return 0
                 return most(fits, self.lowest(num), least, (least, 2 * least, num))
         finally:
             self.forget()
@@ -131,7 +139,7 @@ class Zero(Together):
             optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _fits(
-        self, size: int, compute: Callable[[int], object], peaks: list[tuple[int, int]]
+        self, size: float, compute: Callable[[float], object], peaks: list[tuple[float, int]]
     ) -> bool:
         device = self.trainer.args.device
         card = card_of(device)

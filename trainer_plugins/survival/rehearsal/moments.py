@@ -96,7 +96,7 @@ class Moments:
         num = self._ranks.lowest(len(rows))
         self.what += f" ({cells(rows.batch(num))} tokens)"
         self._ranks.prepare(partial(self._tiny, rows))
-        num_fit = self._ranks.most(lambda model, n: self._pass(model, rows.batch(n)), num, 1)
+        num_fit = self._ranks.most(lambda model, n: self._pass(model, rows.batch(int(n))), num, 1)
         if num_fit == num:
             return ""
         return f"{num_fit} of them fit at once" if num_fit else "not even one row fits"

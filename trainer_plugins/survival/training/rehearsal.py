@@ -1,6 +1,7 @@
 """Rehearsal: find out before step 1 how many of the longest rows fit at once: that is the limit."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter
@@ -13,14 +14,18 @@ from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.exact.layouts import Completions, Layout, find_layout
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import cells
+from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import foreseen
 
 logger = logging.getLogger(__name__)
 
 
-def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
-    """Set the limit of a run that has none yet, if memory is counted and rows can be read."""
+def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float) -> None:
+    """Set the limit of a run that has none yet, if memory is counted and rows can be read.
+
+    `inputs` are those of the first micro-batch.
+    """
     ranks = run.ranks
     if ranks.on_any(run.card.read() is None or run.memo.is_rehearsed):
         return
@@ -34,7 +39,7 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
     with _without_trace(run, sources):
         rehearsal = None
         with run.memo.harmless():  # it asks the user's data set and collator
-            rehearsal = _Rehearsal(run, num_items, scale)
+            rehearsal = _Rehearsal(run, inputs, num_items, scale)
         if ranks.on_any(rehearsal is None or rehearsal.num == 0) or rehearsal is None:
             return
         found = None
@@ -57,10 +62,10 @@ def rehearse(run: TrainingRun, num_items: NumItems, scale: float) -> None:
 
 
 class _Rehearsal:
-    def __init__(self, run: TrainingRun, num_items: NumItems, scale: float) -> None:
+    def __init__(self, run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
-        self._inputs = _longest_batch(run)
+        self._inputs = _longest_batch(run, inputs)
         self._layout: Layout | None = None
         self.num = 0  # how many examples it has; 0 if there is none, or it cannot be divided
         with suppress(IndivisibleError):
@@ -75,26 +80,23 @@ class _Rehearsal:
             num_fit = self._most()
         return num_fit, climbed
 
-    def cells(self, num: int) -> int:
+    def cells(self, num: float) -> int:
         return cells(self._some(num))
 
     def told(self) -> str:
         return (
-            f"rehearsed the {self.num} longest {self._unit} ({self.cells(self.num)} tokens with "
+            f"rehearsed {self._what} ({self.cells(self.num)} tokens with "
             f"padding) in {self._num_tried} forward and backward passes, "
             f"{perf_counter() - self._started:.2f} s"
         )
 
     def summary(self, num_fit: int, climbed: list[str]) -> str:
         if num_fit:
-            summary = f"{num_fit} of the {self.num} longest {self._unit} of the data fit at once"
+            summary = f"{num_fit} of {self._what} fit at once"
             summary += "".join(f", with {rung} switched on" for rung in climbed)
         else:
             least = self._run.attached.min_micro_batch
-            summary = (
-                f"not even {least} of the longest {self._unit} of the data fit at once: a step "
-                "with them will fail"
-            )
+            summary = f"not even {least} of {self._what} fit at once: a step with them will fail"
         if num_fit < self.num:
             summary += (
                 f"; micro-batches of more than {self._run.memo.limit:.0f} tokens (rows x padded "
@@ -106,10 +108,20 @@ class _Rehearsal:
     def _unit(self) -> str:
         return self._layout.unit if self._layout else "examples"
 
-    def _most(self) -> int:
-        return self._run.ranks.most(self._compute, self.num, self._run.attached.min_micro_batch)
+    @property
+    def _what(self) -> str:
+        if isinstance(self._layout, Completions):
+            return f"{self.num} completions of full length"
+        return f"the {self.num} longest {self._unit}"
 
-    def _compute(self, model: nn.Module, num: int) -> None:
+    def _most(self) -> int:
+        least = self._run.attached.min_micro_batch
+        # Completions may never get as long as they may: one of them is predicted before it is
+        # tried.
+        parts = (0.25, 0.5) if isinstance(self._layout, Completions) else ()
+        return self._run.ranks.most(self._compute, self.num, least, parts)
+
+    def _compute(self, model: nn.Module, num: float) -> None:
         """Run forward and backward of `num` of them; ranks do so unequally often."""
         self._num_tried += 1
         attached = self._run.attached
@@ -118,19 +130,25 @@ class _Rehearsal:
                 loss = self._run.compute_loss(model, self._some(num), self._num_items)
             attached.backward(loss * self._scale, **self._run.ranks.options)
 
-    def _some(self, num: int) -> Batch:
+    def _some(self, num: float) -> Batch:
         """Take the last ones: the short one, which is padded, is among them."""
         assert self._layout is not None
-        return self._layout.take(self._inputs, self.num - num, self.num)
+        some = self._layout.take(self._inputs, self.num - math.ceil(num), self.num)
+        if num < 1 and isinstance(self._layout, Completions):
+            return self._layout.shortened(some, num)
+        return some
 
 
-def _longest_batch(run: TrainingRun) -> Inputs:
+def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
     """Collate the longest rows as the data loader would; empty if that would consume them."""
     trainer = run.attached.trainer
-    if any(isinstance(layout, Completions) for layout in run.attached.family.layouts):
-        # `_prepare_inputs` would generate, and replace what the next micro-batches train on.
-        logger.info("nothing is rehearsed: the length of completions is not known yet")
-        return {}
+    for layout in run.attached.family.layouts:
+        if isinstance(layout, Completions):
+            if run.ranks.recovery is HowToRecover.PLANNED:
+                return layout.longest(inputs, getattr(trainer.args, "max_completion_length", None))
+            # They may never get so long, and a failure can be survived.
+            logger.info("nothing is rehearsed: the length of completions is not known yet")
+            return {}
     loader = trainer.callback_handler.train_dataloader
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     rows = LongestRows(dataset, collate, trainer._train_batch_size, trainer.model)
