@@ -106,8 +106,8 @@ def _streams(patches: Patches) -> None:
 class _Gather:
     """Holds what a gather sends until someone waits for it.
 
-    So does NCCL's work (`stashed_for_allocator_safety_`, ProcessGroupNCCL.cpp). Weights that wait in
-    main memory are sent from a copy on the card.
+    So does NCCL's work (`stashed_for_allocator_safety_`, ProcessGroupNCCL.cpp). Weights that wait
+    in main memory are sent from a copy on the card.
     """
 
     def __init__(self, gather: Callable[..., Any], sent: torch.Tensor, *to: Any, **group: Any):
