@@ -1,10 +1,10 @@
 """Causes of a recorded out-of-memory error: what text alone cannot know is known here."""
 
-import re
 from collections.abc import Callable
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause, Certainty
+from trainer_plugins.explain.run.beside import leftover, other_memory, other_processes, second_model
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
@@ -14,7 +14,6 @@ from trainer_plugins.explain.shared import (
     is_refused_though_free,
     said,
 )
-from trainer_plugins.record.oom_record import LiveModel
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.units import size
 
@@ -27,12 +26,6 @@ _KEPT_LOGITS = {
 }  # fmt: skip
 _LOSS = {"cross_entropy", "log_softmax", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy"}
 _ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
-_ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
-
-_KILLED = "is killed by signal: Killed"
-
-# The causes that the source of an error decides.
-_BY_SOURCE = {"nccl": "nccl", "pinned": "pinned", "shared": "shm", "host": "host-alloc"}
 
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
@@ -48,31 +41,6 @@ def _impossible(case: Case) -> Cause | None:
     return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
 
 
-def _other_memory(case: Case) -> Cause | None:
-    words, _, _ = case.record.error.text.partition("\n")
-    code = _BY_SOURCE.get(case.record.error.source)
-    if code is None:
-        return None
-    is_kill = _KILLED in words
-    host = case.record.host
-    return cause(
-        "host-kill" if is_kill else code,
-        f"the error reads: {words[:200]}",
-        said(
-            "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm"
-            " {shm_free_bytes} of {shm_total_bytes}",
-            host_free_bytes=host.free_bytes,
-            host_total_bytes=host.total_bytes,
-            shm_free_bytes=host.shm_free_bytes,
-            shm_total_bytes=host.shm_total_bytes,
-        )
-        if host
-        else "",
-        summary="a dataloader worker was killed, as when main memory is full" if is_kill else "",
-        doubt="dmesg shows whether the kernel did it" if is_kill else "",
-    )
-
-
 def _contradictory(case: Case) -> Cause | None:
     # A limit of its own is one: `set_per_process_memory_fraction`, which `Headroom` sets.
     if not case.asked or case.record.error.limit_bytes is not None:
@@ -85,76 +53,6 @@ def _contradictory(case: Case) -> Cause | None:
             "{requested_bytes} were refused with {free_bytes} free of {capacity_bytes}",
             **case.stated,
         ),
-    )
-
-
-def _foreign(case: Case) -> Cause | None:
-    foreign, limit = case.foreign, case.record.error.limit_bytes
-    if limit is not None and case.free >= case.asked:
-        return None  # it was not the card that was full
-    if not foreign or foreign < 0.1 * case.total or case.asked > case.free + foreign:
-        return None
-    listed = [each for each in case.record.processes or () if not each.is_own]
-    names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
-    is_engine = any(_ENGINE.search(name) for name in names)
-    return cause(
-        "engine-share" if is_engine else "foreign",
-        said(
-            "of {capacity_bytes}, {foreign_bytes} are others', {allocated_bytes} were in tensors of"
-            " this run and {free_bytes} free",
-            foreign_bytes=foreign,
-            **case.stated,
-        ),
-        ", ".join(names),
-        said("without it the {requested_bytes} that were refused would have fitted", **case.stated),
-        grade="certain" if listed else "likely",
-    )
-
-
-def _leftover(case: Case) -> Cause | None:
-    others = second_models(case)
-    copies = [
-        each for each in case.models if each.name == case.record.run.model and each not in others
-    ]
-    held = sum(each.num_bytes for each in copies[1:])
-    if len(copies) < 2 or held < 0.1 * case.total:
-        return None
-    return cause(
-        "leftover",
-        said(
-            "the others take {held_bytes} in addition to the {largest_model_bytes} of the largest",
-            held_bytes=held,
-            largest_model_bytes=copies[0].num_bytes,
-        ),
-        summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
-        " run, or a second copy, is still held",
-        num_models=len(copies),
-    )
-
-
-def second_models(case: Case) -> list[LiveModel]:
-    """Return the models that the run uses beside the one that it trains, the largest first."""
-    run = case.record.run
-    of_trainer = re.compile(rf"\b{re.escape(run.trainer)}\.(?!model\b|model_wrapped\b)\w+$")
-    return [each for each in case.models if run.trainer and of_trainer.search(each.holder)]
-
-
-def _second_model(case: Case) -> Cause | None:
-    models = second_models(case)
-    held = sum(each.num_bytes for each in models)
-    if not models or held < 0.1 * case.total:
-        return None
-    largest = models[0]
-    return cause(
-        "second-copy",
-        said(
-            "{held_bytes} of {capacity_bytes} are the weights of {name} ({place})",
-            held_bytes=held,
-            name=largest.name,
-            place=largest.place,
-            **case.stated,
-        ),
-        grade="likely",
     )
 
 
@@ -449,10 +347,10 @@ def _capacity(case: Case) -> Cause:
 
 RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _impossible,
-    _other_memory,
+    other_memory,
     _contradictory,
-    _foreign,
-    _leftover,
+    other_processes,
+    leftover,
     _by_moment,
     _evaluation,
     _leak,
@@ -462,5 +360,5 @@ RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _quadratic,
     _logits,
     _long_sample,
-    _second_model,
+    second_model,
 )  # the first that finds something leads; the others follow as also possible

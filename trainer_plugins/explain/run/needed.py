@@ -1,11 +1,12 @@
-"""What a run would have needed of torch with a remedy, by the numbers of its record; in bytes."""
+"""Tell what a run would have needed of torch with a remedy, by the numbers of its record."""
 
 from collections.abc import Callable, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
+from trainer_plugins.explain.run.beside import second_models
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import kept_logits, second_models
+from trainer_plugins.explain.run.causes import kept_logits
 
 _TWO_BYTES = ("bfloat16", "float16")
 

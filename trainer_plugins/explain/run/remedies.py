@@ -11,8 +11,9 @@ from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.explain.answer import Cause, Remedy
+from trainer_plugins.explain.run.beside import second_models
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import kept_in, kept_logits, second_models
+from trainer_plugins.explain.run.causes import kept_in, kept_logits
 from trainer_plugins.explain.run.needed import NEEDED_WITH, cache_that_fits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame

@@ -148,8 +148,9 @@ move_too_large = ByFrame(
 )
 before_training = ByFrame(
     code="load-too-large",
-    pattern=r"prepare_model\b|_configure_distributed_model|_ddp_init_helper|dist\.Reducer\(|_wrap_model"
-    r"|DistributedDataParallel\(|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+    pattern=r"prepare_model\b|_configure_distributed_model|_ddp_init_helper|dist\.Reducer\("
+    r"|_wrap_model|DistributedDataParallel\(|resize_token_embeddings|get_peft_model"
+    r"|inject_adapter|deepcopy\(",
     innermost=8,
     unless=r"training_step|\bforward\b|backward|[/\\]optim|[Oo]ptim\w*(?:\.step|\.py|\()",
     summary="the weights, or a copy of them, do not fit before the first step",
