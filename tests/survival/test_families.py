@@ -211,7 +211,7 @@ def pictures(size: int = 8):
     ]
 
 
-def encoder_decoder(tmp_path):
+def encoder_decoder(tmp_path, **options):
     sizes = {
         "vocab_size": 128,
         "d_model": 32,
@@ -223,7 +223,7 @@ def encoder_decoder(tmp_path):
     model = seeded(
         T5ForConditionalGeneration, T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     )
-    return small_trainer(tmp_path, model, Seq2SeqTrainer, Seq2SeqTrainingArguments)
+    return small_trainer(tmp_path, model, Seq2SeqTrainer, Seq2SeqTrainingArguments, **options)
 
 
 def shared_positions(tmp_path):

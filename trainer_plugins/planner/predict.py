@@ -24,6 +24,7 @@ from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.progress import Progress
 from trainer_plugins.planner.request import MOST_CARDS, ConfigSource, PlanRequest
+from trainer_plugins.printable import without_leaks
 from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import GIB, size
 
@@ -347,8 +348,7 @@ def _how_it_ended(code: int, log: str) -> str:
             f"the prediction crashed with {signal.Signals(-code).name}{_it_was_at(log)}: "
             "the crash is in native code"
         )
-    # after all else, nanobind lists what triton 3.9 has leaked
-    lines = log.partition("nanobind: leaked")[0].strip().splitlines()
+    lines = without_leaks(log).strip().splitlines()
     return (
         f"the prediction ended with exit code {code}: {lines[-1] if lines else 'it wrote nothing'}"
     )

@@ -20,21 +20,14 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.models import tiny_llama
-from tests.survival import test_coupled, test_trl
+from tests.survival import test_coupled, test_families, test_trl
 from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
 from tests.survival.ranks.token_card import TokenCard
 from trainer_plugins import survive_oom
@@ -52,14 +45,6 @@ def preference(trainer_class, config, path, **options):
 def seq2seq(path, **options):
     classes = {"trainer_class": Seq2SeqTrainer, "args_class": Seq2SeqTrainingArguments}
     return small_trainer(path, **classes, **options)
-
-
-def t5(path, **options):
-    """Its encoder and its decoder share their embeddings."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
-    config = T5Config(**sizes, num_layers=2, dropout_rate=0.0, decoder_start_token_id=0)
-    return seq2seq(path, model=T5ForConditionalGeneration(config).double(), **options)
 
 
 def online_dpo(path, **options):
@@ -94,7 +79,7 @@ def uneven(path, **options):
 
 
 VARIANTS: dict[str, Callable[..., Trainer]] = {
-    "a T5": t5,
+    "a T5": test_families.encoder_decoder,
     "SFT with an adapter": partial(test_trl.sft, lora={}),
     "SFT without padding": test_trl.sft_packed,
     "SFT packed": partial(test_trl.sft, packing=True, max_length=64),

@@ -16,8 +16,8 @@ from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_first
 from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, vendor_of
-from trainer_plugins.explain.text.said import said
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
+from trainer_plugins.explain.text.told import told
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.record.oom_record import Frame, Process
 from trainer_plugins.units import size
@@ -114,8 +114,8 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}", doubt=doubt)
             remedies = no_oom_remedies(helps, facts)
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
-    if told := said(excerpt):
-        return explain_excerpt(told, subject)
+    if found_in_words := told(excerpt):
+        return explain_excerpt(found_in_words, subject)
     return Explanation(subject=subject, causes=(), remedies=())
 
 

@@ -22,7 +22,7 @@ from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.explain.snapshot.stacks import meaning_of
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import Category, Moment, PlanError
-from trainer_plugins.printable import printable
+from trainer_plugins.printable import printable, without_leaks
 from trainer_plugins.testing.drycuda.command import ended
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
@@ -195,7 +195,7 @@ def _peak(seen: Mapping[str, Any], kind: int = 0) -> int:
 
 def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     """Say why there is no answer: the error of the program, not that of its launcher."""
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = without_leaks(log.read_text(errors="replace")).strip().splitlines()
     errors = [at for at, line in enumerate(lines) if _ERROR.search(line)]
     end = errors[-1] + 1 if errors else len(lines)
     for line in lines[max(0, end - _LAST_LINES) : end]:

@@ -1,4 +1,4 @@
-"""said: an OOM that a text only tells of, in a title or a sentence; no line of it is an error."""
+"""told: an OOM that a text only tells of, in a title or a sentence; no line of it is an error."""
 
 import re
 
@@ -30,7 +30,7 @@ _FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else
 
 
-def said(excerpt: Excerpt) -> Excerpt | None:
+def told(excerpt: Excerpt) -> Excerpt | None:
     """Find the line that tells of an OOM; None if it names another error, or is a long log."""
     lines = excerpt.lines
     has_frames = any(_FRAME.match(line.text) for line in lines)
