@@ -267,6 +267,36 @@ def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, cau
     assert (done.returncode == 0) == bool(caught)
 
 
+LAST = """
+import select, signal
+from transformers import TrainerCallback
+class Last(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if args.process_index == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            select.select([os.pidfd_open(pids[1])], [], [])
+trainer.add_callback(Last)
+trainer.train()"""
+
+
+@pytest.mark.slow
+def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> None:
+    sizes = "ddp_broadcast_buffers=False, per_device_train_batch_size=64"
+    text = SCRIPT[: SCRIPT.index("facts =")].replace("use_cpu=True", sizes)
+    (tmp_path / "train.py").write_text(text.replace("trainer.train()", LAST))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+    simgpu = ("-m", "trainer_plugins.testing.simgpu", "--capacity", "3MiB", "train.py")
+
+    done = execute(*OBSERVE, "--", *torchrun, *simgpu, cwd=tmp_path)
+
+    records = sorted((tmp_path / "out" / "_trainer_plugins").glob("oom-rank*.json"))
+    assert len(records) == 2, done.stderr
+    assert records[0].stat().st_mtime > records[1].stat().st_mtime
+    assert sum(line.startswith("Why  ") for line in done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.mark.slow
 def test_a_run_that_dies_of_something_else_is_not_explained_by_an_earlier_oom(
     tmp_path: Path,

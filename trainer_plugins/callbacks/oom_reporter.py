@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,7 +30,7 @@ from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import folder_of_run, output_dir_of, write_new
-from trainer_plugins.record.oom_record import read_oom_record, read_oom_records
+from trainer_plugins.record.oom_record import read_oom_record
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
@@ -44,9 +45,6 @@ from trainer_plugins.upkeep.post_mortem import (
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE_SECONDS = 60
-"""Ranks that run out of memory within this time are taken to have one cause."""
-
 
 class OOMReporter(RunCallback):
     """Writes down why `train()`, `evaluate()` or `predict()` ran out of memory.
@@ -56,7 +54,7 @@ class OOMReporter(RunCallback):
     what was alive and what holds it, the batch's shapes, the last readings, the other ranks, the
     host. One line on stderr says where it is, and `trainer-plugins explain <output_dir>` reads it.
     The error goes on unchanged, even if nothing can be written. If it ends the program, the
-    explanation is below the traceback, of the lowest rank that failed.
+    explanation is below the traceback, of the first rank that ends.
 
     When training begins, rank 0 writes `run.json` there: arguments and the model's config without
     secrets, the strategy in force, versions, card, driver and limits.
@@ -163,19 +161,31 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 
 def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
-    """Write the explanation below the traceback: of the lowest rank that failed, of all at once."""
+    """Write the explanation below the traceback; of several ranks that failed, the first does."""
     from trainer_plugins.explain.run import explain_record
 
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
         record, folder = read_oom_record(path), output_dir_of(path.parent)
         if record is None or words not in map(first_line, _what_ended_the_program()):
             return
-        since = record.time_seconds - _AT_ONCE_SECONDS
-        others = read_oom_records(folder)
-        if any(each.rank < record.rank and each.time_seconds > since for each in others):
+        if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):
             return
         for line in explain_record(record, folder).brief():
             sys.stderr.write(f"{printable(str(line))}\n")
+
+
+def _is_first(folder: Path, began_seconds: float) -> bool:
+    """Return whether no other rank of this run has explained it; ranks come here in any order."""
+    import fcntl  # not on Windows
+
+    with open(folder / "explained", "a") as file:
+        with suppress(OSError):  # where no lock can be had, as on some NFS, two may explain
+            fcntl.flock(file, fcntl.LOCK_EX)
+        facts = os.fstat(file.fileno())
+        if facts.st_size and facts.st_mtime > began_seconds:
+            return False
+        file.write(f"{os.getpid()}\n")
+        return True
 
 
 def _what_ended_the_program() -> Iterator[BaseException]:
