@@ -5,6 +5,7 @@ Also on two ranks (`survival_ranks.py`).
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
@@ -12,18 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import survival_ranks
 from benchmarks.card import card_here
+from benchmarks.survival_ranks import FITS, ROWS, model_and_rows
 from trainer_plugins import survive_oom
 from trainer_plugins.testing import simgpu
 from trainer_plugins.units import MIB
 
 ROUNDS = 5
-STEPS = 200
-CARD_MIB = 6
-"""The card takes 8 rows of 64 tokens at once, but not 16."""
+STEPS = 20
+CARD_MIB = 90
+"""The card takes 8 rows of 128 tokens at once, but not 16."""
 
 
 class ManyParameters(nn.Module):
@@ -78,14 +80,27 @@ def microseconds_a_micro_batch(
 class Cost(NamedTuple):
     """Holds the cost of one training.
 
-    Seconds are processor time, and the processor is the card here, so a busy machine does not
-    matter.
+    Seconds are processor time, and the processor is the card here, so a busy machine matters less.
     """
 
     seconds: float
+    step_seconds: float
+    """The median of the steps after the first."""
+
     steps: int
     rows: int
     """Rows that went through the model, with those of failed attempts, rehearsals and restarts."""
+
+
+class Clock(TrainerCallback):
+    """Notes the processor's time at the end of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *events: Any, **objects: Any) -> None:
+        """Note the time."""
+        self.times.append(process_time())
 
 
 def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
@@ -96,34 +111,54 @@ def cost(num_rows: int, folder: str, *, is_restarted: bool = False) -> Cost:
     gc.collect()
     torch.accelerator.empty_cache()
     simgpu.set_capacity(CARD_MIB * MIB)
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    config.num_attention_heads = config.num_key_value_heads = 4
-    rows = torch.randint(1, 127, (256, 64), generator=torch.Generator().manual_seed(0))
     args = settings(
         folder,
         max_steps=STEPS,
         per_device_train_batch_size=num_rows,
-        gradient_accumulation_steps=64 // num_rows,
+        gradient_accumulation_steps=ROWS // num_rows,
         auto_find_batch_size=is_restarted,
     )
+    model, rows = model_and_rows()
     data = [{"input_ids": row, "labels": row} for row in rows]
-    model, num_pushed = LlamaForCausalLM(config), []
+    num_pushed: list[int] = []
     model.register_forward_pre_hook(
         lambda *seen: num_pushed.append(len(seen[-1]["input_ids"])), with_kwargs=True
     )
-    trainer = Trainer(model, args, train_dataset=data)
-    if num_rows > 8 and not is_restarted:
-        # No rehearsal: the room that its limit leaves, two segments of the allocator, is a third of
-        # this small card.
+    clock = Clock()
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[clock])
+    if num_rows > FITS and not is_restarted:
+        # No rehearsal: the room that its limit leaves, two segments of the allocator, is a large
+        # part of this small card.
         survive_oom(trainer, plan_first=False)
     started = process_time()
     trainer.train()
-    return Cost(process_time() - started, trainer.state.global_step, sum(num_pushed))
+    seconds = process_time() - started
+    a_step = median(after - before for before, after in pairwise(clock.times))
+    return Cost(seconds, a_step, trainer.state.global_step, sum(num_pushed))
+
+
+def too_large(folder: str) -> dict[str, float]:
+    """Return what a batch 8 times too large costs, beside a tuned one and a restart."""
+    results: dict[str, float] = {}
+    pairs = [(cost(ROWS, folder), cost(FITS, folder)) for _ in range(ROUNDS)]
+    results["time of a step over that of the tuned"] = median(
+        ours.step_seconds / tuned.step_seconds for ours, tuned in pairs
+    )
+    results["tuned steps that the first failure costs"] = median(
+        (ours.seconds - STEPS * ours.step_seconds) / tuned.step_seconds
+        - (tuned.seconds / tuned.step_seconds - STEPS)
+        for ours, tuned in pairs
+    )
+    restarted = cost(ROWS, folder, is_restarted=True)
+    (survived, tuned), *_ = pairs
+    named = {"tuned": tuned, "survived": survived, "auto_find_batch_size": restarted}
+    for name, one in named.items():
+        results |= {f"{name}: {field}": float(value) for field, value in one._asdict().items()}
+    return {f"8 times too large, one card: {name}": value for name, value in results.items()}
 
 
 def measure() -> dict[str, float]:
-    """Return microseconds a micro-batch by number of parameters, and the large batch's ratio."""
+    """Return microseconds a micro-batch by number of parameters, and the large batch's figures."""
     place = card_here()
     results: dict[str, float] = {}
     with TemporaryDirectory() as folder:
@@ -132,20 +167,7 @@ def measure() -> dict[str, float]:
                 num, folder
             )
         if simgpu.is_enabled():
-            pairs = [(cost(64, folder), cost(8, folder)) for _ in range(ROUNDS)]
-            ratios = [ours.seconds / tuned.seconds for ours, tuned in pairs]
-            results["8 times too large: time of the run over that of the tuned micro-batch"] = (
-                median(ratios)
-            )
-            restarted = cost(64, folder, is_restarted=True)
-            for name, one in (
-                ("tuned", pairs[0][1]),
-                ("survived", pairs[0][0]),
-                ("auto_find_batch_size", restarted),
-            ):
-                results |= {
-                    f"{name}: {field}": float(value) for field, value in one._asdict().items()
-                }
+            results |= too_large(folder)
     return results
 
 

@@ -45,16 +45,21 @@ def _refuse(layer: nn.Module, args: tuple[Any, ...]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
 
-def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
-    """Train on both ranks; return their processor time together, and see that it was divided."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState.__init__ = _initialise if kind == "DDP" else _as_multi_gpu
+def model_and_rows() -> tuple[LlamaForCausalLM, torch.Tensor]:
+    """Return what is trained: 1 M parameters and rows of 128 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=512, num_hidden_layers=4
     )
     config.num_attention_heads = config.num_key_value_heads = 4
     rows = torch.randint(1, 127, (4 * ROWS, 128), generator=torch.Generator().manual_seed(0))
+    return LlamaForCausalLM(config), rows
+
+
+def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
+    """Train on both ranks; return their processor time together, and see that it was divided."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState.__init__ = _initialise if kind == "DDP" else _as_multi_gpu
     reducing = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     args = TrainingArguments(
         folder,
@@ -69,7 +74,7 @@ def seconds(kind: str, num_rows: int, num_steps: int, folder: str) -> float:
         accelerator_config=reducing if "FSDP" in kind else None,
         **KINDS[kind],
     )
-    model = LlamaForCausalLM(config)
+    model, rows = model_and_rows()
     model.model.layers[1].register_forward_pre_hook(_refuse)
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, args, train_dataset=data)
