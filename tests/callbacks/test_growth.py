@@ -12,6 +12,7 @@ from transformers import DynamicCache, Trainer, TrainerCallback
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark, Timeline
+from trainer_plugins.upkeep.growth import GrowthTeller
 
 STEPS = 50
 KEPT_BY_THE_MODULE: list[torch.Tensor] = []
@@ -292,3 +293,76 @@ def test_a_list_that_fills_main_memory_is_named(make_trainer, monkeypatch) -> No
 
     assert "x dict in Journal.rows, 1 more a step since about step 0" in finding.evidence
     assert "`Journal.rows.clear()`" in finding.remedy
+
+
+class KeepingRows(torch.utils.data.Dataset):
+    """Keeps in each worker what it has read, as a cache without a bound."""
+
+    def __init__(self, rows: list[dict[str, str]] | None = None) -> None:
+        self.cache: dict[int, bytes] = {}
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, i):
+        self.cache[i] = b"x" * (4 << 20)
+        return {"input_ids": torch.ones(16, dtype=torch.long), "labels": torch.ones(16).long()}
+
+
+def test_objects_of_which_each_worker_makes_a_copy_are_named() -> None:
+    """pytorch#13246: a read of an object writes into its page, which was shared until then."""
+    rows = [{"text": str(i)} for i in range(20_000)]
+    wrapped = KeepingRows(rows)
+    leak = Finding.warning(code="leak-workers", summary="it rises", evidence="1 MiB", remedy="Look")
+
+    for dataset, place in ((rows, "train_dataset, a list,"), (wrapped, "KeepingRows.rows")):
+        told = GrowthTeller("cuda", nn.Linear(2, 2), None, dataset).tell(leak, step=40)
+
+        assert f"; {place} has 20,000 Python objects: " in told.evidence
+        assert "`datasets.Dataset.from_list(rows)`" in told.remedy
+    assert GrowthTeller("cuda", nn.Linear(2, 2), None, iter(())).tell(leak, step=40) == leak
+
+
+@pytest.mark.all
+def test_what_each_worker_keeps_is_named(make_trainer, simgpu, monkeypatch) -> None:
+    def plant(trainer: Trainer) -> None:
+        trainer.train_dataset = torch.utils.data.Subset(KeepingRows(), range(9_000))
+
+    monkeypatch.setattr("trainer_plugins.watch.memory_watch.HOST_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("trainer_plugins.watch.memory_watch.WORKERS_SHARE", 1.0)
+
+    finding = leak_of(
+        make_trainer,
+        prepare=plant,
+        code="leak-workers",
+        dataloader_num_workers=2,
+        max_steps=300,
+        remove_unused_columns=False,
+    )
+
+    assert "each worker has its own KeepingRows.cache" in finding.evidence
+    assert "`self.cache.clear()`" in finding.remedy
+
+
+def test_lengths_that_fill_the_cache_are_named(make_trainer, simgpu) -> None:
+    """Of 20 to 70 tokens, none twice; each takes half a MiB for a token, for a moment."""
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in range(20, 71)]
+
+    def plant(trainer: Trainer) -> None:
+        trainer.train_dataset = rows
+        trainer.model.lm_head.register_forward_hook(
+            lambda module, args, _: [some(trainer.args, 512 * args[0].size(1))].clear()
+        )
+
+    simgpu.set_capacity(1 << 30)
+    finding = leak_of(
+        make_trainer,
+        prepare=plant,
+        code="leak-cache",
+        per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",
+    )
+
+    assert "; 8 shapes of input_ids in 8 steps, [1, 60] to [1, 67]" in finding.evidence
+    assert "expandable_segments" in finding.remedy

@@ -89,7 +89,8 @@ class MemoryWatchdog(EvaluationCallback):
             with self.harmless():
                 model = model_of(event)
                 kind = self._watch.device.name.partition(":")[0]
-                self._watch.teller = GrowthTeller(kind, model, event.get("optimizer"))
+                dataset = getattr(event.get("train_dataloader"), "dataset", None)
+                self._watch.teller = GrowthTeller(kind, model, event.get("optimizer"), dataset)
                 self.undo.callback(guard_generate(model, self._separate_peak))
                 self._is_generate_guarded = True
         super().run_begins(args, state, event)

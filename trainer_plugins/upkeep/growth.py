@@ -16,6 +16,7 @@ from torch import nn
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.facts import tried
 from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.upkeep.fed import largest_of_batch, words_of_batches, words_of_dataset
 from trainer_plugins.upkeep.frames import frames_above
 from trainer_plugins.upkeep.holders import owned_by, storage_of, tracked, users_holder
 from trainer_plugins.watch.leak import LOOKS_TO_NAME, WINDOW
@@ -37,11 +38,15 @@ class _Kind(NamedTuple):
 class GrowthTeller:
     """Compares what is alive at two looks, and climbs from what is new to a name of the user's."""
 
-    def __init__(self, device_type: str, model: nn.Module, optimizer: object | None) -> None:
+    def __init__(
+        self, device_type: str, model: nn.Module, optimizer: object | None, dataset: object = None
+    ) -> None:
         self._device_type = device_type
         # A watch may outlive a run that died.
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._dataset_words = tried(partial(words_of_dataset, dataset), ("", ""))
+        self._batches: list[tuple[str, tuple[int, ...]]] = []
         self._before: dict[str, Counter[_Kind]] = {}
         self._old: set[int] = set()
         self._lengths: dict[int, int] = {}
@@ -51,6 +56,11 @@ class GrowthTeller:
         """Remember what is alive now."""
         tried(self._begin, None)
 
+    def look(self) -> None:
+        """See the largest tensor of this step's batch."""
+        if (seen := tried(largest_of_batch, None)) is not None:
+            self._batches.append(seen)
+
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
         if finding.code not in self._said:
@@ -59,7 +69,8 @@ class GrowthTeller:
         grew, cure = self._said[finding.code]
         if not grew:
             return finding
-        return replace(finding, evidence=f"{finding.evidence}; {grew}", remedy=cure)
+        remedy = cure or finding.remedy
+        return replace(finding, evidence=f"{finding.evidence}; {grew}", remedy=remedy)
 
     def _begin(self) -> None:
         gc.collect()
@@ -68,10 +79,15 @@ class GrowthTeller:
             self._before[device_type] = Counter(map(_kind, self._not_owned(tensors, device_type)))
         self._old = set(map(id, tensors))
         self._lengths = {id(each): len(each) for each in _containers()}
+        self._batches.clear()
 
     def _named(self, finding: Finding, since: _Since) -> tuple[str, str]:
         if finding.code == "leak-tensors":
             return self._tensors(self._device_type, since)
+        if finding.code == "leak-workers":
+            return self._dataset_words
+        if finding.code == "leak-cache":
+            return words_of_batches(self._batches), ""
         if finding.code != "leak-host":
             return "", ""
         told = self._tensors("cpu", since)

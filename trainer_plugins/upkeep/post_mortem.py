@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from time import time
 
-import psutil
 import torch
 
 from trainer_plugins.devices import Device, HostDevice, open_device
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_READINGS = 20
 _TAIL_BYTES = 1 << 14
-_WORKER = "pt_data_worker"  # torch/utils/data/_utils/worker.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +167,7 @@ def _host() -> Host:
         num_oom_kills=facts.num_oom_kills,
         shm_total_bytes=facts.shm_total_bytes,
         shm_free_bytes=facts.shm_free_bytes,
-        worker_bytes=tried(_workers, ()),
-    )
-
-
-def _workers() -> tuple[int, ...]:
-    """Return the memory of each child that torch calls a worker, without what it shares."""
-    children = psutil.Process().children()
-    return tuple(
-        each.memory_full_info().uss for each in children if each.name().startswith(_WORKER)
+        worker_bytes=tried(host.worker_bytes, ()),
     )
 
 

@@ -36,6 +36,7 @@ class Footprint:
     cache: int
     non_torch: int
     host: int
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,12 @@ KINDS = {
     ),
     "host": _Kind(
         "main memory of this process",
-        "Look at the dataset and its workers: lists that grow, caches, a copy of Python objects in"
-        " each worker.",
+        "Look at the dataset and the callbacks: lists that grow, caches.",
+    ),
+    "workers": _Kind(
+        "main memory of the dataloader's workers",
+        "Look at the dataset: caches that each worker fills, Python objects of which each makes a"
+        " copy.",
     ),
 }  # the kinds of memory that can leak, by the field of `Footprint`
 
@@ -83,6 +88,9 @@ class Teller(Protocol):
 
     def begin(self) -> None:
         """Remember what is alive now."""
+
+    def look(self) -> None:
+        """See a step's batch between `begin` and `tell`."""
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak what has grown since `begin`."""
@@ -154,6 +162,11 @@ def leaks(
     return found
 
 
+def looks_to_name(code: str) -> int:
+    """Return how many steps to wait before what a leak is of is named: lengths need some more."""
+    return WINDOW // 4 if code == "leak-cache" else LOOKS_TO_NAME
+
+
 def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReading) -> list[Growth]:
     """Judge footprints of consecutive steps, oldest first; fewer than `WINDOW` show no growth."""
     # By Theil and Sen's slope (the median over all pairs) of the minima of blocks of 4 steps, which
@@ -165,7 +178,7 @@ def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReadin
     found = []
     for kind in KINDS:
         total_bytes, left_bytes = card.total_bytes, card.headroom_bytes
-        if kind == "host":
+        if kind in ("host", "workers"):
             total_bytes, left_bytes = host.total_bytes, host.free_bytes
         lows = [min(getattr(footprint, kind) for footprint in block) for block in blocks]
         risen_bytes = lows[-1] - lows[0]

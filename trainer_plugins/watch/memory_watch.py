@@ -31,11 +31,13 @@ from trainer_plugins.watch.leak import (
     Teller,
     leak_at,
     leaks,
+    looks_to_name,
 )
 from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
+WORKERS_SHARE = 0.01  # of the time, at most, for reading what workers hold
 
 
 class MemoryWatch:
@@ -60,13 +62,14 @@ class MemoryWatch:
         self._host = device if isinstance(device, HostDevice) else HostDevice()
         self._host_reading: MemoryReading | None = None
         self._host_facts = self._host.facts()
-        self._look_at_host_at = self._ask_processes_at = 0.0
+        self._look_at_host_at = self._ask_processes_at = self._ask_workers_at = 0.0
         self._num_train_looks = 0
         self._warm: MemoryReading | None = None
         self._non_torch_bytes: int | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
         self._unnamed: list[Finding] = []
         self._num_waited = 0
+        self._of_workers: deque[Footprint] = deque(maxlen=WINDOW)
         self._at_moments = AtMoments()
         self._judged_flush: Flush | None = None
         self._reported: dict[str, Finding] = {}
@@ -90,6 +93,7 @@ class MemoryWatch:
             *self._judge_device(reading, moment),
             *self._judge_host(moment),
             *self._judge_growth(reading, step, moment),
+            *(self._judge_workers(reading, step) if moment == "train" else ()),
         )
         news = []
         for finding in filter(None, judged):
@@ -162,10 +166,16 @@ class MemoryWatch:
         if moment not in ("train", "end"):
             return []
         self._at_moments.step(reading.allocated_bytes)
-        self._num_waited += 1
-        if self._unnamed and (moment == "end" or self._num_waited == LOOKS_TO_NAME):
-            found, self._unnamed = self._unnamed, []
-            return self._told(found, step)
+        if self._unnamed and self.teller is not None:
+            self.teller.look()
+            self._num_waited += 1
+            due = [
+                each
+                for each in self._unnamed
+                if moment == "end" or self._num_waited >= looks_to_name(each.code)
+            ]
+            self._unnamed = [each for each in self._unnamed if each not in due]
+            return self._told(due, step)
         if moment == "end" or self._unnamed:
             return []
         self._num_train_looks += 1
@@ -193,6 +203,16 @@ class MemoryWatch:
         self.teller.begin()
         self._unnamed, self._num_waited = found, 0
         return []
+
+    def _judge_workers(self, reading: MemoryReading, step: int) -> list[Finding]:
+        began = monotonic()
+        if self._host_reading is None or began < self._ask_workers_at:
+            return []
+        num_bytes = sum(self._host.worker_bytes())
+        self._of_workers.append(Footprint(step, 0, 0, 0, 0, num_bytes))
+        took = monotonic() - began  # the kernel walks each worker's page table
+        self._ask_workers_at = began + max(HOST_EVERY_SECONDS, took / WORKERS_SHARE)
+        return self._told(leaks(self._of_workers, reading, self._host_reading), step)
 
     def _judge_moment(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
         rises = self._at_moments.rises(moment, reading.total_bytes)

@@ -11,7 +11,7 @@ from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Sample
 
 # Findings of a run that may have foreseen its kill.
-_SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host")
+_SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host", "leak-workers")
 
 
 def how_it_ended(history: History, folder: Path) -> Finding | None:
