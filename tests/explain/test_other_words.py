@@ -362,6 +362,36 @@ def test_another_error_of_the_card_gets_a_remedy_in_the_makers_words() -> None:
     assert "HIP_LAUNCH_BLOCKING" in answer.remedies[0].do
 
 
+def test_a_lost_card_and_a_wait_for_others_are_no_oom() -> None:
+    lost = explained(
+        "RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"
+    )
+    waited = explained("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)")
+    both = explained(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)"
+    )
+
+    assert [one.causes[0].code for one in (lost, waited, both)] == [*["not-an-oom"] * 2, "capacity"]
+    assert not lost.causes[0].doubt
+    assert "may have run out of memory" in waited.causes[0].doubt
+
+
+def test_unused_memory_that_was_enough_comes_before_others_that_are_only_counted() -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 8.54 GiB. GPU 0 has a total capacity of 15.92 GiB of"
+        " which 0 bytes is free. {}Of the allocated memory 3.97 GiB is allocated by PyTorch, and 9.27"
+        " GiB is reserved by PyTorch but unallocated."
+    )
+    counted = explained("torch.OutOfMemoryError: " + said.format(""))
+    named = explained(
+        "torch.OutOfMemoryError: " + said.format("Process 7 has 2.68 GiB memory in use. ")
+    )
+
+    assert [one.code for one in counted.causes][:2] == ["fragmentation", "foreign"]
+    assert named.causes[0].code == "foreign"
+
+
 def test_what_ray_only_suspects_is_a_guess() -> None:
     died = (
         "Worker exits with an exit code None. The worker may have exceeded K8s pod memory limits."

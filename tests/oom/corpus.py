@@ -663,6 +663,14 @@ POSITIVES = (
         certain=False,
     ),
     Case(
+        "log",
+        "vllm-deepseek-ep-decode-0:3663:4044 [0] misc/shmutils.cc:129 NCCL WARN Error while creating shared memory "
+        "segment /dev/shm/nccl-Ewjreo (size 33030528), error: No space left on device (28)",
+        "llm-d/llm-d#352",
+        "shared",
+        survivable=False,
+    ),
+    Case(
         RUNTIME,
         "DataLoader worker (pid 75890) is killed by signal: Killed.",
         "thangvubk/SoftGroup#18",

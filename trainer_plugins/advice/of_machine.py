@@ -274,6 +274,12 @@ WAIT_FOR_KERNELS = Advice(
     when="where a kernel fails for another reason than memory",
     code='os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # before torch is imported',
 )
+REBOOT = Advice(
+    effect="the system loads the driver that its libraries belong to",
+    price="every process of the machine ends",
+    when="where the driver was updated while it was in use",
+    shell="sudo reboot",
+)
 FREE_DISK = Advice(
     effect="shows which disk is full; HF_HOME and TMPDIR move caches to another",
     when="where a disk is full",

@@ -48,7 +48,7 @@ VENDORS = (
     Vendor(
         name="HIP",
         seen=r"\bHIP (?:out of memory|error)|hipError|\+rocm\d|/opt/rocm|\bamdgpu\b"
-        r"|Memory access fault by GPU",
+        r"|Memory (?:access fault by GPU|critical error by agent)",
         processes="rocm-smi --showpids",
         memory="rocm-smi --showmeminfo vram",
         visible="HIP_VISIBLE_DEVICES",

@@ -216,6 +216,11 @@ RULES = (
         "pytorch/pytorch#87861, idiap/ESLAM#20",
     ),
     _shared(
+        r"shared memory segment /dev/shm/[^\n]{0,100}: (?:No space left|Cannot allocate memory)",
+        "llm-d/llm-d#352: NCCL's",
+        follows_anything=True,
+    ),
+    _shared(
         r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
         "pytorch/pytorch#108861, msr-fiddle/pipedream#28",
         is_certain=False,

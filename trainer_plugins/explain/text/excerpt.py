@@ -22,7 +22,7 @@ _HINTS = re.compile(
     r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
     r"|Free memory on|cache blocks|max seq len|mem-fraction-static|Resource exhausted|zsh: killed"
     r"|Invalid buffer size|Insufficient Mem|metal::malloc|running low on mem|w on resource"
-    r"|on the node|memory limit|OOM killer|EL0004"
+    r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
 _LONGEST_HINT = 32

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
-from trainer_plugins.advice import FREE_DISK, SMALLER_BLOCKS, WAIT_FOR_KERNELS
+from trainer_plugins.advice import FREE_DISK, REBOOT, SMALLER_BLOCKS, WAIT_FOR_KERNELS
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
@@ -56,13 +56,32 @@ _LOOKALIKES = (
     ),
     (
         r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|[Cc]uda failure \d{1,4} '"
-        r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)",
+        r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)|Memory critical error by agent"
+        r"|RESULT_ERROR_DEVICE_LOST|\[METAL\] Command buffer execution failed: (?!Insuff)",
         "a kernel or a call of the driver failed, for another reason than memory",
         (WAIT_FOR_KERNELS,),
     ),
+    (
+        r"Driver/library version mismatch",
+        "the driver that runs and its libraries, which were updated since, are of two versions",
+        (REBOOT,),
+    ),
+    (
+        r"Watchdog caught collective operation timeout",
+        "a rank waited in a collective for others: one of them had stopped or was slow",
+        (),
+    ),
 )
-_MAY_BE_FULL = (
-    "A full card may look like this too: `nvidia-smi` while it fails shows whether there is room"
+_DOUBTS = (  # where the same words may follow an OOM
+    (
+        r"cublas|Generic failure",
+        "A full card may look like this too: `nvidia-smi` while it fails shows whether there is"
+        " room",
+    ),
+    (
+        r"Watchdog",
+        "A rank that did not come may have run out of memory: its own earlier lines show that",
+    ),
 )
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
@@ -108,10 +127,10 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
-            words = f"The words are: {line.text.strip()[:200]}"
-            is_vague = re.search(r"cublas|Generic failure", line.text)
-            doubt = vendor_of(facts).translated(_MAY_BE_FULL) if is_vague else ""
-            found = cause("not-an-oom", words, summary=f"this is no OOM: {meaning}", doubt=doubt)
+            evidence = f"The words are: {line.text.strip()[:200]}"
+            said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
+            doubt = vendor_of(facts).translated(said)
+            found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
             remedies = no_oom_remedies(helps, facts)
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     if found_in_words := told(excerpt):

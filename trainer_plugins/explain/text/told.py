@@ -9,7 +9,12 @@ from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 # What ran out, why the process ended, and a person's words. Those that name it come first.
 _SAID: tuple[tuple[Source, str, str], ...] = (
     # vLLM before it gives up; SGLang's pool.
-    ("engine", "", r"Available (?:KV cache )?memory: (?:-\d|0,)|(?:Prefill|Decode) out of memory"),
+    (
+        "engine",
+        "",
+        r"Available (?:KV cache )?memory: (?:-\d|0,)|(?:Prefill|Decode) out of memory"
+        r"|No available memory for the cache blocks",
+    ),
     ("shared", "", r"\b_share_(?:filename|fd)_cpu_\("),
     ("host", "", r"(?i:paging file is too small|\berror 1455)"),
     ("host", KILLED_FROM_OUTSIDE, r"all available RAM|\bRay OOM\b"),

@@ -27,6 +27,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     off_card.host_alloc,
     off_card.nccl,
     off_card.pinned,
+    numbers.pieces_beside_others,
     others.foreign,
     numbers.mps_other,
     # What the run was doing.

@@ -146,6 +146,13 @@ def fragmentation(facts: TextFacts) -> Cause | None:
     )
 
 
+def pieces_beside_others(facts: TextFacts) -> Cause | None:
+    """Others hold much too, but torch's own unused memory is more, and was enough alone."""
+    was_enough = (facts.unused or 0) > max(facts.asked or 0, facts.others or 0)
+    is_doubtful = is_held_by_others(facts) and not facts.neighbours
+    return fragmentation(facts) if was_enough and is_doubtful else None
+
+
 def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reservation was large enough to be worth anything here."""
     asked, unused, free, total = facts.asked, facts.unused, facts.free or 0, facts.total

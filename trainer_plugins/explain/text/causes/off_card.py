@@ -18,15 +18,18 @@ _LIMITED = (
 )
 _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
 
+_BATCHES = "Batches of dataloader workers go"
+
 
 def shm(facts: TextFacts) -> Cause | None:
-    """A worker did not get shared memory."""
+    """A worker, or NCCL, did not get shared memory."""
     if facts.oom.source != "shared":
         return None
+    goes = "What ranks of one host send goes" if "nccl" in facts.oom.text else _BATCHES
     return cause(
         "shm",
         _words(facts),
-        "Batches of dataloader workers go through /dev/shm; a container has 64 MiB of it.",
+        f"{goes} through /dev/shm; a container has 64 MiB of it.",
         doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
         is_sure=facts.oom.is_certain,
     )

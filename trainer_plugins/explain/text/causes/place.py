@@ -12,8 +12,9 @@ from trainer_plugins.units import GIB, MIB
 _DEEP = 6  # how many frames above the failing one still say what it was for
 EVALUATION = (
     r"\b(?:\w+\.)?(?:evaluate|evaluation|evaluation_loop|prediction_loop|prediction_step|predict"
-    r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|val_(?:epoch|step|loop)|valid_\w+"
-    r"|test_(?:step|epoch|loop)|inference_on_\w+|single_gpu_test|multi_gpu_test)(?= |$)"
+    r"|validate|validation\w*|_validate|eval_\w+|run_eval\w*|valid_\w+"
+    r"|(?:val|test|evaluate|validate)_(?:one_)?(?:step|epoch|loop)|inference_on_\w+"
+    r"|single_gpu_test|multi_gpu_test)(?= |$)"
 )
 TRAINING = (
     r"training_step|inner_training_loop|\btrain(?:_\w+)?(?= |$|\()|backward|trainer\.fit|optimizer"

@@ -186,4 +186,5 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("save-gather", advice.EIGHT_BIT_ADAMW): _never,
     ("save-gather", advice.FUSED_ADAMW): _never,
     ("save-gather", advice.OFFLOAD_OPTIMIZER): _never,
+    ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),
 }  # where it depends on the cause too; it counts instead of `APPLIES`
