@@ -20,7 +20,10 @@ from tests.schemas import ANSWERS, FOLDER, as_text, read_answer, strict
 from tests.test_report import run_of, write
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.timeline import Remark
+from trainer_plugins.units import GIB, MIB, size
+from trainer_plugins.watch.pressure import Budget, pressure
 
 OLD = Path(__file__).parent / "json"
 MESSAGE = (
@@ -159,9 +162,24 @@ def test_two_snapshots(tmp_path: Path) -> None:
 
 
 def test_a_run(tmp_path: Path) -> None:
+    full = MemoryReading(
+        device="cuda:0",
+        total_bytes=80 * GIB,
+        free_bytes=GIB,
+        reserved_bytes=77 * GIB,
+        allocated_bytes=40 * GIB,
+        peak_allocated_bytes=76 * GIB,
+    )
+    finding = pressure(full, Budget(), "train")
+    assert finding is not None
     for rank in (0, 1):
-        write(tmp_path, rank, run_of(range(3), seconds=100))
-    assert answered("report", tmp_path)["runs"][0]["ranks"] == [0, 1]
+        remark = Remark(step=2, time_seconds=102, finding=finding)
+        write(tmp_path, rank, [*run_of(range(3), seconds=100), remark])
+    (run,) = answered("report", tmp_path)["runs"]
+    assert run["ranks"] == [0, 1]
+    told = run["findings"][0]["finding"]
+    assert told["data"]["peak_allocated_bytes"] == 76 * GIB
+    assert all(size(value) in told["evidence"] for value in told["data"].values())
     assert len(answered("top", tmp_path, "--once")["ranks"]) == 2
 
 

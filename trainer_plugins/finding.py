@@ -1,10 +1,13 @@
 """Finding: how every part of the package reports a problem."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from trainer_plugins.printable import printable
+
+Data = Mapping[str, int | float | str]
 
 
 class Severity(IntEnum):
@@ -25,10 +28,18 @@ class Finding:
     evidence: str  # the numbers that show it, with units
     remedy: str  # what to change, in the names the user writes: arguments, flags, variables
     amount: float = 0.0  # how bad it is; comparable only between findings of one code
+    data: Data = field(default_factory=dict, hash=False)  # the evidence by name: `stuck_bytes`
 
     @classmethod
     def error(
-        cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
+        cls,
+        *,
+        code: str,
+        summary: str,
+        evidence: str,
+        remedy: str,
+        amount: float = 0.0,
+        data: Data | None = None,
     ) -> "Finding":
         """Report what ends a run, or makes its result useless."""
         return cls(
@@ -38,11 +49,19 @@ class Finding:
             evidence=evidence,
             remedy=remedy,
             amount=amount,
+            data=data or {},
         )
 
     @classmethod
     def warning(
-        cls, *, code: str, summary: str, evidence: str, remedy: str, amount: float = 0.0
+        cls,
+        *,
+        code: str,
+        summary: str,
+        evidence: str,
+        remedy: str,
+        amount: float = 0.0,
+        data: Data | None = None,
     ) -> "Finding":
         """Report what may end a run, or wastes memory or time."""
         return cls(
@@ -52,6 +71,7 @@ class Finding:
             evidence=evidence,
             remedy=remedy,
             amount=amount,
+            data=data or {},
         )
 
     def __str__(self) -> str:

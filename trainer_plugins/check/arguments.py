@@ -79,6 +79,7 @@ def generation(facts: Facts) -> Line | None:
         f" {advice.FEWER_BEAMS.flag(Door.TRAINER)}, or"
         f" {advice.SHORTER_ANSWERS.flag(Door.TRAINER, length=max(1, length // 2))}",
         amount=float(need),
+        data={"cache_bytes": need, "free_bytes": free, "num_sequences": rows, "num_tokens": length},
     )
     return Line("generation", seen, (finding,))
 
@@ -206,6 +207,7 @@ def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         f" bytes{twice}, for compute_metrics (transformers#7232)",
         remedy=remedy,
         amount=float(need),
+        data={"logits_bytes": need, "free_bytes": free, "num_rows": rows, "num_tokens": longest},
     )
 
 
@@ -236,6 +238,7 @@ def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
             remedy=f"{advice.SAVE_ONLY_MODEL.flag(Door.TRAINER)},"
             f" {advice.FEWER_CHECKPOINTS.flag(Door.TRAINER)}, or another --output_dir",
             amount=float(need),
+            data={"needed_bytes": need, "free_bytes": free},
         )
 
 

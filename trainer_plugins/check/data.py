@@ -76,6 +76,7 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
         evidence=f"{num:,} rows of {data.num_rows or num:,} sampled",
         remedy="Cut or drop long rows (max_length), or survive_oom, which begins with the longest",
         amount=longest / usual,
+        data={"longest_tokens": longest, "usual_tokens": usual, "num_sampled": num},
     )
 
 
@@ -96,6 +97,7 @@ def _padding(facts: Facts, data: DataFacts) -> Finding | None:
         remedy=f"{advice.GROUP_BY_LENGTH.flag(Door.TRAINER)} (transformers 4:"
         " --group_by_length), or packing",
         amount=part,
+        data={"padding_fraction": part, "num_rows": rows, "num_sampled": len(data.lengths)},
     )
 
 
@@ -116,4 +118,5 @@ def _padded_before(data: DataFacts) -> Finding | None:
         evidence=f"by the attention_mask of {len(data.lengths):,} rows",
         remedy="Tokenize without padding='max_length': the collator pads each batch to its longest",
         amount=part,
+        data={"padding_fraction": part, "num_sampled": len(data.lengths)},
     )

@@ -64,6 +64,7 @@ def locked(facts: Facts) -> Line | None:
         summary=f"a process may lock {size(limit)} of main memory, and {who} needs more",
         evidence=f"ulimit -l is {limit // 1024} KiB",
         remedy=advice.LOCK_MORE_MEMORY.flag(Door.SHELL),
+        data={"limit_bytes": limit},
     )
     return Line("locked memory", size(limit), (finding,))
 
@@ -81,6 +82,11 @@ def swap(facts: Facts) -> Line | None:
         summary=f"this run offloads {', '.join(places)}, but main memory is swapped out already",
         evidence=f"{seen}; {size(main.reading.free_bytes)} of main memory free",
         remedy="End other processes that use main memory, or offload less",
+        data={
+            "swap_used_bytes": main.swap_used_bytes,
+            "swap_bytes": main.swap_bytes,
+            "free_bytes": main.reading.free_bytes,
+        },
     )
     return Line("swap", seen, (finding,))
 

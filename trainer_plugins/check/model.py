@@ -115,6 +115,12 @@ def attention(facts: Facts) -> Line | None:
         f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
         amount=float(scores),
+        data={
+            "bytes_a_layer": scores,
+            "num_rows": _rows(facts),
+            "num_tokens": longest,
+            "fraction": part,
+        },
     )
     return Line("attention", seen, (finding,))
 
@@ -132,6 +138,7 @@ def cache(facts: Facts) -> Line | None:
         summary="each training forward returns a cache of keys and values that nothing reads",
         evidence=f"its config switches the cache on: {size(need)} for the longest rows",
         remedy=advice.NO_CACHE_IN_TRAINING.flag(Door.CODE),
+        data={"cache_bytes": need},
     )
     return Line("KV cache", "", (finding,))
 
@@ -159,6 +166,13 @@ def logits(facts: Facts) -> Line | None:
         f" ({' + '.join(map(str, widths))}) bytes: {why}",
         remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
         amount=float(need),
+        data={
+            "logits_bytes": need,
+            "num_rows": _rows(facts),
+            "num_tokens": longest,
+            "vocab_size": model.shape.vocab_size,
+            "fraction": part,
+        },
     )
     return Line("logits", seen, (finding,))
 
@@ -182,6 +196,7 @@ def states(facts: Facts) -> Line | None:
         remedy=f"Train adapters, {advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER)}, or several cards with"
         " ZeRO-3 or FSDP",
         amount=float(need),
+        data={"needed_bytes": need, "free_bytes": free, "trainable_bytes": trainable},
     )
     return Line("optimizer", seen, (finding, *_strayed(model)))
 

@@ -3,7 +3,7 @@
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import Check, Facts, Line
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Data, Finding, Severity
 from trainer_plugins.planner.plan import MemoryPlan, at_least
 from trainer_plugins.units import percent, size
 
@@ -39,6 +39,11 @@ def main_memory(facts: Facts) -> Line | None:
         f" {advice.NO_PINNED_OFFLOAD.flag(Door.DEEPSPEED)}; put the optimizer on NVMe:"
         f" {advice.OFFLOAD_TO_DISK.flag(Door.SHELL)}; or train adapters",
         amount=float(plan.host_bytes_per_node),
+        data={
+            "tensor_bytes": plan.host_ram_bytes_per_node,
+            "pinned_bytes": plan.host_pinned_bytes_per_node,
+            "process_bytes": plan.host_process_bytes_per_node,
+        },
     )
     return Line("main memory", seen, (finding,))
 
@@ -68,6 +73,7 @@ def _too_large(plan: MemoryPlan) -> Finding | None:
         evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
         remedy="`trainer-plugins plan` with the same flags lists changes that make it fit",
         amount=float(plan.nvidia_smi_peak_bytes),
+        data=_data(plan),
     )
 
 
@@ -80,7 +86,14 @@ def _tight(plan: MemoryPlan) -> Finding | None:
         evidence=plan.known_error or "a prediction",
         remedy=f"Fewer rows with more accumulation, or {advice.SURVIVE.flag(Door.CODE)}",
         amount=float(plan.nvidia_smi_peak_bytes),
+        data=_data(plan),
     )
+
+
+def _data(plan: MemoryPlan) -> Data:
+    sizes = {"needed_bytes": plan.nvidia_smi_peak_bytes, "capacity_bytes": plan.capacity_bytes}
+    known = {name: num for name, num in sizes.items() if num is not None}
+    return {**known, "moment": plan.moment}
 
 
 def _numbers(plan: MemoryPlan) -> str:
@@ -98,6 +111,7 @@ def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
         evidence=f"predicted for {plan.moment}; other processes hold the rest",
         remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
         amount=float(plan.nvidia_smi_peak_bytes),
+        data={**_data(plan), "free_bytes": free},
     )
 
 
@@ -119,6 +133,7 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
         remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",
         amount=float(streamed.nvidia_smi_peak_bytes),
+        data=_data(streamed),
     )
 
 
@@ -136,4 +151,5 @@ def _adapters(plan: MemoryPlan) -> Finding | None:
         evidence=f"{size(taken)} of {size(plan.allocated_peak_bytes)} (peft#1514)",
         remedy=f"{advice.CHECKPOINTING.flag(Door.TRAINER)}, or fewer rows or tokens",
         amount=part,
+        data={"activation_bytes": taken, "allocated_peak_bytes": plan.allocated_peak_bytes},
     )

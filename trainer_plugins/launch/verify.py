@@ -123,6 +123,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             summary="ZeRO-3 shards little: most parameters stay whole on every rank",
             evidence=f"{runs.num_partitioned:,} of {runs.num_params:,} elements are sharded",
             remedy="Lower stage3_param_persistence_threshold, or use no ZeRO-3",
+            data={"num_partitioned": runs.num_partitioned, "num_params": runs.num_params},
         )
     if asked.bf16_master and runs.master_dtype == "float32":
         yield Finding.warning(

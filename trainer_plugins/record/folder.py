@@ -176,7 +176,10 @@ def _composed(value: object, kind: Any) -> object:
             return tuple(_value(one, parts[0]) for one in value)
         if len(parts) == len(value):
             return tuple(_value(one, part) for one, part in zip(value, parts, strict=True))
-    if origin is UnionType and len(parts) == 2 and type(None) in parts:
-        (other,) = set(parts) - {type(None)}
-        return None if value is None else _value(value, other)
+    if origin is UnionType:
+        if value is None and type(None) in parts:
+            return None
+        for part in parts:
+            with suppress(TypeError):
+                return _value(value, part)
     raise TypeError(f"{str(value)[:40]} is not a {kind}")

@@ -117,6 +117,7 @@ def begun(stream: Stream, why: str = "") -> Finding:
         remedy="The results are the same, and it takes longer. Rows of a micro-batch share a copy:"
         " prefer them to gradient accumulation.",
         amount=float(stream.num_bytes),
+        data={"base_bytes": stream.num_bytes, "bytes_a_micro_batch": 2 * once},
     )
 
 

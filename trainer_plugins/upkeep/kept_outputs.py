@@ -55,6 +55,12 @@ def judge_kept(
         " do, and main memory has room for them, set"
         f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.ARGUMENTS, steps=1)}.",
         amount=float(need),
+        data={
+            "needed_bytes": need,
+            "free_bytes": free_bytes,
+            "num_batches": num_batches,
+            "batch_bytes": batch_bytes,
+        },
     )
 
 

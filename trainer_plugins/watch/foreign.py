@@ -49,6 +49,11 @@ def foreign_memory(
         evidence=f"{who}; {size(reading.free_bytes)} of {size(reading.total_bytes)} free",
         remedy=_remedy(reading.device, is_listed=bool(others)),
         amount=float(foreign_bytes),
+        data={
+            "foreign_bytes": foreign_bytes,
+            "free_bytes": reading.free_bytes,
+            "total_bytes": reading.total_bytes,
+        },
     )
 
 

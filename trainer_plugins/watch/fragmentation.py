@@ -35,6 +35,7 @@ def stuck_memory(flush: Flush, total_bytes: int, *, is_expandable: bool = False)
         f" {size(total_bytes)}",
         remedy=against_fragmentation(is_expandable),
         amount=float(flush.stuck_bytes),
+        data={"stuck_bytes": flush.stuck_bytes, "total_bytes": total_bytes, "step": flush.step},
     )
 
 
@@ -54,4 +55,10 @@ def allocator_retries(
         remedy=f"The next such request may fail. {against_fragmentation(is_expandable)} If that"
         " does not help, lower the peak: use a smaller micro-batch.",
         amount=float(retries),
+        data={
+            "num_retries": retries,
+            "peak_allocated_bytes": now.peak_allocated_bytes,
+            "reserved_bytes": now.reserved_bytes,
+            "total_bytes": now.total_bytes,
+        },
     )

@@ -131,6 +131,7 @@ def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int
         evidence=f"{size(each_bytes)} with each {moment}, {len(rises)} times until step {step}",
         remedy=KINDS["tensors"].remedy,
         amount=float(sum(rises)),
+        data={f"bytes_a_{moment}": each_bytes, "num_rises": len(rises), "step": step},
     )
 
 
@@ -157,6 +158,13 @@ def leaks(
             f" {window[0].step} to {window[-1].step}",
             remedy=remedy,
             amount=float(growth.risen_bytes),
+            data={
+                "bytes_a_step": growth.bytes_a_step,
+                "risen_bytes": growth.risen_bytes,
+                "first_step": window[0].step,
+                "last_step": window[-1].step,
+                "steps_left": growth.steps_left,
+            },
         )
         found.append(leak)
     return found

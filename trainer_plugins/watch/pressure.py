@@ -63,6 +63,11 @@ def pressure(reading: MemoryReading, budget: Budget, moment: str) -> Finding | N
         f" {size(reading.non_torch_bytes)}, total {size(reading.total_bytes)}",
         remedy=_REMEDIES.get(moment, _REMEDIES["train"]),
         amount=reading.pressure,
+        data={
+            "peak_allocated_bytes": reading.peak_allocated_bytes,
+            "non_torch_bytes": reading.non_torch_bytes,
+            "total_bytes": reading.total_bytes,
+        },
     )
 
 
@@ -81,6 +86,11 @@ def host_pressure(reading: MemoryReading, budget: Budget) -> Finding | None:
         f" {size(reading.total_bytes)}",
         remedy=f"To free main memory, {_FEWER_WORKERS}, keep the dataset on disk, or offload less.",
         amount=used_fraction,
+        data={
+            "process_bytes": reading.allocated_bytes,
+            "free_bytes": reading.free_bytes,
+            "total_bytes": reading.total_bytes,
+        },
     )
 
 
@@ -98,6 +108,7 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
         remedy=f"A dataloader worker or another rank may be gone: {_FEWER_WORKERS}, offload less,"
         f" or raise the limit ({advice.MORE_MAIN_MEMORY.flag(Door.SHELL)}).",
         amount=float(num_kills),
+        data={"num_kills": num_kills},
     )
 
 
@@ -114,4 +125,5 @@ def shared_memory(facts: HostFacts) -> Finding | None:
         remedy=f"To need less of it, {_FEWER_WORKERS}. To have more, restart the container:"
         f" {larger}",
         amount=float(total_bytes - free_bytes),
+        data={"free_bytes": free_bytes, "total_bytes": total_bytes},
     )
