@@ -1,5 +1,7 @@
 """A pasted text comes in; the cause, what shows it and what to do come out."""
 
+import gzip
+import html
 import io
 import json
 import os
@@ -8,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -365,6 +368,39 @@ def test_a_traceback_is_read_however_it_was_printed(text: str) -> None:
     assert answer.causes[0].code == "eval-logits"
     assert answer.causes[0].evidence[0].startswith("It failed in trainer.py:2515 in ")
     assert "preds_host = nested_concat(" in answer.causes[0].evidence[0]
+
+
+def in_docker(text: str) -> bytes:
+    lines = ({"log": f"{line}\n", "stream": "stderr", "time": "t"} for line in text.splitlines())
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda text: each_line("Nov  2 10:00:00 node7 train[1234]: ", text).encode(),
+        lambda text: each_line("2026-11-20T10:00:00+00:00 node7 python3[1234]: ", text).encode(),
+        lambda text: each_line("2026-11-20T10:00:00.123456789Z stderr F ", text).encode(),
+        lambda text: each_line("2026-11-20 10:00:00,123 - stderr - ", text).encode(),
+        in_docker,
+        lambda text: json.dumps({"level": "error", "exc_info": f"it failed\n{text}"}).encode(),
+        lambda text: f"<pre>{html.escape(text)}</pre>".encode(),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: gzip.compress(text.encode())[:-20],
+        lambda text: gzip.compress(b"loss 0.1\n" * (1 << 18) + text.encode()),
+    ],
+    ids=["syslog", "journald", "k8s", "wandb", "docker", "json", "html", "gzip", "cut", "large"],
+)
+def test_a_log_as_machines_keep_it_is_read(kept: Callable[[str], bytes], tmp_path: Path) -> None:
+    """Its frames too: the file and the line of the failing call stand in the evidence."""
+    text = f"Traceback (most recent call last):\n{FRAME}{TRAINER}{FULL}\n"
+    (tmp_path / "kept.log").write_bytes(kept(text))
+
+    with (tmp_path / "kept.log").open("rb") as stream:
+        answer = explain_stream(stream, "a test")
+
+    assert "train.py:7 in train: outputs = model(**batch)" in "\n".join(answer.causes[0].evidence)
+    assert answer.causes == explained(text).causes
 
 
 def test_ranks_that_write_at_once_are_told_apart() -> None:

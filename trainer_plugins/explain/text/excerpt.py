@@ -1,8 +1,12 @@
 """Finds the first OOM of a log of any size, and keeps the lines around it, cleaned."""
 
 import codecs
+import html
+import json
 import re
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import astuple
 from typing import BinaryIO, NamedTuple
 
@@ -58,7 +62,9 @@ _PREFIX = re.compile(
     r"|\((?P<worker>[\w.]{1,60}(?:\(\))? (?:rank=\d{1,6} )?pid=\d{1,9})[^)\n]{0,60}\)"
     r"|\[\d{1,4},(?P<mpi>\d{1,6})\]<std(?:err|out)>:"
     r"|(?P<slurm>\d{1,5}): (?=Traceback|  File|\[|\w{3,60}Error)"
-    rf"|\[?{_TIME}\]?(?: std(?:err|out) [FP])?[|:,-]?"
+    rf"|(?:[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d|{_TIME}) [\w.-]{{1,60}} [\w./-]{{1,60}}"
+    r"\[(?P<journal>\d{1,9})\]:"
+    rf"|\[?{_TIME}\]?(?: std(?:err|out) [FP]| - std(?:err|out) -)?[|:,-]?"
     r"|\[?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\]?(?: \d\d-\d\d \d\d:\d\d:\d\d)?:?"
     r"|\[[\w.]{1,60}(?::\w{1,60}){0,2}\]"
     r"|[a-zA-Z][\w.-]{1,60} {0,4}\| "
@@ -66,6 +72,10 @@ _PREFIX = re.compile(
     r")\s?"
 )
 _MOST_PREFIXES = 6
+# A traceback as one string of JSON, and Docker's line of JSON.
+_ESCAPED, _END = '\\n  File \\"', re.compile(r"(?<!\\)\\n")
+_DOCKER = re.compile(r'\{"log": ?"((?:[^"\\]|\\.){0,8000})"')
+_GZIP = b"\x1f\x8b"
 
 
 class Line(NamedTuple):
@@ -89,6 +99,9 @@ def _clean_lines(text: str) -> list[Line]:
 
 def _clean_line(raw: str) -> Line:
     """Strip one line of escapes, boxes and prefixes, and name its writer."""
+    if docker := _DOCKER.match(raw):
+        with suppress(ValueError):
+            raw = str(json.loads(f'"{docker[1]}"'))
     text = _LINK.sub(r"\1", _ESCAPE.sub("", raw)).rstrip()
     writer = ""
     for _ in range(_MOST_PREFIXES):
@@ -130,7 +143,8 @@ def find_first(stream: BinaryIO) -> Excerpt:
 
 def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
     """Yield the text block by block, and whether it is the last one."""
-    block = stream.read(_BLOCK_BYTES)
+    blocks = _blocks(stream)
+    block = next(blocks, b"")
     if not block.strip():
         raise ValueError("there is nothing in it")
     wide = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -138,12 +152,26 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
         raise ValueError("it is not text")
     decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace")
     while block:
-        following = stream.read(_BLOCK_BYTES)
+        following = next(blocks, b"")
         text = decoder.decode(block, not following)
         if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
             raise ValueError("it is not text")
-        yield text, not following
+        if _ESCAPED in text:
+            text = _END.sub("\n", text).replace('\\"', '"')
+        yield (html.unescape(text) if "&quot;" in text else text), not following
         block = following
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Read block by block; unpack what gzip has packed, also if its end is missing."""
+    block = stream.read(_BLOCK_BYTES)
+    packed = zlib.decompressobj(wbits=31) if block.startswith(_GZIP) else None
+    while block:
+        try:
+            yield packed.decompress(block, _BLOCK_BYTES) if packed else block
+        except zlib.error as error:
+            raise ValueError(f"its gzip data are damaged: {error}") from error
+        block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 
 def _first_oom(text: str, start: int, end: int) -> int | None:
