@@ -185,6 +185,20 @@ def test_expandable_segments_stay_off_beside_vllm(tmp_path: Path, flags, words, 
     assert "TRAINER_PLUGINS_ATTACH" in environ
 
 
+def test_variables_in_front_of_a_pasted_command_are_set(tmp_path: Path) -> None:
+    """And known before our own are chosen; what looks alike behind the program is its own."""
+    setting = "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64"
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+
+    done = execute("--", setting, "MINE=a=b", sys.executable, "-c", code, "B=1", cwd=tmp_path)
+
+    environ = json.loads(done.stdout)
+    asked = {text for name, text in environ.items() if name.endswith("ALLOC_CONF")}
+    assert asked == {"max_split_size_mb:64"}
+    assert environ["MINE"] == "a=b"
+    assert "B" not in environ
+
+
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     assert execute("sh", "-c", "exit 7", cwd=tmp_path).returncode == 7
 

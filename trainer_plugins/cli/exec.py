@@ -9,7 +9,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from trainer_plugins.cli.typed_options import Vllm
-from trainer_plugins.plug_in.flags import CommandInFront, with_memory_options
+from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_options
 from trainer_plugins.printable import printable
 
 _ASK = "--fit-ask"
@@ -76,7 +76,7 @@ def exec_(
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
     """
-    given, words = ExecCommand.given(context.params), list(command or ())
+    given, words = ExecCommand.given(context.params), assigned(command or ())
     if not words:
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"

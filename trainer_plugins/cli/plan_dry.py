@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import option
+from trainer_plugins.plug_in.flags import assigned
 
 if TYPE_CHECKING:
     from trainer_plugins.planner.request import PlanRequest
@@ -135,7 +136,7 @@ def variations_of(
     card = card_of(machine.gpu)
     tell = _prepared(options)
     asked = DryRun(
-        command=command,
+        command=assigned(command),
         card=with_measured_context(card) if machine.calibration else card,
         num_cards=machine.num_gpus or 1,
         num_steps=options.steps or 2,

@@ -1,9 +1,10 @@
 """Parses the fields of `MemoryArguments` in front of a command, for `exec` and for `run`."""
 
 import inspect
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -27,6 +28,17 @@ BEFORE_A_COMMAND: dict[str, Any] = {
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
 PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
+
+
+def assigned(words: Sequence[str]) -> list[str]:
+    """Set the variables that a pasted command begins with, as a shell would; return the rest."""
+    number = next(
+        (at for at, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words)
+    )
+    for word in words[:number]:
+        name, _, value = word.partition("=")
+        os.environ[name] = value
+    return [*words[number:]]
 
 
 class Command(TyperCommand):
