@@ -80,6 +80,22 @@ def test_bad_input_is_one_line(arguments, said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_pasted_command_is_checked_by_its_flags(tmp_path: Path) -> None:
+    config = {**SMALL_GPT2, "architectures": ["GPT2LMHeadModel"], "vocab_size": 2_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    launch = ("CUDA_VISIBLE_DEVICES=0", "accelerate", "launch", "--num_processes", "1", "train.py")
+    flags = ("--per_device_train_batch_size", 64, "--max_length", 128, "--output_dir", tmp_path)
+    model = ("--model_name_or_path", tmp_path)
+
+    done = check("--gpu", "24GiB", "--json", "--", *launch, *model, *flags)
+
+    assert done.returncode == 3, done.stderr
+    assert "plan-does-not-fit" in codes(done.stdout)
+    assert "read from the command's flags, it is not run" in done.stderr
+    assert check("--", *launch, *flags).returncode == 2
+
+
 @pytest.mark.all
 @pytest.mark.slow
 def test_main_memory_is_judged_as_the_plan_judges_it(tmp_path: Path) -> None:

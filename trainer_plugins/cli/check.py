@@ -9,7 +9,8 @@ import typer
 
 from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.plan import AnswerOptions, AsJson
+from trainer_plugins.cli.plan import AnswerOptions, AsJson, own_words, run_again
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, words_of_flags
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, with_options
 from trainer_plugins.finding import Severity
@@ -51,6 +52,10 @@ def check(
 
     Example: trainer-plugins check --model config.json --gpu 24GiB --bf16
 
+    Or give the command itself: its flags are read, and it is not run.
+
+    Example: trainer-plugins check --gpu 24GiB -- accelerate launch train.py --bf16
+
     Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
     from trainer_plugins.check import judge
@@ -63,6 +68,11 @@ def check(
         for name, value in asdict(answer).items():
             if value and name != "verbose":
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
+        command = command_in(context.args)
+        if command and run.model.model is None:
+            words = words_of_flags(command, run, DryOptions(engine="fake"))
+            if words is not None:
+                return run_again(context, [*own_words(context), *words])
         details, inputs = inputs_of(run, context.args)
         model, seconds = run.model.model, run.machine.timeout
         facts = gather_launch(os.environ, model, details, inputs, seconds)

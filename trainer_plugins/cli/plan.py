@@ -4,6 +4,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -104,7 +105,7 @@ def plan(
             if answer.calibrate is not None:
                 raise PlanError("--calibrate is for --model: a command after -- gets a plan")
             if (words := words_of_flags(command, run, dry)) is not None:
-                _plan_again(context, [*_own_words(context), *words])
+                run_again(context, [*own_words(context), *words])
                 return
             with by_any_signal():
                 variations = variations_of(
@@ -176,8 +177,8 @@ def _answer_on_dry_cards(
     return found.fits
 
 
-def _plan_again(context: typer.Context, words: list[str]) -> None:
-    """Run `plan` with the options that the flags of a command mean."""
+def run_again(context: typer.Context, words: list[str]) -> None:
+    """Run this command with the options that the flags of a pasted command mean."""
     with context.command.make_context(context.info_name, words, parent=context.parent) as again:
         context.command.invoke(again)
 
@@ -185,11 +186,12 @@ def _plan_again(context: typer.Context, words: list[str]) -> None:
 def command_of(context: typer.Context) -> str:
     """Return the command line that makes this plan again: all that differs from the defaults."""
     dashes = ["--"] if command_in(context.args) else []
-    words = ["trainer-plugins", context.info_name or "", *_own_words(context)]
+    words = ["trainer-plugins", context.info_name or "", *own_words(context)]
     return shlex.join([*words, *dashes, *context.args])
 
 
-def _own_words(context: typer.Context) -> list[str]:
+def own_words(context: typer.Context) -> list[str]:
+    """Return the options of this command that differ from the defaults, as words."""
     words: list[str] = []
     for parameter in context.command.params:
         value = context.params[parameter.name or ""]
@@ -200,7 +202,7 @@ def _own_words(context: typer.Context) -> list[str]:
             words.append(flag if value else parameter.secondary_opts[0])
             continue
         for each in value if isinstance(value, (list, tuple)) else [value]:
-            words += [flag, str(each)]
+            words += [flag, str(each.value if isinstance(each, Enum) else each)]
     return words
 
 
