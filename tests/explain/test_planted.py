@@ -279,7 +279,7 @@ def test_what_a_list_keeps(train, kind: type[Keeps], mib: int) -> None:
     said = train(mib, kind(), max_steps=30)
     assert said.code == "leak"
     assert "since step 3" in said.text
-    ((number, moved),) = re.findall(r"^loss(\S+), or (\S+) at .*Keeps\w*\.kept\[", said.do)
+    ((number, moved),) = re.findall(r"^loss(\S+), or (\S+) at Keeps\w*\.kept$", said.do, re.M)
     typed = moved if kind is Keeps else number
     assert train(mib, kind(eval(f"lambda tensor: tensor{typed}")), max_steps=30) is None
 

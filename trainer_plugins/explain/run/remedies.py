@@ -245,9 +245,14 @@ def _load_into_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None
     return remedy(one, f"{one.flag(Door.CODE)} at {loads[-1].file}:{loads[-1].line}")
 
 
+# Frames and lists on the way to a name of the user's, and the position of a tensor.
+_ON_THE_WAY = re.compile(r"^(?:(?:a local of|\[)[^>]*-> )+|(?:\[\d+\])+$")
+
+
 def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
     kept = kept_in(case)
-    return remedy(one, one.flag(Door.CODE) + (f" at {kept[0][1]}" if kept else ""))
+    place = re.sub(_ON_THE_WAY, "", kept[0][1]) if kept else ""
+    return remedy(one, one.flag(Door.CODE) + (f" at {place}" if place else ""))
 
 
 def _released(one: Advice, cause: str, case: Case) -> Remedy:
