@@ -9,6 +9,7 @@ from transformers import Trainer
 from trainer_plugins.upkeep.frames import batch_of, frames_above
 
 _CONTAINERS = (list, dict, set, deque)
+_WRAPPERS = ("torch.utils.data.", "accelerate.")
 _MANY = 10_000  # Python objects of which each worker's copies add up
 
 
@@ -33,7 +34,7 @@ def words_of_batches(seen: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 def words_of_dataset(dataset: object) -> tuple[str, str]:
     """Name what a dataset keeps, which is in each worker, and the cure; empty if nothing shows."""
-    while type(dataset).__module__.startswith("torch.utils.data") and hasattr(dataset, "dataset"):
+    while type(dataset).__module__.startswith(_WRAPPERS) and hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     kind = type(dataset).__name__
     values = {f"{kind}.{name}": value for name, value in getattr(dataset, "__dict__", {}).items()}
