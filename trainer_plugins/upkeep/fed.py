@@ -6,7 +6,7 @@ from math import prod
 
 from transformers import Trainer
 
-from trainer_plugins.upkeep.frames import batch_of, frames_above
+from trainer_plugins.upkeep.frames import batch_of, drop_variables, frames_above
 
 _CONTAINERS = (list, dict, set, deque)
 _WRAPPERS = ("torch.utils.data.", "accelerate.")
@@ -15,8 +15,9 @@ _MANY = 10_000  # Python objects of which each worker's copies add up
 
 def largest_of_batch() -> tuple[str, tuple[int, ...]] | None:
     """Return name and shape of the largest tensor of the batch in the step that calls this."""
-    outermost_first = [*frames_above()][::-1]
-    batch = batch_of(outermost_first, Trainer)
+    frames = [*frames_above()][::-1]  # outermost first
+    batch = batch_of(frames, Trainer)
+    drop_variables(frames)
     if not batch:
         return None
     name = max(batch, key=lambda each: prod(batch[each].shape))

@@ -141,6 +141,14 @@ def batch_of(frames: list[FrameType], trainer_class: type | None) -> dict[str, S
     return found
 
 
+def drop_variables(frames: list[FrameType]) -> None:
+    """Let running frames whose variables `batch_of` has read hold them no longer by that."""
+    # Before Python 3.13 a frame keeps the dictionary that reading its variables has made.
+    for frame in frames:
+        if frame.f_code.co_name in _KNOWN and type(frame.f_locals) is dict:
+            frame.f_locals.clear()
+
+
 def _methods_of(frames: list[FrameType], trainer_class: type) -> Iterator[FrameType]:
     for frame in frames:
         # Names first: reading a frame's variables makes another holder of each.
