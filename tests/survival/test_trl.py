@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from tests.models import longrope_phi3, tiny_llama
-from tests.survival.failing import Run, gradients_by_rounding, survive
+from tests.survival.failing import Run, gradients_by_rounding, numbers_off_by, survive
 from trainer_plugins import survive_oom
 
 peft = pytest.importorskip("peft")
@@ -161,6 +161,43 @@ def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
     for mine, theirs in zip(survived.logged, whole.logged, strict=True):
         assert len(theirs) >= 4
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+IS_OLD = hasattr(trl.DPOTrainer, "concatenated_inputs")  # trl before 1.0
+SHORT = {"rpo_alpha": 2.0, "max_length": 24, "truncation_mode": "keep_start"}
+ARGUMENTS: dict[str, dict] = {
+    "padding_free": {"padding_free": True},
+    "weighted": {"use_weighting": True},
+    "tails weigh less": {"ld_alpha": 0.3},
+    "several": {"loss_type": ["sigmoid", "hinge", "ipo"], "loss_weights": [0.5, 1.0, 2.0]},
+    "precomputed": {"precompute_ref_log_probs": True, "ld_alpha": 0.3},
+}
+OLD_ARGUMENTS: dict[str, dict] = {
+    "without a reference": {"reference_free": True},
+    "rpo": {"rpo_alpha": 2.0},
+    "rpo, adapter": {"rpo_alpha": 0.5, "lora": {}},
+    "rpo, begins kept": SHORT,
+    "rpo, ends kept": {**SHORT, "truncation_mode": "keep_end", "use_logits_to_keep": True},
+    "sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 2.0], "rpo_alpha": 1.0},
+    "padding_free, weighted otherwise": {"padding_free": True, "reference_free": True, "lora": {}},
+}
+
+
+@pytest.mark.all(unless=lambda name: name in ("weighted", "rpo"))
+@pytest.mark.parametrize("name", [*ARGUMENTS, *(OLD_ARGUMENTS if IS_OLD else ())])
+def test_arguments_of_dpo(tmp_path, name: str) -> None:
+    options = {**ARGUMENTS, **OLD_ARGUMENTS}[name]
+    whole, survived = survive(lambda: dpo(tmp_path, **options), {0: 0.8, 3: 0.3}, ladder=())
+
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
+    assert numbers_off_by(survived.logged, whole.logged) <= 1e-4
+
+
+def test_rewards_around_zero(tmp_path) -> None:
+    options = {"center_rewards_coefficient": 0.5}
+    whole, survived = survive(lambda: reward(tmp_path, **options), {0: 0.8, 3: 0.3}, ladder=())
+
+    assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
 
 
 def with_prompts(num_tokens: int, *, edited: bool = False) -> dict:

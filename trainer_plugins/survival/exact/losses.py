@@ -112,7 +112,7 @@ _DPO = (
     "discopop",
 )
 _DPO_SORTED = ("aot", "aot_unpaired")  # compare pairs
-_DPO_1 = ("sft", "bco_pair")  # before trl 1.0 with running means, or by another name
+_DPO_1 = ("sft", "bco_pair")  # the second with running means before trl 1.0
 
 _GRPO = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), shares.ROWS),
@@ -257,28 +257,35 @@ def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
 
 def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     kinds = trainer.args.loss_type
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = {*kinds} if isinstance(kinds, list) else {kinds}
     is_old = hasattr(trainer, "concatenated_inputs")  # trl before 1.0
-    unknown = [
-        kind for kind in kinds if kind not in (_DPO if is_old else (*_DPO, *_DPO_SORTED, *_DPO_1))
-    ]
-    if unknown:
+    known = {*_DPO, "sft"} if is_old else {*_DPO, *_DPO_SORTED, *_DPO_1}
+    if unknown := sorted(kinds - known):
         return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
-    if getattr(trainer.args, "rpo_alpha", None) is not None:
-        return NoFamily(
-            "rpo_alpha adds a mean over tokens to a mean over pairs: with trl 1.0 name the losses "
-            '"sft" too'
-        )
-    if getattr(trainer, "padding_free", False):
-        return NoFamily("DPO with padding_free is not supported yet")
-    if set(kinds) & set(_DPO_SORTED):
+    has_nll = "sft" in kinds or getattr(trainer.args, "rpo_alpha", None) is not None
+    if has_nll and trainer.args.use_weighting:  # trl 1.16 itself fails with more than one pair
+        return NoFamily('DPO\'s "sft" or rpo_alpha with use_weighting multiplies two means')
+    if is_old:
+        return _family_of_old_dpo(trainer, "ipo" in kinds, has_nll)
+    if kinds & {*_DPO_SORTED}:
         return _seen_by_trl(trainer, _SEEN_PAIRS)
-    if "sft" in kinds:
-        if trainer.args.use_weighting:
-            return NoFamily('DPO\'s "sft" with use_weighting multiplies two means')
-        return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer))
-    # The old one has own names for chosen and rejected, with one row a pair.
-    return _ROWS if is_old else _PAIRS
+    return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if has_nll else _PAIRS
+
+
+def _family_of_old_dpo(trainer: Any, has_ipo: bool, has_nll: bool) -> Family | NoFamily:
+    """Judge DPO of trl before 1.0: it has own names for chosen and rejected, one row a pair."""
+    args = trainer.args
+    if args.padding_free and (has_ipo or has_nll):
+        return NoFamily(
+            'with padding_free, this trl\'s "ipo", "sft" and rpo_alpha of DPO go over the tokens of '
+            "all pairs, chosen and rejected: set padding_free=False"
+        )
+    if args.ld_alpha is not None and args.use_logits_to_keep:
+        return NoFamily(
+            "ld_alpha counts tokens from the shortest prompt of a micro-batch with "
+            "use_logits_to_keep: set use_logits_to_keep=False"
+        )
+    return replace(_ROWS, coupling=coupled.old_dpo(trainer)) if has_nll else _ROWS
 
 
 def _seen_by_trl(trainer: Any, family: Family) -> Family | NoFamily:
