@@ -149,7 +149,7 @@ class TrainingRun:
         """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
         attached = self.attached
         state = self.full_state() if self.what_moved is None and model.training else None
-        with self.gathers.held():
+        with self.gathers.held(), self._kept_by_loss(model):
             loss: torch.Tensor = attached.compute_loss(
                 model, _without_numbers(inputs), num_items_in_batch=num_items
             )
@@ -161,6 +161,25 @@ class TrainingRun:
         if why := attached.why_own_loss:
             self.what_moved = why + VOUCH
         return loss
+
+    @contextmanager
+    def _kept_by_loss(self, model: nn.Module) -> Iterator[None]:
+        """Give this model to a loss that keeps the wrapped one, as sentence-transformers' do."""
+        losses: Any = getattr(self.attached.trainer, "loss", None)
+        keepers = [
+            part
+            for loss in (losses.values() if isinstance(losses, dict) else [losses])
+            if model is not self.wrapped and isinstance(loss, nn.Module)
+            for part in loss.modules()
+            if getattr(part, "model", None) is self.wrapped
+        ]
+        for part in keepers:
+            part.model = model
+        try:
+            yield
+        finally:
+            for part in keepers:
+                part.model = self.wrapped
 
     def full_state(self) -> State:
         modules = dict(self.model.named_modules())

@@ -126,6 +126,34 @@ def with_towers(**settings) -> Trainer:
     return test_contrastive.contrastive(FOLDER / f"towers-{RANK}", model, **settings)
 
 
+def ranking(gathers: bool = False, **settings) -> Trainer:
+    """sentence-transformers' way: a loss that keeps the wrapped model and calls it for each column."""
+    from tests.survival import test_sentences
+
+    loss = test_sentences.GatheringRanking if gathers else test_sentences.Ranking
+    settings = {"per_device_train_batch_size": 8, **settings}
+    trainer = test_sentences.ranking(FOLDER / f"ranking-{RANK}", loss, **settings)
+    for name, weight in trainer.model.named_parameters():
+        weight.requires_grad_("key.bias" not in name)  # its gradient is nothing but rounding
+    return trainer
+
+
+def by_the_library(name: str, **settings) -> Trainer:
+    from tests.survival import test_sentences
+
+    settings = {"per_device_train_batch_size": 8, **settings}
+    trainer = test_sentences.by_the_library(FOLDER / f"sentences-{RANK}", name, **settings)
+    for name, weight in trainer.model.named_parameters():
+        weight.requires_grad_("key.bias" not in name and "pooler" not in name)
+    return trainer
+
+
+def fewer_on_rank_1(rows: list[dict]) -> dict:
+    from tests.survival import test_sentences
+
+    return test_sentences.two_columns(rows[: len(rows) - RANK])
+
+
 def trl_trainer(name: str, **settings) -> Trainer:
     from tests.survival import test_coupled, test_trl
 
@@ -175,6 +203,11 @@ STORIES = {
     "an expert not used by the last piece": Story({1: {1: [0.75], 2: [0.2]}}, with_expert),
     "the same, all used": Story({1: {1: [0.75], 3: [0.2]}}, with_expert, USED),
     "towers": Story({0: {2: [0.5]}, 1: {1: [0.75], 2: [0.2], 3: [0.5]}}, with_towers),
+    "rows ranked": Story({0: {1: [0.3], 2: [0.5]}, 1: {0: [0.1], 1: [0.75]}}, ranking),
+    "rows ranked, all used, fewer on rank 1": Story(
+        {0: {3: [0.75]}, 1: {1: [0.3], 2: [0.25]}}, ranking, {"data_collator": fewer_on_rank_1, **USED}
+    ),
+    "towers, all used": Story({1: {1: [0.3]}}, with_towers, USED),
     "bf16": Story({1: {1: [0.75], 2: [0.2]}}, in_bf16),
     "three ranks, two fail": Story(
         {0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, {"train_dataset": 96}, world=3
@@ -182,12 +215,21 @@ STORIES = {
 }  # fmt: skip
 if importlib.util.find_spec("peft"):
     STORIES["LoRA"] = Story({1: {1: [0.75], 2: [0.2]}}, lora)
+if importlib.util.find_spec("sentence_transformers"):
+    for kind in ("MultipleNegativesRankingLoss", "MatryoshkaLoss"):
+        where = {0: {1: [0.3], 2: [0.5]}, 1: {0: [0.1], 1: [0.75]}}
+        STORIES[f"sentence-transformers, {kind}"] = Story(where, partial(by_the_library, kind))
 if importlib.util.find_spec("trl"):
     for kind in ("sft", "dpo", "reward", "grpo", "rloo", "kto", "orpo"):
         settings = {"beta": 0.0} if kind == "rloo" else {}
         STORIES[f"TRL {kind}"] = Story(
             {1: {1: [0.8], 2: [0.3]}}, partial(trl_trainer, kind), settings
         )
+    STORIES["TRL sft, smoothed, which calls DDP twice"] = Story(
+        {0: {0: [0.2], 3: [0.45]}, 1: {1: [0.4], 2: [0.55]}},
+        STORIES["TRL sft"].make,
+        {"label_smoothing_factor": 0.1},
+    )
     # In its pass for the baseline, behind the forward pass, and in one without gradients of a part.
     STORIES["TRL kto, elsewhere"] = Story(
         {0: {0: [0.5], 3: [0.4]}, 1: {1: [0.1], 2: [0.2], 3: [0.45]}},
@@ -359,9 +401,9 @@ class HookLate(TrainerCallback):
 
 
 def refused(name: str) -> str:
-    trainer = llama()
+    trainer = ranking(gathers=True) if name == GATHERS else llama()
     asked = {"comm_hook": DDPCommunicationHookType.FP16} if name == "comm_hook" else {name: True}
-    if name != "comm_hook, late":
+    if name not in ("comm_hook, late", GATHERS):
         trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(**asked)
     try:
         survive_oom(trainer)
@@ -373,7 +415,9 @@ def refused(name: str) -> str:
     return ""
 
 
+GATHERS = "gather_across_devices"
 REFUSED = {
+    GATHERS: "GatheringRanking with gather_across_devices compares rows of all ranks",
     "static_graph": "DDP with static_graph repeats its first backward pass",
     "gradient_as_bucket_view": "DDP with gradient_as_bucket_view does not tell which gradients are final",
     "comm_hook": "a communication hook of DDP may not fit itself",

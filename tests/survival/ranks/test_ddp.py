@@ -33,6 +33,7 @@ SOME = (
     "one row, checkpointing switched on",
     "an expert not used by the last piece",
     "LoRA",
+    "rows ranked",
     "TRL sft",
 )
 

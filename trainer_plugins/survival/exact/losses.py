@@ -277,8 +277,8 @@ def _family_of_old_dpo(trainer: Any, has_ipo: bool, has_nll: bool) -> Family | N
     args = trainer.args
     if args.padding_free and (has_ipo or has_nll):
         return NoFamily(
-            'with padding_free, this trl\'s "ipo", "sft" and rpo_alpha of DPO go over the tokens of '
-            "all pairs, chosen and rejected: set padding_free=False"
+            'with padding_free, this trl\'s "ipo", "sft" and rpo_alpha of DPO go over the tokens of'
+            " all pairs, chosen and rejected: set padding_free=False"
         )
     if args.ld_alpha is not None and args.use_logits_to_keep:
         return NoFamily(
@@ -311,12 +311,15 @@ def _family_of_sentences(trainer: Any) -> Family | NoFamily:
         name = type(loss).__name__
         if any("Cached" in type(part).__name__ for part in loss.modules()):
             return NoFamily(f"{name} computes its own pieces: set its mini_batch_size instead")
-        if any(getattr(part, "gather_across_devices", False) for part in loss.modules()):
-            return NoFamily(f"{name} with gather_across_devices compares rows of all ranks")
+        gathers = any(getattr(part, "gather_across_devices", False) for part in loss.modules())
+        if gathers and trainer.args.world_size > 1:
+            return NoFamily(
+                f"{name} with gather_across_devices compares rows of all ranks: leave it out, or "
+                "take a loss that computes its own pieces, such as "
+                "CachedMultipleNegativesRankingLoss with mini_batch_size"
+            )
         if not {*loss.parameters()} <= weights:
             return NoFamily(f"{name} has weights of its own, whose gradients are not watched")
-    if trainer.args.world_size > 1:
-        return NoFamily("losses of sentence-transformers keep the wrapped model: one card only")
     return replace(_SEEN_ROWS, coupling=Seam(trainer, [trainer.model]))
 
 

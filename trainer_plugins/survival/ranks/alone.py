@@ -64,10 +64,10 @@ class Ranks:
         """Return the model without its wrapper, if it can be computed without."""
         return self.model
 
-    @property
-    def first_pass(self) -> nn.Module:
-        """Return the model for a pass without gradients, which may come before the pieces."""
-        return self.model
+    @contextmanager
+    def first_pass(self) -> Iterator[nn.Module]:
+        """Surround a pass without gradients, which may come before the pieces; gives the model."""
+        yield self.model
 
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""

@@ -3,11 +3,14 @@
 DDP expects each rank to exchange its buffers once and to reduce each bucket once, in order. Ranks
 may divide differently. Nothing that the failed attempt has done is repeated:
 
-* It failed inside the forward pass: the last piece goes through DDP, without the exchange of
-  buffers, which is done. The others are computed on the bare model, and reach no other rank.
-* It failed later, when the reducer was armed: gradients that were ready are sent, and frozen
-  (`Piece.final`). The pieces are computed on shadows of the parameters, which share weights and
-  gradients but not the reducer's hooks; then the missing hooks are called, by adding 0.
+* It failed before the backward pass: the last piece goes through DDP, without those exchanges of
+  buffers, one a pass, which are done. The others are computed on the bare model, and reach no other
+  rank.
+* It failed in the backward pass: gradients that were ready are sent, and frozen (`Piece.final`).
+  All pieces are computed on the bare model; then the missing hooks are called, by adding 0.
+
+Once DDP has computed, the reducer waits for gradients. Then what is computed on the bare model uses
+shadows of the parameters, which share weights and gradients but not the reducer's hooks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +38,6 @@ class _Progress(IntEnum):
     OUTSIDE = 0
     PREPARING = 1  # DDP exchanges buffers, and once in a run builds its buckets
     INSIDE = 2  # the model computes
-    ARMED = 3  # it has computed; the reducer waits for gradients if this one is synchronised
 
 
 class DDP(Ranks):
@@ -47,7 +49,10 @@ class DDP(Ranks):
         assert isinstance(model, DistributedDataParallel)
         super().__init__(trainer, model)
         self._progress = _Progress.OUTSIDE
-        self._is_synced = self._is_armed = False
+        self._is_synced = self._is_first = False
+        self._has_computed = False  # a pass of DDP with gradients, which arms the reducer
+        self._is_armed = self._has_begun = False  # the reducer, and to reduce, when it failed
+        self._num_calls = self._num_exchanged = 0  # of DDP in this pass, and in this micro-batch
         self._sent: set[nn.Parameter] = set()  # the parameters whose hooks the reducer has seen
         self._used: set[nn.Parameter] = set()  # the parameters that got a gradient from a piece
 
@@ -62,8 +67,6 @@ class DDP(Ranks):
         else:
             yield f"several processes whose model {type(wrapped).__name__} wraps, and not DDP"
             return
-        if trainer.args.label_smoothing_factor and type(trainer).__module__.startswith("trl."):
-            yield "with label_smoothing_factor TRL calls DDP twice for a micro-batch"
         if not finishes_here():
             yield "a trial showed that this torch's DDP does not finish in pieces: please report it"
 
@@ -76,24 +79,30 @@ class DDP(Ranks):
         module: nn.Module = self.model.module
         return module
 
-    @property
-    def first_pass(self) -> nn.Module:
-        # It exchanges buffers, once, as the failed one has if the reducer is armed.
-        return self.bare if self._is_armed else self.model
+    @contextmanager
+    def first_pass(self) -> Iterator[nn.Module]:
+        # It exchanges buffers, as one that failed in its backward pass has.
+        self._num_calls, self._is_first = 0, True
+        try:
+            yield self.bare if self._has_begun else self.model
+        finally:
+            self._is_first = False
 
     def begin(self, micro: MicroBatch) -> None:
-        self._progress = _Progress.OUTSIDE
-        self._is_synced, self._is_armed = self.model.require_backward_grad_sync, False
+        self._progress, self._num_exchanged = _Progress.OUTSIDE, 0
+        self._is_synced = self.model.require_backward_grad_sync
+        self._has_computed = self._is_armed = self._has_begun = False
         self._sent, self._used = set(), set()
 
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
         hooks = (
-            self.model.register_forward_pre_hook(lambda *_: self._advance(_Progress.PREPARING)),
-            self.bare.register_forward_pre_hook(lambda *_: self._advance(_Progress.INSIDE)),
+            self.model.register_forward_pre_hook(lambda *_: self._prepares()),
+            self.bare.register_forward_pre_hook(lambda *_: self._computes()),
             self.bare.register_forward_hook(lambda *_: self._computed()),
         )
+        self._num_calls = 0
         try:
             return super().attempt(work, release, is_end=is_end)
         finally:
@@ -102,21 +111,22 @@ class DDP(Ranks):
 
     def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         progress, self._progress = self._progress, _Progress.OUTSIDE
-        if self._is_armed:
+        has_computed, self._has_computed = self._has_computed, False
+        if self._has_begun:
             return ""
         if progress == _Progress.PREPARING:
             return "it failed where all ranks exchange buffers or build DDP's buckets, only once"
-        if progress == _Progress.INSIDE:
-            self.model.require_forward_param_sync = False  # DDP itself sets it again
-        if progress == _Progress.ARMED and self._is_synced:
-            self._is_armed, self._sent = True, changed
+        self._is_armed |= has_computed and self._is_synced
+        if self._is_armed and has_computed and phase == "backward":
+            self._has_begun, self._sent = True, changed
         return ""
 
     @contextmanager
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
         mark = GradientMark(self.bare.parameters())
-        shadows = Shadows(self.bare) if self._is_armed else None
-        reaches_others = is_last and not self._is_armed
+        reaches_others = is_last and not self._has_begun
+        shadows = Shadows(self.bare) if self._is_armed and not reaches_others else None
+        self._num_calls = 0
         try:
             yield self.model if reaches_others else self.bare
         finally:
@@ -128,7 +138,7 @@ class DDP(Ranks):
 
     def finished(self) -> None:
         missing = self._used - self._sent
-        if self._is_armed and not missing:
+        if self._has_begun and not missing:
             raise RuntimeError(
                 "survive_oom could not help: the pass failed after DDP had sent every gradient, "
                 "and torch cannot undo the sums. To avoid that, "
@@ -136,20 +146,28 @@ class DDP(Ranks):
             )
         # The last piece may not use a weight, such as an expert without a token. Those that DDP
         # found unused it has sent itself.
-        if self._is_armed or (self._is_synced and not self.model.find_unused_parameters):
+        if self._has_begun or (self._is_synced and not self.model.find_unused_parameters):
             send(missing)
 
-    def _computed(self) -> None:
-        if torch.is_grad_enabled():
-            self._advance(_Progress.ARMED)
-        elif self._progress == _Progress.INSIDE:
-            # DDP exchanges no buffers in its next pass, and has armed nothing.
-            self._progress = _Progress.OUTSIDE
+    def _prepares(self) -> None:
+        """Let DDP exchange buffers as often as on other ranks: once before each of its passes."""
+        self._progress, self._num_calls = _Progress.PREPARING, self._num_calls + 1
+        if self._num_calls <= self._num_exchanged:
+            self.model.require_forward_param_sync = False  # DDP itself sets it again
+        elif self._is_first:
+            self.model.reducer._rebuild_buckets()  # which DDP does not without gradients
 
-    def _advance(self, to: _Progress) -> None:
-        """Advance one step at a time: DPO with adapters calls the bare model without DDP too."""
-        if to == self._progress + 1:
-            self._progress = to
+    def _computes(self) -> None:
+        if self._progress == _Progress.PREPARING:  # DPO with adapters calls the bare model too
+            self._progress = _Progress.INSIDE
+            # Without gradients DDP exchanges buffers in the first of its passes alone.
+            num = 1 if self._is_first else self._num_calls
+            self._num_exchanged = max(self._num_exchanged, num)
+
+    def _computed(self) -> None:
+        if self._progress == _Progress.INSIDE:
+            self._progress = _Progress.OUTSIDE
+            self._has_computed |= torch.is_grad_enabled()
 
 
 def _settings(made_with: object) -> Iterator[str]:

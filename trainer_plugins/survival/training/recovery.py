@@ -258,12 +258,13 @@ class Recovery:
     def _prepare(self, divided: Divided) -> None:
         """Let parts pass without gradients, and exchange metrics, which are those of the whole."""
         assert self._coupling is not None
-        run, model = self._run, self._ranks.first_pass
-        compute = partial(run.compute_loss, model, num_items=self._micro.num_items)
+        run = self._run
         with (
+            self._ranks.first_pass() as model,
             self._attached.trainer.compute_loss_context_manager(),
             run.gathers.piece(1.0, True, is_idle=True),
         ):
+            compute = partial(run.compute_loss, model, num_items=self._micro.num_items)
             self._coupling.prepare(compute, divided)
         self._micro.start.snapshot.begin_next()
 
