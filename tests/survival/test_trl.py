@@ -193,6 +193,21 @@ def test_arguments_of_dpo(tmp_path, name: str) -> None:
     assert numbers_off_by(survived.logged, whole.logged) <= 1e-4
 
 
+@pytest.mark.skipif(not IS_OLD, reason="of trl before 1.0")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"padding_free": True, "loss_type": ["ipo"]}, "go over the tokens of all pairs"),
+        ({"padding_free": True, "rpo_alpha": 1.0}, "go over the tokens of all pairs"),
+        ({"ld_alpha": 0.3, "use_logits_to_keep": True}, "from the shortest prompt"),
+        ({"rpo_alpha": 1.0, "use_weighting": True}, "multiplies two means"),
+    ],
+)
+def test_arguments_that_couple_pairs(tmp_path, options, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        survive_oom(dpo(tmp_path, **options))
+
+
 def test_rewards_around_zero(tmp_path) -> None:
     options = {"center_rewards_coefficient": 0.5}
     whole, survived = survive(lambda: reward(tmp_path, **options), {0: 0.8, 3: 0.3}, ladder=())

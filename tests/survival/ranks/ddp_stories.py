@@ -207,7 +207,7 @@ STORIES = {
     "rows ranked, all used, fewer on rank 1": Story(
         {0: {3: [0.75]}, 1: {1: [0.3], 2: [0.25]}}, ranking, {"data_collator": fewer_on_rank_1, **USED}
     ),
-    "towers, all used": Story({1: {1: [0.3]}}, with_towers, USED),
+    "towers, all used": Story({0: {3: [0.3]}, 1: {1: [0.3]}}, with_towers, USED),
     "bf16": Story({1: {1: [0.75], 2: [0.2]}}, in_bf16),
     "three ranks, two fail": Story(
         {0: {1: [0.75]}, 2: {0: [0.4], 1: [0.9], 3: [0.2]}}, many_layers, {"train_dataset": 96}, world=3

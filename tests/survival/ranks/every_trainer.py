@@ -27,7 +27,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.models import tiny_llama
-from tests.survival import test_coupled, test_families, test_trl
+from tests.survival import test_coupled, test_families, test_sentences, test_trl
 from tests.survival.failing import logged_by, numbers_off_by, off_by, small_trainer
 from tests.survival.ranks.token_card import TokenCard
 from trainer_plugins import survive_oom
@@ -78,7 +78,15 @@ def uneven(path, **options):
     return trainer
 
 
+def ranking(path, **options):
+    trainer = test_sentences.ranking(path, **options)
+    for name, weight in trainer.model.named_parameters():
+        weight.requires_grad_("key.bias" not in name)  # its gradient is nothing but rounding
+    return trainer
+
+
 VARIANTS: dict[str, Callable[..., Trainer]] = {
+    "rows ranked": ranking,
     "a T5": test_families.encoder_decoder,
     "SFT with an adapter": partial(test_trl.sft, lora={}),
     "SFT without padding": test_trl.sft_packed,
@@ -138,6 +146,7 @@ FAILS = {
     ("FSDP1", "GKDTrainer"): "without survival too: TRL generates from divided weights",
     ("FSDP2", "a T5"): "without survival too: torch takes no weights that two units share",
 }
+REFUSED = {("FSDP2", "rows ranked")}
 OF_VARIANTS = ("FSDP2", "ZeRO-2", "ZeRO-3 offloaded")
 initialise = PartialState.__init__
 

@@ -30,7 +30,10 @@ class Family:
     delegated_to: type | None = None  # whose `compute_loss` the user's must call, and no more
 
 
-VOUCH = " (vouch_for_loss=True says that it is a sum or a mean over examples; it is measured then)"
+VOUCH = (
+    " (vouch_for_loss=True says that it is a sum or a mean over examples, and compares none with "
+    "another; it is measured then)"
+)
 
 
 @dataclass(frozen=True, slots=True)
