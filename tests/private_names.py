@@ -25,7 +25,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_post_backward_called": (FLAT,),
     "_post_backward_final_callback": (OF_FSDP1,),
     "_post_backward_hook_state": (OF_FSDP1,),
-    "_rebuild_buckets": ("torch.nn.parallel.distributed",),
     "_skipped_use_sharded_views": (FLAT,),
     "_sync_gradients": ("torch.distributed.fsdp.FullyShardedDataParallel",),
     "_uses_param_mixed_precision": (FLAT,),
