@@ -335,6 +335,19 @@ POSITIVES = (
         "junjie18/CMT#15",
         "driver",
     ),
+    Case(
+        "log",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+        "triton, third_party/nvidia/backend/driver.c",
+        "driver",
+    ),
+    Case(
+        "log",
+        "DGLError: [09:17:32] C:\\dgl\\src\\runtime\\cuda\\cuda_device_api.cc:117: Check failed: e == "
+        "cudaSuccess || e == cudaErrorCudartUnloading: CUDA: out of memory",
+        "yuki-younai/MOERec, main2.ipynb",
+        "driver",
+    ),
     Case(RUNTIME, "Invalid buffer size: 19.45 GB", "pytorch/pytorch#141909", "allocator"),
     Case(
         "log",

@@ -158,6 +158,12 @@ RULES = (
     _driver(r"[Cc]uda [Ee]rror: out of memory at .{0,200}cumem_allocator", "verl-project/verl#302"),
     _driver(r"cuda runtime error \(2\) : out of memory", "rowanz/neural-motifs#58"),
     _driver(r"cuda failed with error 2 out of memory", "junjie18/CMT#15"),
+    _driver(r"Triton Error \[CUDA\]: out of memory", "triton, driver.c: gpuAssert"),
+    _driver(
+        r"Check failed: .{0,100}cudaErrorCudartUnloading: CUDA: out of memory",
+        "dmlc/dgl and TVM, cuda_device_api.cc: CUDA_CALL",
+        follows_anything=True,
+    ),
     _driver(
         r"Unexpected error from cudaGetDeviceCount\(\).{0,200} Error 2: out of memory",
         "pytorch/pytorch#150048",

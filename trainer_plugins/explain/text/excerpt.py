@@ -8,12 +8,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple
+from itertools import islice
 from typing import BinaryIO, NamedTuple
 
+from trainer_plugins.explain.text.notebook import is_notebook, printed_by
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
 
 _BLOCK_BYTES = 1 << 20
+_NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: pictures make it large
 _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
@@ -150,6 +153,12 @@ def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
     wide = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not wide and b"\0" in block[:_KEPT_CHARACTERS]:
         raise ValueError("it is not text")
+    if is_notebook(block):
+        block += b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
+        printed = printed_by(block.decode("utf-8", "replace"))
+        if printed is not None:
+            yield printed, True
+            return
     decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace")
     while block:
         following = next(blocks, b"")

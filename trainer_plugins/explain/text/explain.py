@@ -25,7 +25,7 @@ from trainer_plugins.units import size
 # Words that people take for an OOM of the card, what they are, and what helps.
 _LOOKALIKES = (
     (
-        r"No space left on device|Disk quota exceeded",
+        r"(?i:no space left on device|disk quota exceeded)",
         "a disk is full, not the card",
         (FREE_DISK,),
     ),
@@ -55,7 +55,8 @@ _LOOKALIKES = (
         CACHE_FLUSHES,
     ),
     (
-        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|[Cc]uda failure \d{1,4} '"
+        r"(?:CUDA|HIP) error: (?!unhandled)[\w ]{4}|Triton Error \[\w+\]: "
+        r"|[Cc]uda failure \d{1,4} '"
         r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)|Memory critical error by agent"
         r"|RESULT_ERROR_DEVICE_LOST|\[METAL\] Command buffer execution failed: (?!Insuff)",
         "a kernel or a call of the driver failed, for another reason than memory",

@@ -10,8 +10,8 @@ from trainer_plugins.explain.text.excerpt import Line
 _MOST_LINES = 600
 _PYTHON = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.+))?$')
 _IPYTHON = re.compile(
-    r"^\s*(?:File )?\[?(?P<path>(?:/|~|[A-Z]:\\|<ipython-input|<tokenize>)[^\s()]{0,300}?)"
-    r"(?::(?P<line>\d+)\]?,)? in (?P<name>[^(\n]{1,80})(?:\(.*)?$"
+    r"^\s*(?:File )?\[?(?P<path>(?:/|~|[A-Za-z]:\\|<ipython-input|<tokenize>)[^\s()]{0,300}?)"
+    r"(?::(?P<line>\d+)\]?,?)? in (?P<name>[^(\n]{1,80})(?:\(.*)?$"
 )
 _CELL = re.compile(r"^\s*(?P<path>(?:Cell )?In ?\[\d+\])(?:, line (?P<line>\d+))?")
 _RICH = re.compile(r"^\s*(?P<path>\S{2,300}?):(?P<line>\d+) in (?P<name>[\w<>.]+)\s*$")

@@ -37,6 +37,7 @@ _LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
     r"|(?:\b|_)logits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits"
     r"|selective_log|_logps|logprobs|log_probs|entropy_from"
+    r"|_convert_to_fp32"  # accelerate's: a model's outputs, the largest of which are logits
 )
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 ATTENTION = (
