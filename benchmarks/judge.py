@@ -29,6 +29,7 @@ from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
 from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.predict import _IMPORTS, _environment
 from trainer_plugins.planner.request import PlanRequest
+from trainer_plugins.planner.tracing.replay import Replay
 
 SEED = "2026-11"
 
@@ -217,21 +218,20 @@ def judged(case: Drawn, folder: Path) -> dict[str, Any]:
 
 def watched(asked: str, answered: str) -> None:
     """Rehearse a pickled request on fake tensors, and write what was alive at the peak."""
-    from trainer_plugins.planner.judge import judge, rules_of
+    from trainer_plugins.planner.judge import rules_of
     from trainer_plugins.planner.rehearse.watch import watch
     from trainer_plugins.planner.tracing.replay import live_at_peak, replay
 
     request = pickle.loads(Path(asked).read_bytes())
-    rules = rules_of(request)
     try:
-        seen = watch(request)
-        plan = judge(request, seen, rules)
+        trace = watch(request).trace
     except PlanError as error:
         Path(answered).write_text(json.dumps({"refused": str(error)}))
         return
-    live = live_at_peak(seen.trace, replay(seen.trace, None, rules))
+    replayed = replay(trace, None, rules_of(request))  # the dry card has no limit either
+    live = live_at_peak(trace, replayed)
     names = [[size, f"{each.operation} {each.module}"] for each, size in live]
-    Path(answered).write_text(json.dumps({"fake": _peaks(plan), "fake_live": names}))
+    Path(answered).write_text(json.dumps({"fake": _peaks(replayed), "fake_live": names}))
 
 
 def _fake(request: PlanRequest, folder: Path) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _dry(request: PlanRequest, folder: Path) -> dict[str, Any]:
     return {"dry": _peaks(plan), "dry_live": live, "notes": list(plan.not_reliable)}
 
 
-def _peaks(plan: MemoryPlan) -> dict[str, list[int]]:
+def _peaks(plan: MemoryPlan | Replay) -> dict[str, list[int]]:
     return shared_moments(
         {name: (each.allocated_bytes, each.reserved_bytes) for name, each in plan.moments.items()}
     )

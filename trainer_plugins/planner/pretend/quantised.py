@@ -4,11 +4,12 @@ The tensors are those of nn/modules.py, functional.py, autograd/_functions.py an
 backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 """
 
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -204,15 +205,13 @@ class Linear4bit(_Quantised):
         x, bias = input.to(dtype), self.bias
         if bias is not None and bias.dtype != dtype:
             bias.data = bias.data.to(dtype)
+        product: Any = functools.partial(_linear_4bit, x, bias)
         if torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            made: torch.Tensor = _Product4Bit.apply(  # type: ignore[no-untyped-call]
-                x, self.weight, bias, self.quant_state
-            )
-        else:
-            made = _linear_4bit(x, bias, self.quant_state)
-        return made.to(input.dtype)
+            product = functools.partial(_Product4Bit.apply, x, self.weight, bias)
+        made: torch.Tensor = product(self.quant_state).to(input.dtype)  # the product goes before x
+        return made
 
 
 class Linear8bitLt(_Quantised):
@@ -292,9 +291,10 @@ def quantise(
     device: torch.device,
     dtype: torch.dtype,
     is_packed: bool,
-    made: Mapping[str, Callable[[], None]] = MappingProxyType({}),
+    made: Mapping[str, Callable[[], None]],
+    in_turn: Sequence[str],
 ) -> Any:
-    """Load a model quantised as transformers would; `made` has what loads some weights, in turn."""
+    """Load a model quantised as transformers would: its weights in turn, some by what `made` has."""
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -312,7 +312,7 @@ def quantise(
     modeling_utils.caching_allocator_warmup(model, dict.fromkeys(names, device), quantizer)
     if getattr(config, "bnb_4bit_use_double_quant", False):  # one map of the scales for all layers
         vars(model)["map_of_scales"] = torch.empty(256, device=device)
-    for name, parameter in sorted(model.named_parameters(), key=lambda each: _natural(each[0])):
+    for name in in_turn:
         if name in made:
             made[name]()
             continue
@@ -321,16 +321,24 @@ def quantise(
         if isinstance(module, _Quantised) and leaf == "weight":
             module.load(device, dtype, is_packed)
         else:
-            value = torch.empty_like(parameter, device=device)
-            setattr(module, leaf, torch.nn.Parameter(value, parameter.requires_grad))
+            _make(module, leaf, device)
     for part in model.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, torch.empty_like(buffer, device=device))
+        for leaf, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:  # no file has it
+                _make(part, leaf, device)
     model.tie_weights()
     model.hf_quantizer = quantizer
     if device.type != "cpu":  # accelerate would keep it there
         model.hf_device_map = card
     return quantizer.postprocess_model(model, config=model.config)
+
+
+def _make(module: torch.nn.Module, name: str, device: torch.device) -> None:
+    before = getattr(module, name)
+    value = torch.empty_like(before, device=device)
+    if isinstance(before, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, before.requires_grad)
+    setattr(module, name, value)
 
 
 def prepared(model: Any) -> Any:
@@ -392,8 +400,3 @@ def scales_of(model: torch.nn.Module) -> list[torch.Tensor]:
         elif isinstance(part, Linear8bitLt) and part.state.SCB is not None:
             kept.append(part.state.SCB)
     return kept
-
-
-def _natural(name: str) -> list[tuple[int, Any]]:
-    """Sort names of weights as transformers loads them: numbers by their value."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -7,8 +7,8 @@ for itself and on the device that the weight goes to (transformers/core_model_lo
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,21 @@ def dequantiser(quantisation: object) -> Any:
     return AutoHfQuantizer.from_config(Mxfp4Config(dequantize=True), pre_quantized=True)
 
 
+@contextmanager
+def no_values_before_a_file() -> Iterator[None]:
+    """Let ZeRO-3 gather weights once, to load them: `_from_config` gathers all to initialize them."""
+    from transformers.integrations import deepspeed
+
+    def initialized(initialize: Callable[[Any], None], model: Any) -> None:
+        if not converted(model):  # any other is not loaded here: as each is gathered once
+            initialize(model)
+
+    with Patches() as patches:
+        if hasattr(deepspeed, "initialize_weights_zero3"):
+            patches.wrap(deepspeed, "initialize_weights_zero3", initialized)
+        yield
+
+
 def converted(model: Any) -> frozenset[str]:
     """Return the names of the weights that transformers 5 makes of others in a checkpoint."""
     if not _has_loader():
@@ -88,15 +103,23 @@ def in_file(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def each_alone(
-    model: Any, home: torch.device, stored: torch.dtype, names: Iterable[str]
-) -> dict[str, Callable[[], None]]:
-    """Return what loads each of these weights; the file is known before the first is loaded."""
-    weights = _without_bytes(model)
-    files = {name: in_file(model, {name: weights[name]}) for name in names}
+    model: Any, home: torch.device, stored: torch.dtype
+) -> tuple[dict[str, Callable[[], None]], list[str]]:
+    """Return what loads each weight that is made of others, and all weights by their turn.
+
+    The file decides about the turn: its names are sorted, not those of the model.
+    """
+    kept = _without_bytes(model)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    weights = {name: kept[name] for name in names if name in kept}
+    files = {name: {name: each} for name, each in weights.items()}
+    if _has_loader():
+        files = {name: in_file(model, each) for name, each in files.items()}
+    in_turn = sorted(files, key=lambda name: min(map(_natural, files[name])))
     return {
-        name: partial(_convert, model, _unread(found, stored, nullcontext), home)
-        for name, found in files.items()
-    }
+        name: partial(_convert, model, _unread(files[name], stored, nullcontext), home)
+        for name in converted(model)
+    }, in_turn
 
 
 def load(
@@ -196,3 +219,8 @@ def _packed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[f"{name}_blocks"] = scales.new_empty((*scales.shape, _MXFP4_BLOCK // 2))
         found[f"{name}_scales"] = scales
     return found
+
+
+def _natural(name: str) -> list[tuple[int, Any]]:
+    """Sort names of weights as transformers loads them: numbers by their value."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -208,7 +208,7 @@ def _on_one_card(
         with torch.device("meta"), loading.as_quantised():
             model: torch.nn.Module = _built(source, config, dtype)
     else:
-        with shared() if is_mapped else nullcontext():
+        with shared() if is_mapped else nullcontext(), loading.no_values_before_a_file():
             model = _built(source, config, dtype)
     if not is_old:  # it loads each weight as one that trains: set_param_for_module
         model.requires_grad_(True)
@@ -277,9 +277,11 @@ def _quantised(
     given = refusals.known_quantisation(model, quantisation)
     config = transformers.BitsAndBytesConfig.from_dict(given)
     is_packed = source.quantisation is None
-    made = loading.converted(model)  # experts, which bitsandbytes does not quantise
-    in_turn = loading.each_alone(model, card, stored, made)
-    loaded: torch.nn.Module = quantised.quantise(model, config, card, dtype, is_packed, in_turn)
+    # made of others are experts, which bitsandbytes does not quantise
+    made, in_turn = loading.each_alone(model, card, stored)
+    loaded: torch.nn.Module = quantised.quantise(
+        model, config, card, dtype, is_packed, made, in_turn
+    )
     if config.load_in_8bit:
         assumptions.append(
             "no activation is an outlier (llm_int8_threshold), which would be copied"

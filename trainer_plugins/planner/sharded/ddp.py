@@ -24,7 +24,7 @@ class Ddp(Ranks):
     not_reliable = ("DDP: torch's own reducer makes the buckets; checked on CPU, not on a GPU",)
 
     def patch(self, patches: Patches, tracker: Tracker) -> None:
-        counts, stash = patches.enter_context(_ReducerCounts()), _Stash()
+        counts = patches.enter_context(_ReducerCounts())
         # it reads timers of the card
         patches.set(dist.Logger, "set_runtime_stats_and_log", lambda logger: None)
         # It counts steps, of which torch 2.11 times the first ten by CUDA's own events.
@@ -47,32 +47,21 @@ class Ddp(Ranks):
             counts.num_parameters = len(parameters)
             with tracker.as_category("sharding buffers"):
                 build(ddp, parameters, *args, **kwargs)
-            dist._register_comm_hook(ddp.reducer, stash, _reduced)
-
-        def buffers_sent(send: Callable[[object], None], ddp: object) -> None:
-            stash.bucket = None
-            send(ddp)
+            dist._register_comm_hook(ddp.reducer, None, _reduced)
 
         module = torch.nn.parallel.distributed
         makes_buffers(patches, tracker, module, "_sync_module_states")  # rank 0's weights, at first
-        patches.wrap(DistributedDataParallel, "_sync_buffers", buffers_sent)
         patches.wrap(dist.Reducer, "_rebuild_buckets", rebuilt)
         patches.wrap(DistributedDataParallel, "_ddp_init_helper", built)
 
 
-class _Stash:
-    """Keeps the bucket that was reduced last, until the next collective begins.
+def _reduced(_: object, bucket: Any) -> torch.futures.Future[object]:
+    """Return the bucket as reduced in place; the default hook needs results that are not here.
 
-    DDP does not wait for the Work itself, so NCCL's group keeps its tensors: the first buckets,
-    which hold all gradients, outlive their rebuilding (ProcessGroupNCCL.cpp, shelvesToUnstash_).
+    DDP does not wait for the Work itself, so NCCL's group keeps its tensors: but only until the
+    watchdog, which looks every 100 ms, has seen that it ended, and the next collective begins
+    (ProcessGroupNCCL.cpp, shelvesToUnstash_). An optimizer step lies between.
     """
-
-    bucket: object = None
-
-
-def _reduced(stash: _Stash, bucket: Any) -> torch.futures.Future[object]:
-    """Return the bucket as reduced in place; the default hook needs results that are not here."""
-    stash.bucket = bucket.buffer()
     future: torch.futures.Future[object] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

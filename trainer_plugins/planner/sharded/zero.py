@@ -48,11 +48,19 @@ class Zero(Ranks):
         self._engines = run_without_bytes(patches, tracker)
 
     def save(self, trainer: HfTrainer, tracker: Tracker) -> None:
-        """Gather the weights, unless the settings forbid it, and copy them to the host."""
+        """Gather the weights, unless the settings forbid it, and copy them to the host.
+
+        The settings do not forbid it for an adapter under ZeRO-3, of which all layers are gathered,
+        and only what trains is copied (transformers/trainer.py, save_model).
+        """
+        engine: Any = trainer.model_wrapped
         with tracker.during("save"):
             states = trainer.model.state_dict()
-            with contextlib.suppress(ValueError):
-                states = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+            if hasattr(trainer.model, "get_base_model") and engine.zero_optimization_partition_weights():
+                states = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+            else:
+                with contextlib.suppress(ValueError):
+                    states = trainer.accelerator.get_state_dict(engine)
             copy_to_host(states)
 
     def resume(self, trainer: HfTrainer, tracker: Tracker) -> None:

@@ -60,7 +60,7 @@ class KernelRules:
 
     def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
         """Return the sizes in bytes that a kernel takes while it runs."""
-        rule = _TRANSIENT.get(func)
+        rule = _TRANSIENT.get(func) or _OF_LIBRARIES.get(func._schema.name)
         return rule(self, args) if rule is not None else []
 
 
@@ -95,6 +95,9 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
         return kwargs["out"]
     if func is aten._pin_memory.default:  # there is no card that could pin it
         return torch.empty_like(args[0])
+    if func is aten._scaled_dot_product_efficient_attention.default:
+        # attention.cu: the seed and the offset of its dropout are in main memory
+        return *func(*args, **kwargs)[:2], *(torch.empty((), dtype=torch.long) for _ in "so")
     if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
         # the shape rule refuses what CUDA's code does not
         return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
@@ -244,6 +247,25 @@ def _grouped(rules: KernelRules, args: OperatorArgs) -> list[int]:
     ]
 
 
+def _split_copy(rules: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count the addresses and the map of blocks by which FSDP2 takes a gathered layer apart.
+
+    native/cuda/TensorShape.cu, split_with_sizes_copy_out_cuda_contiguous_no_cast: 64-bit numbers.
+    """
+    gathered, numels = args[:2]
+    parts = [gathered.element_size() * numel for numel in numels if numel]
+    chunks = gathered.shape[0]  # one of each rank
+    places = rules.num_multiprocessors * rules.num_threads // 128 * 2
+    rounds = -(-chunks * sum(-(-part // 2048) for part in parts) // places)
+    rounds = -(-rounds // min(math.ceil(math.sqrt(rounds)), chunks))
+    return [8 * (4 * len(parts) + 1 + sum(-(-part // (2048 * rounds)) for part in parts))]
+
+
+def _absolute(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count `self.abs() == inf`: native/TensorCompare.cpp, isinf."""
+    return [args[0].nbytes] if args[0].is_floating_point() else []
+
+
 def _sort(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """Count positions, and what CUB's radix sort needs of 64-bit numbers in one row.
 
@@ -315,6 +337,7 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten.sum.default: _as_integers,
     aten.cumsum.default: _as_integers,
     aten.sum.dim_IntList: _sum,
+    aten.isinf.default: _absolute,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
     aten._grouped_mm.default: _grouped,
@@ -325,6 +348,9 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+
+# by name: torch has them once it has imported FSDP2
+_OF_LIBRARIES = {"fsdp::split_with_sizes_copy": _split_copy}
 
 MAKE_THE_LAST_FIRST = {aten.native_dropout.default}  # Dropout.cu, dropout_cuda: its mask
 
