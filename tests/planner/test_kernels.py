@@ -308,3 +308,32 @@ def test_the_backward_of_silu_is_one_kernel():
     """A build without CUDA takes it apart into six operations, whose results no card holds."""
     done = processes.run([sys.executable, "-c", BACKWARD_OF_SILU], check=True)
     assert done.stdout.split()[-1] == "2"  # the gradients of the loss and of x
+
+
+def test_what_fsdp2_and_deepspeed_ask_takes_what_cudas_own_code_took():
+    """What a rank of four gathers of a Qwen2-MoE with an adapter; gradients in float16."""
+    import torch.distributed.fsdp
+
+    rules, norm, embeddings = KernelRules((9, 0), 132), 512, 151_936 * 512
+    attention = [1_048_576, norm, *[32_768] * 2] * 3 + [1_048_576, *[32_768] * 2]
+    experts = [30_720, 86_507_520, 43_253_760]
+    shared = [2_883_584, 32_768, 90_112] * 2 + [2_883_584, 90_112, 32_768, 2048, 32_768, 64]
+    layer = [*attention, *experts, *shared, norm, norm]
+    with FakeTensorMode():
+        gradients = torch.empty(1000, dtype=torch.float16)
+        split = torch.ops.fsdp.split_with_sizes_copy.default
+        for numels, taken in (([norm], 48), ([embeddings], 33_808), (layer, 34_072)):
+            gathered = torch.empty(4, sum(numels), dtype=torch.float16)
+            assert rules.transients(split, (gathered, numels)) == [taken]
+        assert rules.transients(torch.ops.aten.isinf.default, (gradients,)) == [2000]
+        assert rules.transients(torch.ops.aten.isinf.default, (gradients.long(),)) == []
+
+
+def test_the_numbers_of_dropout_are_in_main_memory() -> None:
+    """Without them on the card each layer kept 1 KiB more than CUDA's own code."""
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 64, 64, device="cuda")
+        func = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        made = run(func, (query, query, query, None, True), {})
+        assert isinstance(made, tuple)
+        assert [each.device.type for each in made] == ["cuda", "cuda", "cpu", "cpu"]

@@ -1,14 +1,18 @@
 """What a load takes: experts that are stacked, mxfp4 that is decoded, and ranks that read the same file."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner
 
+from tests import processes
 from tests.planner.test_plans import CHECKPOINTING
 from trainer_plugins.cli import app
+from trainer_plugins.planner.rehearse import loading
 from trainer_plugins.units import GIB, size
 
 IS_TOO_OLD = transformers.__version__.startswith("4.")
@@ -86,6 +90,48 @@ def test_experts_are_stacked_where_they_go_to_and_each_rank_has_its_own(plan):
     load = on_card["moments"]["load"]["allocated_bytes"]
     assert all_experts + OF_A_LAYER / 3 < load
     assert load > alone["moments"]["load"]["allocated_bytes"] + OF_A_LAYER / 3
+
+
+def test_weights_are_loaded_in_the_order_of_their_file():
+    """Their blocks lie by it. A mixture of MiniMax names its experts by another word there."""
+    config = transformers.MiniMaxConfig(
+        **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64),
+        **dict.fromkeys(("num_hidden_layers", "num_local_experts"), 2),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    )
+    with torch.device("meta"):
+        model = transformers.MiniMaxForCausalLM(config)
+    made, in_turn = loading.each_alone(model, torch.device("meta"), torch.bfloat16)
+    layer = "model.layers.0"
+    kept = [name.removeprefix(layer) for name in in_turn if name.startswith(layer)]
+    assert kept[:4] == [
+        *(".mlp.experts.gate_up_proj", ".mlp.experts.down_proj", ".mlp.gate.weight"),
+        ".input_layernorm.weight",
+    ]
+    assert {name for name in made if name.startswith(layer)} == {layer + each for each in kept[:2]}
+
+
+ON_CARD = """
+import os, sys
+from dataclasses import replace
+from tests.planner.test_loading import EXPERTS, MIXTURE, WIDE, ZERO_3
+from tests.planner.test_plans import request
+from trainer_plugins.planner.rehearse.watch import watch
+
+asked = request(MIXTURE, num_gpus=4, sequence_length=32, dtype="bfloat16")
+trace = watch(replace(asked, launch_file=ZERO_3)).trace
+made = [trace.storages[event.number] for event in trace.events if event.kind == 1]
+stacked = 2 * EXPERTS * 2 * WIDE * WIDE
+print(sum((each.moment, each.num_bytes) == ("load", stacked) for each in made), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.all
+def test_experts_under_zero_3_are_gathered_once_to_be_loaded():
+    """Each layer's gate and up: made, in the run's dtype, gathered for the file, and for the engine."""
+    done = processes.run([sys.executable, "-c", ON_CARD], check=True)
+    assert done.stdout.split()[-1] == str(4 * LAYERS)
 
 
 @pytest.mark.all

@@ -209,6 +209,13 @@ def outcomes(tmp_path_factory) -> Plans:
             request(tiny(**WIDE), num_gpus=8, sequence_length=64, peft=LORA),
             launch_file=str(path("zero3")),
         ),
+        "lora, zero3, shards": replace(
+            request(tiny(**WIDE, vocab_size=8192), num_gpus=8, sequence_length=64, peft=LORA),
+            launch_file=file_like(
+                *(folder, "z.yaml", "zero3"),
+                deepspeed_config={"zero_stage": 3, "zero3_save_16bit_model": False},
+            ),
+        ),
         "json is a list": small("--deepspeed", written(folder / "a.json", [1])),
         "json is broken": small("--deepspeed", written(folder / "b.json", None)),
         "stage alone": small("--deepspeed", written(folder / "c.json", {"zero_optimization": 3})),
@@ -386,6 +393,13 @@ def test_parts_of_frozen_weights_are_frozen_weights(outcomes):
     assert plan.breakdown["frozen weights"] == pytest.approx(4 * frozen / 8, rel=0.05)
 
 
+def test_the_save_of_an_adapter_gathers_all_layers_even_where_only_shards_are_kept(outcomes):
+    """The largest is that of the embeddings: transformers' Trainer asks ZeRO-3 for each in turn."""
+    moments = plan_of(outcomes, "lora, zero3, shards").moments
+    at_rest = moments["resume"].allocated_bytes
+    assert moments["save"].allocated_bytes >= at_rest + 4 * 8192 * WIDE["hidden_size"]
+
+
 def test_the_buckets_of_zero2_are_no_gradients(outcomes):
     """Two of 5e7 elements, as its file says and overlap_comm asks; of gradients a rank has an eighth."""
     plan = plan_of(outcomes, "zero2")
@@ -410,14 +424,13 @@ def test_ddp_of_an_adapter_has_buckets_of_the_adapter(outcomes):
     assert any("DDP" in line for line in plan.not_reliable)
 
 
-def test_the_first_bucket_of_ddp_outlives_its_rebuilding_without_buffers_to_send(outcomes):
-    """NCCL's group keeps what it reduced last until a collective comes: Llama's buffers are sent first.
+def test_the_first_bucket_of_ddp_goes_before_the_next_is_made(outcomes):
+    """NCCL's group keeps it until a collective finds it done: that of its new order, a step later.
 
-    Seen on torch 2.13's own code: in the second backward pass both are there (benchmarks/judge.py).
+    Seen on torch 2.13's own code, also for this model (benchmarks/judge.py).
     """
     plan = plan_of(outcomes, "no buffers")
-    assert plan.breakdown["sharding buffers"] == pytest.approx(8 * plan.num_parameters, rel=0.05)
-    assert plan.breakdown["gradients"] == pytest.approx(4 * plan.num_parameters, rel=0.05)
+    assert plan.breakdown["sharding buffers"] == pytest.approx(4 * plan.num_parameters, rel=0.05)
 
 
 def test_it_evaluates_on_each_rank(outcomes):

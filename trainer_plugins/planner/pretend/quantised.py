@@ -294,7 +294,7 @@ def quantise(
     made: Mapping[str, Callable[[], None]],
     in_turn: Sequence[str],
 ) -> Any:
-    """Load a model quantised as transformers would: its weights in turn, some by what `made` has."""
+    """Load a model quantised as transformers would: weights in turn, some by what `made` has."""
     from transformers import modeling_utils
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -308,8 +308,8 @@ def quantise(
         quantizer.preprocess_model(model=model, config=model.config, dtype=dtype, device_map=card)
     finally:
         torch.set_default_dtype(before)
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    modeling_utils.caching_allocator_warmup(model, dict.fromkeys(names, device), quantizer)
+    places = dict.fromkeys(model.state_dict(), device)
+    modeling_utils.caching_allocator_warmup(model, places, quantizer)
     if getattr(config, "bnb_4bit_use_double_quant", False):  # one map of the scales for all layers
         vars(model)["map_of_scales"] = torch.empty(256, device=device)
     for name in in_turn:

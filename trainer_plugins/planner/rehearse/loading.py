@@ -68,11 +68,11 @@ def dequantiser(quantisation: object) -> Any:
 
 @contextmanager
 def no_values_before_a_file() -> Iterator[None]:
-    """Let ZeRO-3 gather weights once, to load them: `_from_config` gathers all to initialize them."""
+    """Let ZeRO-3 gather weights once, to load them; `_from_config` would, to initialize them."""
     from transformers.integrations import deepspeed
 
     def initialized(initialize: Callable[[Any], None], model: Any) -> None:
-        if not converted(model):  # any other is not loaded here: as each is gathered once
+        if not converted(model):  # only these are loaded too
             initialize(model)
 
     with Patches() as patches:

@@ -56,7 +56,10 @@ class Zero(Ranks):
         engine: Any = trainer.model_wrapped
         with tracker.during("save"):
             states = trainer.model.state_dict()
-            if hasattr(trainer.model, "get_base_model") and engine.zero_optimization_partition_weights():
+            if (
+                hasattr(trainer.model, "get_base_model")
+                and engine.zero_optimization_partition_weights()
+            ):
                 states = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
             else:
                 with contextlib.suppress(ValueError):
