@@ -25,6 +25,7 @@ from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import Moment
 from trainer_plugins.planner.pretend import fake_cuda, quantised
 from trainer_plugins.planner.pretend.as_on_card import World, in_world
+from trainer_plugins.planner.rehearse import loading
 from trainer_plugins.planner.tracing import kernels
 from trainer_plugins.planner.tracing.events import Trace
 from trainer_plugins.planner.tracing.replay import replay
@@ -104,7 +105,9 @@ def with_base_in_nf4(model: Any, dtype: torch.dtype) -> Any:
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-    loaded = quantised.quantise(model, config, torch.device("cuda", 0), dtype, is_packed=False)
+    card = torch.device("cuda", 0)
+    made, in_turn = loading.each_alone(model, card, dtype)
+    loaded = quantised.quantise(model, config, card, dtype, False, made, in_turn)
     return peft.prepare_model_for_kbit_training(loaded)
 
 

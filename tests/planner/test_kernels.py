@@ -284,9 +284,11 @@ def test_a_row_of_sound_that_was_turned_round_is_copied_for_its_kernel() -> None
         turned = torch.empty(2, 499, 768, dtype=BF16).transpose(1, 2)
         picture = torch.empty(2, 8, 8, 3, dtype=BF16).permute(0, 3, 1, 2)
         for func in (aten.native_layer_norm.default, aten.convolution.default):
-            assert rules.transients(func, (turned,)) == [2 * 499 * 768 * 2]
-            assert rules.transients(func, (turned.contiguous(),)) == []
-        assert rules.transients(aten.convolution.default, (picture,)) == []
+            assert rules.copies(func, (turned,)) == [turned.nbytes]
+            assert rules.copies(func, (turned.contiguous(),)) == []
+        assert rules.copies(aten.convolution.default, (picture,)) == []
+        backward = aten.convolution_backward.default
+        assert rules.transients(backward, (turned, turned)) == [turned.nbytes]
 
 
 def test_a_product_that_is_summed_in_place_makes_nothing() -> None:

@@ -58,7 +58,7 @@ def dequantiser(quantisation: object) -> Any:
     """Return what decodes a checkpoint in mxfp4, which cannot be trained; None for any other."""
     if not isinstance(quantisation, Mapping) or quantisation.get("quant_method") != "mxfp4":
         return None
-    if not _has_loader():
+    if not has_loader():
         raise NotPredicted("a checkpoint in mxfp4 with this transformers: plan it with 5.23")
     from transformers import Mxfp4Config
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -83,7 +83,7 @@ def no_values_before_a_file() -> Iterator[None]:
 
 def converted(model: Any) -> frozenset[str]:
     """Return the names of the weights that transformers 5 makes of others in a checkpoint."""
-    if not _has_loader():
+    if not has_loader():
         return frozenset()
     from transformers.core_model_loading import WeightConverter, apply_converters
 
@@ -113,7 +113,7 @@ def each_alone(
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     weights = {name: kept[name] for name in names if name in kept}
     files = {name: {name: each} for name, each in weights.items()}
-    if _has_loader():
+    if has_loader():
         files = {name: in_file(model, each) for name, each in files.items()}
     in_turn = sorted(files, key=lambda name: min(map(_natural, files[name])))
     return {
@@ -191,7 +191,7 @@ def _finish(model: Any, home: torch.device) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
-def _has_loader() -> bool:
+def has_loader() -> bool:
     """Return whether transformers has the loader that is run here: 5.23 has it, 4 has none."""
     try:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model as loader

@@ -58,10 +58,14 @@ class KernelRules:
         if _LT_HAS_ITS_OWN and func is aten.addmm.default and args[0].dim() == 1:
             yield "cuBLASLt", _CUBLASLT_WORKSPACE_BYTES
 
-    def transients(self, func: Operator, args: OperatorArgs) -> list[int]:
+    def transients(self, func: Any, args: OperatorArgs) -> list[int]:
         """Return the sizes in bytes that a kernel takes while it runs."""
         rule = _TRANSIENT.get(func) or _OF_LIBRARIES.get(func._schema.name)
         return rule(self, args) if rule is not None else []
+
+    def copies(self, func: Operator, args: OperatorArgs) -> list[int]:
+        """Return the sizes in bytes of inputs that are copied before a result is made."""
+        return _copied_input(args[0]) if func in _COPY_FIRST else []
 
 
 def picks_by_mask(func: Operator, args: OperatorArgs) -> bool:
@@ -248,7 +252,7 @@ def _grouped(rules: KernelRules, args: OperatorArgs) -> list[int]:
 
 
 def _split_copy(rules: KernelRules, args: OperatorArgs) -> list[int]:
-    """Count the addresses and the map of blocks by which FSDP2 takes a gathered layer apart.
+    """Count the addresses and the map of blocks: FSDP2 takes a gathered layer apart with them.
 
     native/cuda/TensorShape.cu, split_with_sizes_copy_out_cuda_contiguous_no_cast: 64-bit numbers.
     """
@@ -259,11 +263,6 @@ def _split_copy(rules: KernelRules, args: OperatorArgs) -> list[int]:
     rounds = -(-chunks * sum(-(-part // 2048) for part in parts) // places)
     rounds = -(-rounds // min(math.ceil(math.sqrt(rounds)), chunks))
     return [8 * (4 * len(parts) + 1 + sum(-(-part // (2048 * rounds)) for part in parts))]
-
-
-def _absolute(_: KernelRules, args: OperatorArgs) -> list[int]:
-    """Count `self.abs() == inf`: native/TensorCompare.cpp, isinf."""
-    return [args[0].nbytes] if args[0].is_floating_point() else []
 
 
 def _sort(rules: KernelRules, args: OperatorArgs) -> list[int]:
@@ -295,13 +294,12 @@ def _softmax_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
     return [gradient.numel() * max(gradient.element_size(), output.element_size())]
 
 
-def _copied_input(_: KernelRules, args: OperatorArgs) -> list[int]:
+def _copied_input(given: torch.Tensor) -> list[int]:
     """Count an input that is copied since its elements do not follow each other.
 
     native/cuda/layer_norm_kernel.cu, layer_norm_cuda; native/cudnn/ConvShared.cpp, where a picture
     may be in another order, but not a row of sound.
     """
-    given = args[0]
     return [] if given.is_contiguous() or given.dim() == 4 else [given.nbytes]
 
 
@@ -328,8 +326,7 @@ def _has_leading_dimension(matrix: torch.Tensor) -> bool:
 
 _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     **dict.fromkeys(_MATMULS, _copied_operands),
-    aten.native_layer_norm.default: _copied_input,
-    aten.convolution.default: _copied_input,
+    aten.convolution_backward.default: lambda _, args: _copied_input(args[1]),
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._foreach_norm.Scalar: _norms,
@@ -337,7 +334,8 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten.sum.default: _as_integers,
     aten.cumsum.default: _as_integers,
     aten.sum.dim_IntList: _sum,
-    aten.isinf.default: _absolute,
+    # native/TensorCompare.cpp: self.abs() == inf
+    aten.isinf.default: lambda _, args: [args[0].nbytes] * args[0].is_floating_point(),
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
     aten._grouped_mm.default: _grouped,
@@ -352,6 +350,7 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
 # by name: torch has them once it has imported FSDP2
 _OF_LIBRARIES = {"fsdp::split_with_sizes_copy": _split_copy}
 
+_COPY_FIRST = {aten.native_layer_norm.default, aten.convolution.default}
 MAKE_THE_LAST_FIRST = {aten.native_dropout.default}  # Dropout.cu, dropout_cuda: its mask
 
 # What autograd does in place, but not on fake tensors: input_buffer.cpp, accumulate;

@@ -224,16 +224,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_away:  # FakeTensorMode makes the view by `set_`, which lets the storage grow
             local_tensor(args[0]).untyped_storage().resize_(0)
         name = func._schema.name
+        copies = self._card.copies(func, args) if self._card is not None else []
+        copied = [self.keep_workspace(size, name, _card_of(args[0])) for size in copies]
         if isinstance(result, torch.Tensor) and makes_pinned(func, args, kwargs):
             self.host.pin(result.untyped_storage(), self.moment)
         made = [*tensors_in(result)]
         last_first = self._card is not None and func in kernels.MAKE_THE_LAST_FIRST
         for tensor in made[::-1] if last_first else made:
             self._see_result(tensor, name, args)
-        if self._card is not None:  # a kernel allocates its results first
+        if self._card is not None:  # a kernel allocates its results before these
             self._use_workspaces(func, args)
             if sizes := self._card.transients(func, args):
                 self.transient(sizes, name, _card_of(next(iter(tensors_in(args)))))
+        for each in copied:
+            self._free(each)
         return result
 
     def _see_result(self, tensor: torch.Tensor, name: str, args: OperatorArgs) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.planner.rehearse.loading import converted, in_file
+from trainer_plugins.planner.rehearse.loading import has_loader, in_file
 from trainer_plugins.testing.drycuda.inside.holes import write_holes
 
 _PART_BYTES = 2 << 30
@@ -82,7 +82,7 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in once.values()
     }
-    if converted(model):  # experts have a tensor each, and are stacked while they are loaded
+    if has_loader():  # experts have a tensor each, and are stacked while they are loaded
         tensors = in_file(model, tensors)
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
