@@ -306,6 +306,28 @@ def test_a_product_that_is_summed_in_place_makes_nothing() -> None:
     assert rules.transients(func, args) == []
 
 
+COPIED_FIRST = """
+import os
+import torch
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
+
+fake_cuda.install()
+with in_world(World(device="cuda")) as tracker:
+    turned = torch.ones(1, 100, 8, device="cuda").transpose(1, 2)
+    weights = torch.ones(16, 8, 1, device="cuda")
+    before = len(tracker.trace().storages)
+    torch.nn.functional.conv1d(turned, weights)
+    print([each.num_bytes for each in tracker.trace().storages[before:]], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_convolution_copies_its_input_before_it_makes_its_result():
+    done = processes.run([sys.executable, "-c", COPIED_FIRST], check=True)
+    assert done.stdout.splitlines()[-1] == str([4 * 8 * 100, 4 * 16 * 100])
+
+
 def test_the_backward_of_silu_is_one_kernel():
     """A build without CUDA takes it apart into six operations, whose results no card holds."""
     done = processes.run([sys.executable, "-c", BACKWARD_OF_SILU], check=True)
