@@ -146,7 +146,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_snapshot": ("torch.cuda.memory",),
     "_softmax_backward_data": ("torch.ops.aten",),
     "_storage_Use_Count": ("torch._C",),
-    "_sync_buffers": (DDP,),
     "_subclasses": ("torch",),
     "_unpadded_unsharded_size": (FLAT,),
     "_unsharded_param": ("torch.distributed.fsdp._fully_shard._fsdp_param",),
