@@ -92,6 +92,7 @@ def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(cell.get("outputs") for cell in notebook["cells"])
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_zero3_with_offload_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

@@ -257,6 +257,7 @@ def test_a_program_that_died_is_not_told_that_it_built_no_trainer(tmp_path: Path
     assert done.stderr.endswith("No module named 'no_such_module'\n")
 
 
+@pytest.mark.all(unless=lambda caught: not caught)
 @pytest.mark.slow
 @pytest.mark.parametrize("caught", ["", "with suppress(RuntimeError): "])
 def test_a_run_that_dies_of_memory_ends_with_its_explanation(tmp_path: Path, caught: str) -> None:
@@ -295,6 +296,7 @@ trainer.add_callback(Last)
 trainer.train()"""
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> None:
     sizes = "ddp_broadcast_buffers=False, per_device_train_batch_size=64"
@@ -311,6 +313,7 @@ def test_where_the_highest_rank_ends_first_it_alone_explains(tmp_path: Path) -> 
     assert sum(line.startswith("Why  ") for line in done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_a_run_that_dies_of_something_else_is_not_explained_by_an_earlier_oom(
     tmp_path: Path,
