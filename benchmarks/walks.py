@@ -40,14 +40,14 @@ def entered(job: Callable[[], object]) -> list[str]:
 
 def of_an_oom() -> list[str]:
     """Return what a training step enters that does not fit: it is divided, measured and retried."""
-    from benchmarks.survival import CARD_MIB, settings
+    from benchmarks.survival import settings
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import survive_oom
     from trainer_plugins.survival.memo import memo_of
     from trainer_plugins.testing import simgpu
     from trainer_plugins.units import MIB
 
-    simgpu.enable(CARD_MIB * MIB)
+    simgpu.enable(6 * MIB)
     from transformers import Trainer
 
     walk: list[str] = []

@@ -4,10 +4,10 @@ The tensors are those of nn/modules.py, functional.py, autograd/_functions.py an
 backends/cuda/ops.py. transformers and PEFT decide which layers are quantised.
 """
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -205,13 +205,11 @@ class Linear4bit(_Quantised):
         x, bias = input.to(dtype), self.bias
         if bias is not None and bias.dtype != dtype:
             bias.data = bias.data.to(dtype)
-        product: Any = functools.partial(_linear_4bit, x, bias)
-        if torch.is_grad_enabled() and (
-            x.requires_grad or (bias is not None and bias.requires_grad)
-        ):
-            product = functools.partial(_Product4Bit.apply, x, self.weight, bias)
-        made: torch.Tensor = product(self.quant_state).to(input.dtype)  # the product goes before x
-        return made
+        needs_gradient = x.requires_grad or (bias is not None and bias.requires_grad)
+        product: Any = partial(_linear_4bit, x, bias)
+        if torch.is_grad_enabled() and needs_gradient:
+            product = partial(_Product4Bit.apply, x, self.weight, bias)
+        return torch.Tensor.to(product(self.quant_state), input.dtype)  # the product goes before x
 
 
 class Linear8bitLt(_Quantised):
