@@ -1,5 +1,6 @@
 """A leak is planted; the finding names what grew, who holds it, since when, and the line that cures it."""
 
+import collections
 import copy
 import gc
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from trainer_plugins.upkeep.growth import GrowthTeller
 
 STEPS = 50
 KEPT_BY_THE_MODULE: list[torch.Tensor] = []
-IN_EACH_RUN = ("LossesWithGraphs", "Errors")  # the others are left to `--all`
+IN_EACH_RUN = ("LossesWithGraphs", "Errors", "Recycles")  # the others are left to `--all`
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,21 @@ class Errors(EachStep):
             self.errors.append(error)
 
 
+class Recycles(EachStep):
+    """Keeps tensors, each where Python had another one, which was freed just before."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.passing: collections.deque[torch.Tensor] = collections.deque()
+
+    def leak(self, args, event) -> None:
+        device = args.device
+        if len(self.passing) == 4:
+            self.passing.popleft()
+        self.kept.append(torch.zeros(256, 1024, dtype=torch.uint8, device=device))
+        self.passing.append(some(args))
+
+
 class CachingRows(torch.utils.data.Dataset):
     """Moves each row to the card, and keeps it there."""
 
@@ -151,6 +167,7 @@ def leak_of(
         (Caches, "x Tensor [2, 4, 64, 64] float32", "Caches.caches", "`Caches.caches.clear()`"),
         (OptimizerStates, "x Tensor [", "OptimizerStates.history", "`OptimizerStates.history.clear()`"),
         (Errors, "x Tensor [256, 1024] uint8", "Errors.errors", "`str(error)`"),
+        (Recycles, "x Tensor [256, 1024] uint8", "Recycles.kept", "`Recycles.kept.clear()`"),
     ],
 )  # fmt: skip
 def test_what_a_callback_keeps_is_named(make_trainer, simgpu, callback, grew, holder, cure) -> None:

@@ -48,7 +48,7 @@ class GrowthTeller:
         self._dataset_words = tried(partial(words_of_dataset, dataset), ("", ""))
         self._batches: list[tuple[str, tuple[int, ...]]] = []
         self._before: dict[str, Counter[_Kind]] = {}
-        self._old: set[int] = set()
+        self._old: dict[int, weakref.ref[torch.Tensor]] = {}
         self._lengths: dict[int, int] = {}
         self._said: dict[str, tuple[str, str]] = {}
 
@@ -77,7 +77,7 @@ class GrowthTeller:
         tensors = tracked(torch.Tensor)
         for device_type in {self._device_type, "cpu"}:
             self._before[device_type] = Counter(map(_kind, self._not_owned(tensors, device_type)))
-        self._old = set(map(id, tensors))
+        self._old = {id(each): weakref.ref(each) for each in tensors}
         self._lengths = {id(each): len(each) for each in _containers()}
         self._batches.clear()
 
@@ -114,8 +114,7 @@ class GrowthTeller:
         new = [
             each
             for each in found
-            if id(each) not in self._old
-            and (each.grad_fn is not None or grown[_kind(each)] >= LOOKS_TO_NAME)
+            if not self._is_old(each) and (_has_graph(each) or grown[_kind(each)] >= LOOKS_TO_NAME)
         ]
         found.clear()  # or it would count as a holder
         new = _held_in_python(new)
@@ -129,6 +128,11 @@ class GrowthTeller:
             if holder := users_holder(tensor, new):
                 return _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
         return "", ""
+
+    def _is_old(self, tensor: torch.Tensor) -> bool:
+        # A new one may be where Python had an old one.
+        old = self._old.get(id(tensor))
+        return old is not None and old() is tensor
 
     def _growth_bytes(self, container: _Container) -> float:
         return (len(container) - self._lengths[id(container)]) * _item_bytes(container)
@@ -192,7 +196,14 @@ def _deep_bytes(value: object, depth: int = 2) -> int:
 
 def _kind(tensor: torch.Tensor) -> _Kind:
     name = type(tensor).__name__
-    return _Kind(name, tensor.dtype, tensor.dim(), tensor.grad_fn is not None)
+    return _Kind(name, tensor.dtype, tensor.dim(), _has_graph(tensor))
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # of a view whose base was written to
+        return False
 
 
 def _told(
