@@ -76,15 +76,15 @@ def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float)
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(library.parent):
+    with locked(library.parent):
         if not library.exists():
             _compile(library, command, timeout_seconds)
     return library
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against other builders; where that is impossible, as on NFS, the last wins."""
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other processes; where that is impossible, as on some NFS, do not."""
     import fcntl  # not on Windows
 
     descriptor = os.open(folder, os.O_RDONLY)

@@ -4,10 +4,22 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING, TypedDict
 
 from trainer_plugins.printable import printable
 
 Data = Mapping[str, int | float | str]
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired, Unpack
+
+    class _Fields(TypedDict):  # of a finding, without its severity
+        code: str
+        summary: str
+        evidence: str
+        remedy: str
+        amount: NotRequired[float]
+        data: NotRequired[Data]
 
 
 class Severity(IntEnum):
@@ -31,48 +43,14 @@ class Finding:
     data: Data = field(default_factory=dict, hash=False)  # the evidence by name: `stuck_bytes`
 
     @classmethod
-    def error(
-        cls,
-        *,
-        code: str,
-        summary: str,
-        evidence: str,
-        remedy: str,
-        amount: float = 0.0,
-        data: Data | None = None,
-    ) -> "Finding":
+    def error(cls, **fields: "Unpack[_Fields]") -> "Finding":
         """Report what ends a run, or makes its result useless."""
-        return cls(
-            code=code,
-            severity=Severity.ERROR,
-            summary=summary,
-            evidence=evidence,
-            remedy=remedy,
-            amount=amount,
-            data=data or {},
-        )
+        return cls(severity=Severity.ERROR, **fields)
 
     @classmethod
-    def warning(
-        cls,
-        *,
-        code: str,
-        summary: str,
-        evidence: str,
-        remedy: str,
-        amount: float = 0.0,
-        data: Data | None = None,
-    ) -> "Finding":
+    def warning(cls, **fields: "Unpack[_Fields]") -> "Finding":
         """Report what may end a run, or wastes memory or time."""
-        return cls(
-            code=code,
-            severity=Severity.WARNING,
-            summary=summary,
-            evidence=evidence,
-            remedy=remedy,
-            amount=amount,
-            data=data or {},
-        )
+        return cls(severity=Severity.WARNING, **fields)
 
     def __str__(self) -> str:
         return printable(f"[{self.code}] {self.summary} ({self.evidence}). {self.remedy}")

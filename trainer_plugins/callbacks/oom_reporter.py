@@ -22,6 +22,7 @@ from trainer_plugins.callbacks._run import (
     wrap_once,
 )
 from trainer_plugins.callbacks.strategy_in_force import strategy_of
+from trainer_plugins.compiled import locked
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
@@ -176,15 +177,11 @@ def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
 
 def _is_first(folder: Path, began_seconds: float) -> bool:
     """Return whether no other rank of this run has explained it; ranks come here in any order."""
-    import fcntl  # not on Windows
-
-    with open(folder / "explained", "a") as file:
-        with suppress(OSError):  # where no lock can be had, as on some NFS, two may explain
-            fcntl.flock(file, fcntl.LOCK_EX)
-        facts = os.fstat(file.fileno())
-        if facts.st_size and facts.st_mtime > began_seconds:
+    told = folder / "explained"
+    with locked(folder):
+        if told.exists() and told.stat().st_mtime > began_seconds:
             return False
-        file.write(f"{os.getpid()}\n")
+        told.write_text(f"{os.getpid()}\n")
         return True
 
 

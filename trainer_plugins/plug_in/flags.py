@@ -30,15 +30,23 @@ BEFORE_A_COMMAND: dict[str, Any] = {
 PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
 
 
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+
+def without_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that a pasted command begins with, `NAME=VALUE`, and the rest."""
+    variables, rest = {}, [*words]
+    while rest and ASSIGNMENT.match(rest[0]):
+        name, _, value = rest.pop(0).partition("=")
+        variables[name] = value
+    return variables, rest
+
+
 def assigned(words: Sequence[str]) -> list[str]:
     """Set the variables that a pasted command begins with, as a shell would; return the rest."""
-    number = next(
-        (at for at, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words)
-    )
-    for word in words[:number]:
-        name, _, value = word.partition("=")
-        os.environ[name] = value
-    return [*words[number:]]
+    variables, rest = without_assignments(words)
+    os.environ.update(variables)
+    return rest
 
 
 class Command(TyperCommand):

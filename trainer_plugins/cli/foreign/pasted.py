@@ -11,8 +11,8 @@ from trainer_plugins.cli.foreign.reading import Reading, is_true
 from trainer_plugins.cli.foreign.spellings import OTHER_TRAINERS, SCRIPTS, Script, names
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import TRL_TRAINERS
+from trainer_plugins.plug_in.flags import ASSIGNMENT, without_assignments
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PROGRAMS = ("trl", "axolotl", "llamafactory-cli")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _FILES = (".yaml", ".yml", ".json")
@@ -35,10 +35,7 @@ def read_command(words: Sequence[str]) -> Reading | None:
         PlanError: a file of it cannot be read.
         NotPredicted: it asks for what is not planned.
     """
-    variables = {}
-    while words and _ASSIGNMENT.match(words[0]):
-        name, _, value = words[0].partition("=")
-        variables[name], words = value, words[1:]
+    variables, words = without_assignments(words)
     at = _program_at(words)
     if at is None:
         return None
@@ -96,7 +93,7 @@ def pairs(words: Sequence[str]) -> dict[str, Any]:
     name = ""
     for word in words:
         is_flag = word.startswith("--") or re.match(r"-[a-zA-Z]", word)
-        if is_flag or _ASSIGNMENT.match(word):
+        if is_flag or ASSIGNMENT.match(word):
             name, equals, value = word.lstrip("-").partition("=")
             name = name.replace("-", "_")
             found[name] = value if equals else True
