@@ -16,9 +16,17 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Recentred, Run, gradients_off_by, small_trainer, survive
+from tests.survival.failing import (
+    Recentred,
+    Run,
+    gradients_by_rounding,
+    gradients_off_by,
+    small_trainer,
+    survive,
+)
 from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
+from trainer_plugins.survival.memo import memo_of
 
 MODES = {
     "no checkpointing": {},
@@ -327,6 +335,27 @@ def test_a_gradient_that_tells_nothing_keeps_the_words_of_the_error(
         match=r"(?s)^CUDA out of memory.*its gradient is 0, or not a number, on 2 examples",
     ):
         Run(trainer, {0: [6]})
+
+
+def test_memory_that_ends_between_the_passes_of_a_measurement(tmp_path) -> None:
+    """Nothing was measured then, so checkpointing is switched on, as where a measured pass fails."""
+    whole = Run(small_trainer(tmp_path, steps=1))
+    first = whole.num_allocations[1] // 2
+
+    def survived(*then: int) -> Run:
+        trainer = small_trainer(tmp_path, steps=1)
+        survive_oom(trainer)
+        return Run(trainer, {1: [first, *then]})
+
+    num = survived().num_allocations[1]
+    second = [first + part * (num - first) // 100 for part in (32, 38)]
+    rungs = []
+    for then in second:
+        run = survived(then)
+        assert run.allocations.num_failed == 2
+        assert gradients_by_rounding(run.gradients, whole.gradients, dtype=torch.float64) <= 1
+        rungs += memo_of(run.trainer).rungs
+    assert "checkpointing" in rungs
 
 
 def takes_three(module, args) -> None:

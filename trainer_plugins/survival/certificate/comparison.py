@@ -178,9 +178,7 @@ class Comparison:
         if self._ranks.on_any(isinstance(measured, DidNotFit)) or isinstance(measured, DidNotFit):
             self.did_not_fit.append(sample)
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_inconclusive = (
-                f"there was no room to measure whether its loss can be divided ({line})"
-            )
+            self.why_inconclusive = no_room(line)
             return None
         whole, parts = measured
         tells = not is_idle and self._is_conclusive(
@@ -325,6 +323,11 @@ class Comparison:
         tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in self._passes.parameters)
         is_tf32 = torch.get_float32_matmul_precision() != "highest"
         return max(tolerance, _TOLERANCE_TF32) if is_tf32 else tolerance
+
+
+def no_room(line: str) -> str:
+    """Say that a measurement did not fit, with the first line of its error."""
+    return f"there was no room to measure whether its loss can be divided ({line})"
 
 
 def _error(whole: _Measured, parts: list[_Measured]) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt.attempt import DidNotFit
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import (
     Moved,
     RestorePoint,
@@ -20,6 +20,7 @@ from trainer_plugins.survival.attempt.state import (
     why_rows_differ,
 )
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
+from trainer_plugins.survival.certificate.comparison import no_room
 from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
 from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
 from trainer_plugins.survival.exact.layouts import Layout, Rows
@@ -348,8 +349,14 @@ class Recovery:
             return self._loss(some, model, whole, coupling)
 
         with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
+            measure = partial(
+                certificate.measure, layout, inputs, num_fit, loss, put_back, self._micro.scale
+            )
             try:
-                certificate.measure(layout, inputs, num_fit, loss, put_back, self._micro.scale)
+                # What ranks measure together none of them leaves alone.
+                failure = measure() if self._ranks.measures_together else attempt(measure)
+                if failure is not None:
+                    raise IndivisibleError(no_room(failure.first_line))
             except IndivisibleError as error:
                 if certificate.why_broken and certificate.divided_since is not None:
                     doubt = in_doubt(certificate.divided_since, self._step - 1, str(error))
