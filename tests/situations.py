@@ -1,5 +1,6 @@
 """Situations of public issues, and what answers them; writes docs/situations.md: `python -m tests.situations`."""
 
+import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ else:  # pytest brings it
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "situations.md"
+QUESTIONS = ROOT / "docs" / "faq.md"
 CONFIGS = ROOT / "tests" / "planner" / "configs"
 CORPUS = ROOT / "tests" / "explain" / "corpus"
 QUICK = ("explain", "configs")  # the others plan, which takes seconds
@@ -45,13 +47,14 @@ def situations() -> list[Situation]:
 HEAD = """# 83 situations, and what answers them
 
 Of 83 situations from public issues, **{solved} are solved**: one command prints the cause, and the
-change that ends it. In {helps} it helps, {nothing} are not answered. Most are in words in
-[questions](faq.md). The right column is what the answer says to do, or the figure that decides.
+change that ends it. In {helps} it helps, {nothing} are not answered. Below each command are the
+issues that [questions](faq.md) has in words, then others with what decides: what the answer says to
+do, or a figure.
 
-`tests/situations.toml` has each command in full with its input: the text of the issue where it
-shows one, else one as the library of that time writes it. A test runs each command and looks for
-cause and change; where another version or another launch has to be there, a test of the package
-stands for the command. No change was tried on the machine of an issue's author, or on a GPU here.
+`tests/situations.toml` has each command with its input: the text of the issue where it shows one,
+else one as the library of that time writes it. A test runs each command and looks for cause and
+change; where another version or another launch has to be there, a test of the package stands for
+the command. No change was tried on the machine of an issue's author, or on a GPU here.
 """
 VERDICTS = ("solved", "helps", "not")
 GROUPS = (
@@ -62,18 +65,35 @@ GROUPS = (
 )
 
 
+def in_questions() -> set[str]:
+    """The issues of docs/faq.md, which names a repository once for several numbers."""
+    found, repository = set(), ""
+    for name, number in re.findall(r"([\w.-]*)#(\d+)", QUESTIONS.read_text()):
+        repository = name or repository
+        found.add(f"{repository}#{number}")
+    return found
+
+
+def filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def page() -> str:
-    everything = situations()
+    everything, told = situations(), in_questions()
     of = {name: [each for each in everything if each.verdict == name] for name in VERDICTS}
     parts = [HEAD.format(solved=len(of["solved"]), helps=len(of["helps"]), nothing=len(of["not"]))]
     for name, title in GROUPS:
         some = [each for each in of["solved"] if (each.command or "check").startswith(name)]
-        rows = [f"{each.issue:<27}{each.what:<34}{each.prints[-1]}" for each in some]
-        parts.append("\n".join([f"## {title}\n", "```text", *rows, "```\n"]))
+        rest = [each for each in some if each.issue not in told]
+        rows = [f"{each.issue:<27}{each.what:<34}{each.prints[-1]}" for each in rest]
+        parts.append(f"## {title}\n")
+        parts.append(filled(", ".join(each.issue for each in some if each.issue in told)) + "\n")
+        parts.extend(["```text", *rows, "```\n"] if rows else [])
     parts.append("## Not solved\n")
-    for each in (*of["helps"], *of["not"]):
-        line = f"- {each.issue}, {each.what} ({each.verdict}): {each.why}."
-        parts.append(textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False))
+    parts.extend(
+        filled(f"- {each.issue}, {each.what} ({each.verdict}): {each.why}.", "  ")
+        for each in (*of["helps"], *of["not"])
+    )
     return "\n".join(parts) + "\n"
 
 
