@@ -1,5 +1,6 @@
 """Writes docs/cures_flags.md from the table: `python -m tests.advice.page`."""
 
+import re
 from pathlib import Path
 
 from trainer_plugins import advice
@@ -10,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "cures_flags.md"
 PARTS = {
     "A training step": of_training,
     "Loading, evaluation, generation, saving": of_moments,
-    "The machine, engines, main memory, looking": of_machine,
+    "The machine, engines, main memory": of_machine,
 }
 NAMED = {
     Door.ACCELERATE: "accelerate", Door.DEEPSPEED: "DeepSpeed", Door.VLLM: "vLLM",
@@ -18,13 +19,16 @@ NAMED = {
 }  # fmt: skip
 """The doors that a reader cannot tell from the spelling."""
 
+LOOKS = re.compile(r"(compares|lists|predicts|prints|records|says|shows) ")
+"""How the effect of a command begins that changes nothing."""
+
 HEAD = """# Every flag, with its price
 
-Every remedy that a message of this package names: how it is typed, what it does, and its price in
-italics. "Other result" means that the run computes something else than before; all others keep
-the result, except for rounding. Words in capitals are yours to fill in. In Python,
-`--optim adafactor` is `optim="adafactor"`. For which comes first, see
-[causes](explain.md#causes).
+Every remedy that a message of this package names, except commands that only look: how it is typed,
+what it does, and its price in italics. "Other result" means that the run computes something else
+than before; all others keep the result, except for rounding. Words in capitals are yours to fill
+in. In Python, `--optim adafactor` is `optim="adafactor"`. [`explain`](explain.md) says which comes
+first.
 """
 
 
@@ -56,7 +60,8 @@ def lines(entries: list[Advice]) -> list[str]:
 def page() -> str:
     text = [HEAD]
     for title, part in PARTS.items():
-        entries = [each for name, each in vars(part).items() if name in advice.ALL]
+        named = [each for name, each in vars(part).items() if name in advice.ALL]
+        entries = [each for each in named if not LOOKS.match(each.effect)]
         text += [f"## {title}\n", *lines(entries), ""]
     return "\n".join(text)
 
