@@ -89,12 +89,11 @@ def page() -> str:
         parts.append(f"## {title}\n")
         parts.append(filled(", ".join(each.issue for each in some if each.issue in told)) + "\n")
         parts.extend(["```text", *rows, "```\n"] if rows else [])
-    parts.append("## Not solved\n")
-    parts.extend(
-        filled(f"- {each.issue}, {each.what} ({each.verdict}): {each.why}.", "  ")
-        for each in (*of["helps"], *of["not"])
-    )
-    return "\n".join(parts) + "\n"
+    for name, title in (("helps", "It helps"), ("not", "Not answered")):
+        parts.append(f"## {title}\n")
+        parts += [filled(f"- {one.issue}, {one.what}: {one.why}.", "  ") for one in of[name]]
+        parts.append("")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
