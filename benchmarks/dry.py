@@ -5,8 +5,8 @@
 plans all, or those whose name begins with one of the words, each by `plan --json --gpu 80GiB --
 COMMAND`. Then it runs the command on the smallest card that was named, where it must complete, and
 on one of a MiB less, where it must die of the request that was named. It prints the table of
-benchmarks/results/dry.txt. Programs are those of the PATH, and all files are made here. A row of a program that is
-not installed as a package is run if a variable names its checkout.
+benchmarks/results/dry.txt. Programs are those of the PATH, and all files are made here. A row of a
+program that is not installed as a package is run if a variable names its checkout.
 """
 
 import json
