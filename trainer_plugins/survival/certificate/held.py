@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # multiples are spread evenly, so half of the signs of `rounded_differently` are up.
 _GOLDEN = 0.6180339887498949
 
+_MOST_DIGITS = 64  # by which numbers for rows differ: far less than a tolerance
+
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 
@@ -123,9 +125,14 @@ def _place_of_dropout(func: Any) -> int | None:
 def _point(like: torch.Tensor) -> torch.Tensor:
     """Return fixed numbers of [0, 1), which differ along the last of three dimensions."""
     # A norm removes what is alike everywhere. Of fewer dimensions the last may be rows or tokens.
-    if like.dim() < 3:
-        return torch.full_like(like, _GOLDEN)
-    return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
+    if like.dim() >= 3:
+        return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
+    point = torch.full_like(like, _GOLDEN)
+    if like.dim() and like.dtype in (torch.float32, torch.float64):
+        # Falls by a last digit from row to row, so that a sort, by which mixup draws, moves rows.
+        digits = torch.arange(len(like), device=like.device) % _MOST_DIGITS
+        point -= torch.finfo(like.dtype).eps * digits.view(-1, *[1] * (like.dim() - 1))
+    return point
 
 
 def _spread(num: int, like: torch.Tensor) -> torch.Tensor:
@@ -186,7 +193,8 @@ _BY_FIX: dict[_Fix, tuple[str, ...]] = {
     _bernoulli: ("bernoulli", "bernoulli_"),
     _dropout: ("native_dropout",),
     _integers: ("randint", "randint_like", "random", "random_"),
-    lambda result, _: result.copy_(torch.arange(len(result))): ("randperm",),
+    # Not in their order: rows that are mixed with drawn others would be mixed with themselves.
+    lambda result, _: result.copy_(torch.arange(len(result)).roll(1)): ("randperm",),
     _likeliest: ("multinomial",),
 }
 _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items() for name in names}
