@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # multiples are spread evenly, so half of the signs of `rounded_differently` are up.
 _GOLDEN = 0.6180339887498949
 
-_MOST_DIGITS = 64  # by which numbers for rows differ: far less than a tolerance
+_MOST_DIGITS = 64  # last digits between the numbers of rows: far less than a tolerance
 
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
@@ -129,7 +129,7 @@ def _point(like: torch.Tensor) -> torch.Tensor:
         return _spread(like.size(-1), like).to(like.dtype).expand_as(like)
     point = torch.full_like(like, _GOLDEN)
     if like.dim() and like.dtype in (torch.float32, torch.float64):
-        # Falls by a last digit from row to row, so that a sort, by which mixup draws, moves rows.
+        # Each row is a last digit lower, so that a sort of drawn numbers moves rows, as in mixup.
         digits = torch.arange(len(like), device=like.device) % _MOST_DIGITS
         point -= torch.finfo(like.dtype).eps * digits.view(-1, *[1] * (like.dim() - 1))
     return point
