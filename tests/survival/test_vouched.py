@@ -76,16 +76,14 @@ def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:
         Run(trainer, {0: [100]})
 
 
+ORDERS = {"randperm": torch.randperm, "sorted": lambda num: torch.rand(num).argsort()}
+
+
 class Mixed(Trainer):
     """mixup: each row with one that is drawn from the same micro-batch."""
 
-    orders = {
-        "randperm": torch.randperm,
-        "sorted": lambda num: torch.rand(num).argsort(),
-    }
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        order = self.orders[self.args.run_name](len(inputs["labels"]))
+        order = ORDERS[self.args.run_name](len(inputs["labels"]))
         embedded = model.get_input_embeddings()(inputs["input_ids"])
         mixed = 0.7 * embedded + 0.3 * embedded[order]
         outputs = model(inputs_embeds=mixed, labels=inputs["labels"])
@@ -93,7 +91,7 @@ class Mixed(Trainer):
         return 0.7 * outputs.loss + 0.3 * other.loss
 
 
-@pytest.mark.parametrize("order", Mixed.orders)
+@pytest.mark.parametrize("order", ORDERS)
 def test_rows_that_are_mixed_with_others_are_not_divided(tmp_path, order: str) -> None:
     dice = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(1, 127, (48,), generator=dice)} for _ in range(8)]
