@@ -150,12 +150,8 @@ def _streams(tracker: Tracker) -> dict[str, object]:
 
     @contextlib.contextmanager
     def use(stream: Stream | None) -> Iterator[None]:
-        before = tracker.stream
-        tracker.stream = stream.stream_id if stream is not None else before
-        try:
+        with tracker.streams.using(stream.stream_id if stream is not None else tracker.stream):
             yield
-        finally:
-            tracker.stream = before
 
     return {
         "Stream": Stream,

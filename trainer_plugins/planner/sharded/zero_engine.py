@@ -111,18 +111,38 @@ class _Gather:
     """
 
     def __init__(self, gather: Callable[..., Any], sent: torch.Tensor, *to: Any, **group: Any):
-        self._sent: torch.Tensor | None = sent
+        self.sent: torch.Tensor | None = sent
         self._work = gather(sent, *to, **group)
 
     def wait(self) -> None:
         self._work.wait()
-        self._sent = None
+        self.sent = None
 
 
 def _gathers_hold_what_they_send(patches: Patches) -> None:
+    """Let gathers hold what they send, at most until a forward pass ends.
+
+    The head that TRL's chunked loss multiplies by itself is fetched ahead, and no one waits for it.
+    NCCL's watchdog, which looks every 100 ms, has seen by then that its gather ended, and TRL's next
+    collective lets go of it.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partition_parameters
 
-    patches.wrap(partition_parameters, "_dist_allgather_fn", _Gather)
+    begun: weakref.WeakSet[_Gather] = weakref.WeakSet()
+
+    def gathered(gather: Callable[..., Any], *args: Any, **group: Any) -> _Gather:
+        begun.add(made := _Gather(gather, *args, **group))
+        return made
+
+    def passed(forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+        result = forward(*args, **kwargs)
+        for each in begun:
+            each.sent = None
+        return result
+
+    patches.wrap(partition_parameters, "_dist_allgather_fn", gathered)
+    patches.wrap(DeepSpeedEngine, "forward", passed)
 
 
 class _Op:

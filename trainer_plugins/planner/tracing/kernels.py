@@ -181,13 +181,16 @@ def _cudnn_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
 
 
 def _embedding_backward(_: KernelRules, args: OperatorArgs) -> list[int]:
-    """Count what sums the rows of many tokens: EmbeddingBackwardKernel.cu, ten rows a part."""
+    """Count what sums the rows of many tokens: EmbeddingBackwardKernel.cu, ten rows a part.
+
+    Two numbers say how many parts there are.
+    """
     gradient, indices, num_weights = args[:3]
     num, size = indices.numel(), indices.element_size()
     if num <= 3072 and not args[4]:  # Embedding.cu, embedding_dense_backward_cuda
         return []
     parts = min(num, num_weights) + num // 10
-    return [*[size * num] * 5, size * parts, 4 * parts * gradient.shape[-1]]
+    return [*[size * num] * 5, 8, 8, size * parts, 4 * parts * gradient.shape[-1]]
 
 
 def _norms(_: KernelRules, args: OperatorArgs) -> list[int]:

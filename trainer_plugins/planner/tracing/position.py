@@ -50,6 +50,57 @@ class Graph:
         return "" if is_leaf or position < 0 else modules[position]
 
 
+class Streams:
+    """Knows the current stream: a backward node runs in the one that its forward ran in.
+
+    A node that adds to a gradient has no own number. It runs after a node that uses the weight, in
+    the same stream (torch/csrc/autograd/engine.cpp, evaluate_function).
+    """
+
+    def __init__(self) -> None:
+        self._stream = 0
+        self._made: list[tuple[int, int, int]] = []  # the first node and the end, of each stream
+        self._node: int | None = None  # which runs
+
+    def current(self) -> int:
+        """Return the number of the current stream; the default one is 0."""
+        core: Any = torch._C
+        node = core._current_autograd_node() if self._made else None
+        number = None if node is None else node._sequence_nr()
+        if number != self._node and (node is None or node.next_functions):
+            self._stream = self._of(node)
+        self._node = number
+        return self._stream
+
+    def adding(self) -> int:
+        """Return the stream in which two gradients are added: that of the node that gets them.
+
+        input_buffer.cpp, add. It is known where the running node passes all that it makes to one.
+        """
+        core: Any = torch._C
+        node = core._current_autograd_node() if self._made else None
+        to = {self._of(each) for each, _ in node.next_functions if each} if node else set()
+        return to.pop() if len(to) == 1 else self.current()
+
+    def _of(self, node: Any) -> int:
+        number = -1 if node is None else node._sequence_nr()
+        return next((stream for first, end, stream in self._made if first <= number < end), 0)
+
+    @contextlib.contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        """Let a stream be the current one."""
+        core: Any = torch._C
+        before, first = self.current(), core._autograd._get_sequence_nr()
+        self._stream = stream
+        try:
+            yield
+        finally:
+            end = core._autograd._get_sequence_nr()
+            if stream and end > first:
+                self._made.append((first, end, stream))
+            self._stream = before
+
+
 class Lag:
     """Keeps what has to wait for the card, which runs as late as the program lets it.
 

@@ -27,7 +27,7 @@ from trainer_plugins.planner.tracing.events import (
 )
 from trainer_plugins.planner.tracing.host_tensors import HostMemory, key_of, makes_pinned
 from trainer_plugins.planner.tracing.kernels import Operator, OperatorArgs, OperatorKwargs
-from trainer_plugins.planner.tracing.position import Graph, Lag, Pace
+from trainer_plugins.planner.tracing.position import Graph, Lag, Pace, Streams
 from trainer_plugins.wrapped import local_tensor, tensors_in
 
 _StorageRef: TypeAlias = "weakref.ref[torch.UntypedStorage]"
@@ -43,7 +43,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device, self.has_padding = device, has_padding
         self.has_packed_rows = False  # of several texts each, whose positions begin again
         self.module = ""  # the module that is running, by its name in the model
-        self.stream = 0  # from whose pool memory is taken
+        self.streams = Streams()
         self.vocabulary = -1  # the last dimension of logits, which tells them from other tensors
         self._is_resting = False  # whether operations are not counted now
         self.checks_hold = True  # the answer to `all`, except for a batch's mask
@@ -64,6 +64,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[_StorageRef, list[int]]] = {}
         self._read_elsewhere: set[int] = set()
         self._workspaces: set[tuple[int, str, int]] = set()
+
+    @property
+    def stream(self) -> int:
+        """Return the number of the stream from whose pool memory is taken."""
+        return self.streams.current()
 
     @property
     def moment(self) -> Moment:
@@ -275,7 +280,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 category = "weights"
         return Storage(
             num_bytes=tensor.untyped_storage().nbytes(),
-            stream=self.stream,
+            stream=self.streams.adding() if operation == "aten::add" else self.stream,
             moment=self.moment,
             operation=operation,
             module=self.module or self.graph.module_running(),
