@@ -112,11 +112,14 @@ def simgpu_attention(
 def _in_autocast(
     device: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: _Mask
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Mask]:
-    """Cast the arguments as autocast does on this device; a bool mask stays as it is."""
+    """Cast the arguments as autocast does on this device; a bool mask stays as it is.
+
+    The last comes first: so GCC evaluates what autocast_mode.h, cached_cast, gives to a function.
+    """
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mask is not None and mask.dtype.is_floating_point:
         mask = mask.to(dtype)
+    value, key, query = value.to(dtype), key.to(dtype), query.to(dtype)
     return query, key, value, mask
 
 

@@ -63,6 +63,11 @@ class KernelRules:
         rule = _TRANSIENT.get(func) or _OF_LIBRARIES.get(func._schema.name)
         return rule(self, args) if rule is not None else []
 
+    def in_turn(self, func: Operator, made: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the results of an operation in the order in which a kernel makes them."""
+        last = _MADE_LAST.get(func, 0)
+        return made[last:] + made[:last]
+
     def copies(self, func: Operator, args: OperatorArgs) -> list[int]:
         """Return the sizes in bytes of inputs that are copied before a result is made."""
         return _copied_input(args[0]) if func in _COPY_FIRST else []
@@ -102,6 +107,9 @@ def run(func: Operator, args: OperatorArgs, kwargs: OperatorKwargs) -> object:
     if func is aten._scaled_dot_product_efficient_attention.default:
         # attention.cu: the seed and the offset of its dropout are in main memory
         return *func(*args, **kwargs)[:2], *(torch.empty((), dtype=torch.long) for _ in "so")
+    if func is aten._scaled_dot_product_cudnn_attention.default and not args[4]:
+        made = func(*args, **kwargs)  # without a backward pass it keeps no logarithms of sums
+        return made[0], made[1].new_empty(0), *made[2:]
     if func is aten._grouped_mm.default and args[0].dtype in (torch.float32, torch.float16):
         # the shape rule refuses what CUDA's code does not
         return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
@@ -239,6 +247,11 @@ def _as_integers(_: KernelRules, args: OperatorArgs) -> list[int]:
     return [] if is_wide else [8 * summed.numel()]
 
 
+def _cumsum(_: KernelRules, args: OperatorArgs) -> list[int]:
+    """Count what CUB's scan of a row takes, if one pass of a block does it: cuda/ScanUtils.cuh."""
+    return [1023] if args[0].dim() == 1 else _as_integers(_, args)
+
+
 def _grouped(rules: KernelRules, args: OperatorArgs) -> list[int]:
     """Count pointers, shapes and strides of the groups, and what describes their tiles.
 
@@ -335,7 +348,7 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
     aten._foreach_norm.Scalar: _norms,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.sum.default: _as_integers,
-    aten.cumsum.default: _as_integers,
+    aten.cumsum.default: _cumsum,
     aten.sum.dim_IntList: _sum,
     # native/TensorCompare.cpp: self.abs() == inf
     aten.isinf.default: lambda _, args: [args[0].nbytes] * args[0].is_floating_point(),
@@ -354,7 +367,11 @@ _TRANSIENT: dict[Operator, Callable[[KernelRules, OperatorArgs], list[int]]] = {
 _OF_LIBRARIES = {"fsdp::split_with_sizes_copy": _split_copy}
 
 _COPY_FIRST = {aten.native_layer_norm.default, aten.convolution.default}
-MAKE_THE_LAST_FIRST = {aten.native_dropout.default}  # Dropout.cu, dropout_cuda: its mask
+_MADE_LAST = {
+    aten.native_dropout.default: 1,  # Dropout.cu, dropout_cuda: its mask is first
+    # attention.cu, _cudnn_attention_forward: the seed and the offset of its dropout are first
+    aten._scaled_dot_product_cudnn_attention.default: 2,
+}
 
 # What autograd does in place, but not on fake tensors: input_buffer.cpp, accumulate;
 # FunctionsManual.cpp, areAnyTensorSubclassLike.

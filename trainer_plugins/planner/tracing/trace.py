@@ -234,8 +234,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(result, torch.Tensor) and makes_pinned(func, args, kwargs):
             self.host.pin(result.untyped_storage(), self.moment)
         made = [*tensors_in(result)]
-        last_first = self._card is not None and func in kernels.MAKE_THE_LAST_FIRST
-        for tensor in made[::-1] if last_first else made:
+        for tensor in made if self._card is None else self._card.in_turn(func, made):
             self._see_result(tensor, name, args)
         if self._card is not None:  # a kernel allocates its results before these
             self._use_workspaces(func, args)
