@@ -6,7 +6,7 @@ another stream, which runs as late as the program lets it (`tracing.position.Lag
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,14 +77,45 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
     patches.set(transformers.training_args, "is_torch_tf32_available", lambda: has_tf32)
     # FakeTensorMode would initialise CUDA to learn the number of the current device.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
-    _activations_have_one_kernel(patches)
+    _have_one_kernel(patches)
 
 
-def _activations_have_one_kernel(patches: Patches) -> None:
-    """Let the backward of SiLU and Mish make its result alone (native_functions.yaml)."""
-    for name in ("silu_backward", "mish_backward"):
-        library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        library.impl(name, lambda gradient, x: torch.empty_like(x), "AutogradCUDA")
+def _have_one_kernel(patches: Patches) -> None:
+    """Let RMSNorm, and the backward of SiLU and Mish, be one kernel (native_functions.yaml)."""
+
+    def gradient_of(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def norm(x: torch.Tensor, shape: Sequence[int], weight: Any = None, _: Any = None) -> Any:
+        return _RmsNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+
+    kernels = {"silu_backward": gradient_of, "mish_backward": gradient_of, "_fused_rms_norm": norm}
+    for name, kernel in kernels.items():
+        if hasattr(torch.ops.aten, name):
+            library = patches.enter_context(torch.library._scoped_library("aten", "IMPL"))
+            library.impl(name, kernel, "AutogradCUDA")
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input, and one number of each row: native/cuda/layer_norm_kernel.cu."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> Any:
+        whole = x.contiguous()
+        made = torch.empty_like(whole)
+        shape = (*x.shape[:-num_dims], *[1] * num_dims)
+        of_rows = torch.empty(shape, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, of_rows)
+        ctx.mark_non_differentiable(of_rows)
+        ctx.set_materialize_grads(False)
+        return made, of_rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        gradient, whole = gradient.contiguous(), x.contiguous()
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.empty_like(whole), of_weight, None
 
 
 def _events_of(lag: Lag) -> type:
