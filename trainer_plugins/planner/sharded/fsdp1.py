@@ -36,6 +36,7 @@ class Fsdp1(Fsdp):
         for name in ("init_flat_param_attributes", "pre_unshard"):
             makes_buffers(patches, tracker, FlatParamHandle, name)
         _gradients_are_known(patches, tracker)
+        _views_keep_their_stream(patches, tracker)
         _wrapped_at_load(patches, tracker)
         _readers_are_known(patches, tracker)
         # changes two numbers in place; without bytes, their shapes are compared
@@ -93,6 +94,22 @@ def _readers_are_known(patches: Patches, tracker: Tracker) -> None:
             tracker.read_by(tensor, stream.stream_id)
 
     patches.set(torch.Tensor, "record_stream", noted)
+
+
+def _views_keep_their_stream(patches: Patches, tracker: Tracker) -> None:
+    """Let a layer's gradients be joined in the stream of its gather, in which its views are made."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    def made(
+        views: Callable[..., Iterable[torch.Tensor]], handle: object, *of: object
+    ) -> list[torch.Tensor]:
+        found = [*views(handle, *of)]
+        for each in found:
+            tracker.streams.keep(each.grad_fn)
+        return found
+
+    for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
+        patches.wrap(FlatParamHandle, name, made)
 
 
 def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:

@@ -51,54 +51,60 @@ class Graph:
 
 
 class Streams:
-    """Knows the current stream: a backward node runs in the one that its forward ran in.
+    """Knows the current stream; the default one is 0.
 
-    A node that adds to a gradient has no own number. It runs after a node that uses the weight, in
-    the same stream (torch/csrc/autograd/engine.cpp, evaluate_function).
+    On CUDA a backward node runs in the stream that its forward ran in (torch/csrc/autograd/
+    engine.cpp, evaluate_function). Here it does if `keep` was told so, else in the default one.
     """
 
     def __init__(self) -> None:
-        self._stream = 0
-        self._made: list[tuple[int, int, int]] = []  # the first node and the end, of each stream
-        self._node: int | None = None  # which runs
+        self._used: list[tuple[int, int | None]] = []  # streams, and the node they are used in
+        self._are_kept = False
 
     def current(self) -> int:
-        """Return the number of the current stream; the default one is 0."""
-        core: Any = torch._C
-        node = core._current_autograd_node() if self._made else None
-        number = None if node is None else node._sequence_nr()
-        if number != self._node and (node is None or node.next_functions):
-            self._stream = self._of(node)
-        self._node = number
-        return self._stream
+        """Return the number of the current stream."""
+        node = self._node()
+        if self._used and self._used[-1][1] == _number(node):
+            return self._used[-1][0]
+        return _stream_of(node)
 
     def adding(self) -> int:
         """Return the stream in which two gradients are added: that of the node that gets them.
 
         input_buffer.cpp, add. It is known where the running node passes all that it makes to one.
         """
-        core: Any = torch._C
-        node = core._current_autograd_node() if self._made else None
-        to = {self._of(each) for each, _ in node.next_functions if each} if node else set()
+        node = self._node()
+        to = {_stream_of(each) for each, _ in node.next_functions if each} if node else set()
         return to.pop() if len(to) == 1 else self.current()
 
-    def _of(self, node: Any) -> int:
-        number = -1 if node is None else node._sequence_nr()
-        return next((stream for first, end, stream in self._made if first <= number < end), 0)
+    def keep(self, node: Any) -> None:
+        """Let a node, and those before it, run in the current stream."""
+        self._are_kept = True
+        if node is not None and "stream" not in node.metadata:
+            node.metadata["stream"] = self.current()
+            for each, _ in node.next_functions:
+                self.keep(each)
 
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
         """Let a stream be the current one."""
-        core: Any = torch._C
-        before, first = self.current(), core._autograd._get_sequence_nr()
-        self._stream = stream
+        self._used.append((stream, _number(self._node())))
         try:
             yield
         finally:
-            end = core._autograd._get_sequence_nr()
-            if stream and end > first:
-                self._made.append((first, end, stream))
-            self._stream = before
+            self._used.pop()
+
+    def _node(self) -> Any:
+        core: Any = torch._C
+        return core._current_autograd_node() if self._are_kept else None
+
+
+def _number(node: Any) -> int | None:
+    return None if node is None else int(node._sequence_nr())
+
+
+def _stream_of(node: Any) -> int:
+    return 0 if node is None else int(node.metadata.get("stream", 0))
 
 
 class Lag:
