@@ -136,4 +136,4 @@ def test_a_published_run_on_eight_cards_took_what_is_planned():
     found = json.loads(done.stdout.strip().splitlines()[-1])
 
     assert found["allocated"] / GIB == pytest.approx(23.579, rel=0.001)
-    assert found["reserved"] / GIB == pytest.approx(32.142, rel=0.02)
+    assert found["reserved"] / GIB == pytest.approx(32.142, rel=0.001)

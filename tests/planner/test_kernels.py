@@ -264,7 +264,7 @@ def test_the_gradient_of_an_embedding_takes_what_an_h100_took() -> None:
         with FakeTensorMode():
             args = (torch.empty(num, 2048), torch.empty(num, dtype=torch.long), 128_256, -1, False)
             taken[num] = rules.transients(func, args)
-    assert taken == {3072: [], 4096: [*[32_768] * 5, 36_040, 36_904_960]}
+    assert taken == {3072: [], 4096: [*[32_768] * 5, 8, 8, 36_040, 36_904_960]}
 
 
 def test_the_norms_of_gradients_take_what_an_h100_took() -> None:
@@ -332,6 +332,66 @@ def test_the_backward_of_silu_is_one_kernel():
     """A build without CUDA takes it apart into six operations, whose results no card holds."""
     done = processes.run([sys.executable, "-c", BACKWARD_OF_SILU], check=True)
     assert done.stdout.split()[-1] == "2"  # the gradients of the loss and of x
+
+
+NORM = """
+import os
+import torch
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
+
+fake_cuda.install()
+with in_world(World(device="cuda")) as tracker:
+    x = torch.ones(3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.ones(3, 64, device="cuda", dtype=torch.bfloat16)
+    before = len(tracker.trace().storages)
+    made = torch.nn.functional.rms_norm(x, (64,), weight)
+    torch.autograd.backward(made, gradient)
+    print([each.num_bytes for each in tracker.trace().storages[before:]], flush=True)
+os._exit(0)
+"""
+
+
+def test_rms_norm_keeps_its_input_and_one_number_of_each_row():
+    """A build without CUDA takes it apart, and each part of DiffLlama's would keep float32."""
+    done = processes.run([sys.executable, "-c", NORM], check=True)
+    of_weight, of_input = 2 * 64, 2 * 3 * 64
+    assert done.stdout.splitlines()[-1] == str([of_input, 4 * 3, of_weight, of_input])
+
+
+ATTENTION = """
+import os
+import torch
+from torch.nn import functional
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.pretend import fake_cuda
+from trainer_plugins.planner.pretend.as_on_card import World, in_world
+
+fake_cuda.install()
+with in_world(World(device="cuda", card=card_of("h100-80gb"))) as tracker:
+    query, key, value = (torch.ones(1, n, 64, 64, device="cuda") for n in (4, 2, 2))
+    for trains in (False, True):
+        query.requires_grad_(trains)
+        before = len(tracker.trace().storages)
+        with torch.autocast("cuda", torch.bfloat16):
+            functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        made = [each.num_bytes for each in tracker.trace().storages[before:]]
+        print([each for each in made if each], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not prefers_cudnn(torch.__version__, (9, 0)), reason="cuDNN is not asked")
+def test_attention_takes_what_it_needs_in_the_order_of_cudas_code():
+    """Autocast casts the last argument first; cuDNN makes its seed first, and sums if it trains."""
+    done = processes.run([sys.executable, "-c", ATTENTION], check=True)
+    head = 2 * 64 * 64
+    made = [2 * head, 2 * head, 4 * head, 8, 8, 4 * head]
+    assert done.stdout.splitlines()[-2:] == [
+        str([*made, 256]),
+        str([*made, 4 * 4 * 64, 256]),
+    ]
 
 
 def test_what_fsdp2_and_deepspeed_ask_takes_what_cudas_own_code_took():

@@ -1,11 +1,13 @@
 """ZeRO: the planner's engine does what DeepSpeed's engine does on two real ranks, call by call, and byte by byte."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from tests.wanted import wanted, write_wanted
@@ -30,6 +32,51 @@ def both(request, tmp_path_factory):
     write_wanted(folder, wanted(request, CASES, also=ALWAYS))
     first, _, planner = two_ranks_and_the_planner(SCRIPT, folder)
     return first, planner
+
+
+SENT = """
+import json, os, sys
+from dataclasses import replace
+from pathlib import Path
+from tests.planner.test_plans import request, tiny
+from trainer_plugins.planner.rehearse.watch import watch
+from trainer_plugins.planner.tracing.events import ALLOC
+
+on_host = {"device": "cpu"}
+zero = {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host}
+zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 200_000}
+zero |= {"stage3_max_reuse_distance": 200_000, "stage3_param_persistence_threshold": "auto"}
+given = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+given |= {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
+Path(sys.argv[2]).write_text(json.dumps({"zero_optimization": zero, **given}))
+asked = request(
+    tiny(num_hidden_layers=4),
+    *("--bf16", "True", "--gradient_checkpointing", "True", "--deepspeed", sys.argv[2]),
+    num_gpus=4,
+    sequence_length=64,
+    dtype="bfloat16",
+)
+trainer = sys.argv[1] if sys.argv[1] != "Trainer" else None
+trace = watch(replace(asked, source=replace(asked.source, trainer=trainer))).trace
+sent, most, kept, before = set(), 0, 0, ""
+for event in trace.events:
+    if (before, event.moment) == ("forward", "backward"):
+        kept = len(sent)
+    before, made = event.moment, trace.storages[event.number]
+    if made.operation == "aten::_to_copy" and made.stream:
+        (sent.add if event.kind == ALLOC else sent.discard)(event.number)
+    most = max(most, len(sent))
+print(most, kept, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("trainer", "most", "kept"), [("Trainer", 23, 15), ("sft", 21, 0)])
+def test_what_is_sent_from_main_memory_stays_until_someone_waits(trainer, most, kept, tmp_path):
+    """More than half is for the backward pass; but TRL gathers its metrics before that."""
+    call = [sys.executable, "-c", SENT, trainer, str(tmp_path / "zero.json")]
+    assert processes.run(call, check=True).stdout.split()[-2:] == [str(most), str(kept)]
 
 
 @pytest.mark.all(unless=lambda name: name in ALWAYS)

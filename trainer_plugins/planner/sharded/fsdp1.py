@@ -1,7 +1,7 @@
 """Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes."""
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ class Fsdp1(Fsdp):
     name = "FSDP1"
     not_reliable = (
         "FSDP1: we assume kernels run as late as its rate limiter allows; two published runs on "
-        "eight H100 reserved 1.7 and 1.2 % more (torchtitan#165)",
+        "eight H100 reserved what this gives (torchtitan#165)",
     )
 
     def patch(self, patches: Patches, tracker: Tracker) -> None:
@@ -102,11 +102,11 @@ def _views_keep_their_stream(patches: Patches, tracker: Tracker) -> None:
 
     def made(
         views: Callable[..., Iterable[torch.Tensor]], handle: object, *of: object
-    ) -> list[torch.Tensor]:
+    ) -> Iterator[torch.Tensor]:
         found = [*views(handle, *of)]
         for each in found:
             tracker.streams.keep(each.grad_fn)
-        return found
+        return iter(found)
 
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
         patches.wrap(FlatParamHandle, name, made)

@@ -120,29 +120,28 @@ class _Gather:
 
 
 def _gathers_hold_what_they_send(patches: Patches) -> None:
-    """Let gathers hold what they send, at most until a forward pass ends.
+    """Let gathers hold what they send, at most until the training loop gathers something itself.
 
-    The head that TRL's chunked loss multiplies by itself is fetched ahead, and no one waits for it.
-    NCCL's watchdog, which looks every 100 ms, has seen by then that its gather ended, and TRL's next
-    collective lets go of it.
+    What a backward pass needs first is fetched before a forward pass ends. Then TRL gathers its
+    metrics: by then NCCL's watchdog, which looks every 100 ms, has seen that the fetches ended, and
+    the next collective lets go of what they sent.
     """
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from accelerate import Accelerator
     from deepspeed.runtime.zero import partition_parameters
 
     begun: weakref.WeakSet[_Gather] = weakref.WeakSet()
 
-    def gathered(gather: Callable[..., Any], *args: Any, **group: Any) -> _Gather:
+    def fetched(gather: Callable[..., Any], *args: Any, **group: Any) -> _Gather:
         begun.add(made := _Gather(gather, *args, **group))
         return made
 
-    def passed(forward: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-        result = forward(*args, **kwargs)
+    def gathered(gather: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         for each in begun:
             each.sent = None
-        return result
+        return gather(*args, **kwargs)
 
-    patches.wrap(partition_parameters, "_dist_allgather_fn", gathered)
-    patches.wrap(DeepSpeedEngine, "forward", passed)
+    patches.wrap(partition_parameters, "_dist_allgather_fn", fetched)
+    patches.wrap(Accelerator, "gather", gathered)
 
 
 class _Op:
