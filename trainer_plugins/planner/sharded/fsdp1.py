@@ -1,7 +1,7 @@
 """Run FSDP1 by torch's own FullyShardedDataParallel, on tensors without bytes."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,19 +97,20 @@ def _readers_are_known(patches: Patches, tracker: Tracker) -> None:
 
 
 def _views_keep_their_stream(patches: Patches, tracker: Tracker) -> None:
-    """Let a layer's gradients be joined in the stream of its gather, in which its views are made."""
+    """Let a layer's gradients be joined in the stream of its gather: there its views are made."""
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
-    def made(
-        views: Callable[..., Iterable[torch.Tensor]], handle: object, *of: object
-    ) -> Iterator[torch.Tensor]:
-        found = [*views(handle, *of)]
-        for each in found:
-            tracker.streams.keep(each.grad_fn)
-        return iter(found)
+    def unaligned(views: Callable[..., Iterable[torch.Tensor]], *of: object) -> Any:
+        return iter(aligned(views, *of))
 
-    for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
-        patches.wrap(FlatParamHandle, name, made)
+    def aligned(views: Callable[..., Iterable[torch.Tensor]], *of: object) -> list[torch.Tensor]:
+        made = [*views(*of)]
+        for each in made:
+            tracker.streams.keep(each.grad_fn)
+        return made
+
+    patches.wrap(FlatParamHandle, "_get_unflat_views_aligned", aligned)
+    patches.wrap(FlatParamHandle, "_get_unflat_views_unaligned", unaligned)
 
 
 def _gradients_are_known(patches: Patches, tracker: Tracker) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.plan import Category, Moment, known_category, known_moment
-from trainer_plugins.planner.tracing import kernels, values
+from trainer_plugins.planner.tracing import in_place, kernels, values
 from trainer_plugins.planner.tracing.events import (
     ALLOC,
     BEGIN,
@@ -219,8 +219,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if func is torch.ops.aten.is_pinned.default:
             return self.host.is_pinned(args[0])
-        if func in kernels.IN_PLACE and kernels.is_autograds_own(args[0]):
-            func = kernels.IN_PLACE[func]
+        if func in in_place.IN_PLACE and in_place.is_autograds_own(args[0]):
+            func = in_place.IN_PLACE[func]
         source = self.storage_of(args[0]) if func.is_view else None
         is_away = source is not None and not source.num_bytes  # the bytes of a streamed weight
         args = self.values.counted(func, args)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trainer_plugins.planner.tracing.kernels import IN_PLACE, is_autograds_own
+from trainer_plugins.planner.tracing.in_place import IN_PLACE, is_autograds_own
 
 _MOST_FLOAT_BYTES = 4 << 10
 _MOST_INTEGER_BYTES = 4 << 20
