@@ -124,7 +124,7 @@ def _gathers_hold_what_they_send(patches: Patches) -> None:
 
     What a backward pass needs first is fetched before a forward pass ends. Then TRL gathers its
     metrics: by then NCCL's watchdog, which looks every 100 ms, has seen that the fetches ended, and
-    the next collective lets go of what they sent.
+    the next collective frees what they sent.
     """
     from accelerate import Accelerator
     from deepspeed.runtime.zero import partition_parameters

@@ -54,7 +54,7 @@ class Streams:
     """Knows the current stream; the default one is 0.
 
     On CUDA a backward node runs in the stream that its forward ran in (torch/csrc/autograd/
-    engine.cpp, evaluate_function). Here it does if `keep` was told so, else in the default one.
+    engine.cpp, evaluate_function). Here those do that `keep` got; others run in the default one.
     """
 
     def __init__(self) -> None:
