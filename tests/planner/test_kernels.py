@@ -334,7 +334,7 @@ def test_the_backward_of_silu_is_one_kernel():
     assert done.stdout.split()[-1] == "2"  # the gradients of the loss and of x
 
 
-NORM = """
+RMS_NORM = """
 import os
 import torch
 from trainer_plugins.planner.pretend import fake_cuda
@@ -355,12 +355,12 @@ os._exit(0)
 
 def test_rms_norm_keeps_its_input_and_one_number_of_each_row():
     """A build without CUDA takes it apart, and each part of DiffLlama's would keep float32."""
-    done = processes.run([sys.executable, "-c", NORM], check=True)
+    done = processes.run([sys.executable, "-c", RMS_NORM], check=True)
     of_weight, of_input = 2 * 64, 2 * 3 * 64
     assert done.stdout.splitlines()[-1] == str([of_input, 4 * 3, of_weight, of_input])
 
 
-ATTENTION = """
+IN_AUTOCAST = """
 import os
 import torch
 from torch.nn import functional
@@ -385,7 +385,7 @@ os._exit(0)
 @pytest.mark.skipif(not prefers_cudnn(torch.__version__, (9, 0)), reason="cuDNN is not asked")
 def test_attention_takes_what_it_needs_in_the_order_of_cudas_code():
     """Autocast casts the last argument first; cuDNN makes its seed first, and sums if it trains."""
-    done = processes.run([sys.executable, "-c", ATTENTION], check=True)
+    done = processes.run([sys.executable, "-c", IN_AUTOCAST], check=True)
     head = 2 * 64 * 64
     made = [2 * head, 2 * head, 4 * head, 8, 8, 4 * head]
     assert done.stdout.splitlines()[-2:] == [
@@ -411,6 +411,8 @@ def test_what_fsdp2_and_deepspeed_ask_takes_what_cudas_own_code_took():
             assert rules.transients(split, (gathered, numels)) == [taken]
         assert rules.transients(torch.ops.aten.isinf.default, (gradients,)) == [2000]
         assert rules.transients(torch.ops.aten.isinf.default, (gradients.long(),)) == []
+        cumsum, tokens_of_experts = torch.ops.aten.cumsum.default, torch.empty(8).int()
+        assert rules.transients(cumsum, (tokens_of_experts, 0)) == [1023]
 
 
 def test_the_numbers_of_dropout_are_in_main_memory() -> None:
