@@ -1,12 +1,13 @@
 """Run an unmodified Trainer on tensors without bytes: three optimizer steps and what follows."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import TrainerCallback
 
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner import progress
@@ -81,22 +82,38 @@ def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) ->
     tracker.values.asked = run.asked
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer, kind)
-        held = _batches_of_last_step(trainer)
+        trainer.add_callback(_InTheEnd(lambda: _evaluate_and_save(run, kind, strategy, tracker)))
         trainer.train()
-        _name_parameters(trainer.model, kind, tracker)  # a strategy may have replaced them
-        if run.make_evaluation_batch is not None:
-            make, number = run.make_evaluation_batch, run.num_evaluation_batches
-            methods.get_eval_dataloader = lambda *_, **__: loader(trainer, make, number)
-            with tracker.during("evaluation"):
-                run.assumptions.extend(evaluate(trainer, number))
-        if kind.saves:
-            strategy.save(trainer, tracker)
         if kind.saves and kind.resumes:
-            with tracker.during("save"):
-                held.clear()  # the process that resumes has none
-                if kind.is_streamed and (stream := stream_of(trainer.model)) is not None:
-                    stream.release()  # and has not fetched a layer
+            if kind.is_streamed and (stream := stream_of(trainer.model)) is not None:
+                with tracker.during("save"):
+                    stream.release()  # the process that resumes has not fetched a layer
             strategy.resume(trainer, tracker)
+
+
+class _InTheEnd(TrainerCallback):  # type: ignore[misc]
+    """Calls a function after the last step, while the Trainer holds its batches, loss and norm."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_epoch_end(self, *_: object, **__: object) -> None:
+        """Call the function."""
+        self._call()
+
+
+def _evaluate_and_save(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) -> None:
+    trainer, make, number = run.trainer, run.make_evaluation_batch, run.num_evaluation_batches
+    methods: Any = trainer
+    _name_parameters(trainer.model, kind, tracker)  # a strategy may have replaced them
+    if make is not None:
+        methods.get_eval_dataloader = lambda *_, **__: loader(trainer, make, number)
+        with tracker.during("evaluation"):
+            run.assumptions.extend(evaluate(trainer, number))
+        tracker.moment = "evaluation"  # what the loop lets go after it is no part of a step
+    if kind.saves:
+        strategy.save(trainer, tracker)
+        tracker.moment = "save"
 
 
 def other_models(trainer: HfTrainer) -> list[torch.nn.Module]:
@@ -256,21 +273,3 @@ def _skip_like_micro_steps(trainer: HfTrainer, kind: Kind) -> None:
         return training_step(*args, **kwargs)
 
     trainer.training_step = step
-
-
-def _batches_of_last_step(trainer: HfTrainer) -> list[object]:
-    """Return a list that keeps the batches of the last step, which stay on the card."""
-    training_step = trainer.training_step
-    num_before = (trainer.args.max_steps - 1) * trainer.args.gradient_accumulation_steps
-    held: list[object] = []
-    count = 0
-
-    def step(model: object, inputs: object, *args: object, **kwargs: object) -> object:
-        nonlocal count
-        count += 1
-        if count > num_before:
-            held.append(dict(inputs) if isinstance(inputs, Mapping) else inputs)
-        return training_step(model, inputs, *args, **kwargs)
-
-    trainer.training_step = step
-    return held
