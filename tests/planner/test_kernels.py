@@ -119,6 +119,27 @@ def test_attention_takes_what_cudas_own_code_took(given, taken):
 
 
 @pytest.mark.parametrize(
+    ("columns", "length", "copied"), [(257, 257, [264]), (1000, 1000, []), (257, 256, [264])]
+)
+def test_a_mask_is_copied_where_its_rows_are_not_aligned(columns, length, copied):
+    """transformers/attention.cpp, pad_bias: to multiples of 8, or by 8; on the dry card, torch 2.13."""
+    found = []
+
+    class Pads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.constant_pad_nd.default:
+                found.append(made.shape[-1])
+            return made
+
+    with FakeTensorMode(), Pads():
+        query = torch.empty(2, 8, length, 64, dtype=BF16)
+        mask = torch.empty(2, 1, length, columns, dtype=BF16)[..., :length]
+        cuda_attention(query, query, query, mask, capability=(8, 0), prefers_cudnn=False)
+    assert found == copied
+
+
+@pytest.mark.parametrize(
     ("card", "shape", "dims", "taken"),
     [
         ("h100-80gb", (2, 1000, 1024), (0, 1), [16_777_216]),

@@ -14,7 +14,7 @@ from trainer_plugins.planner.cards import attention_kernel
 
 aten = torch.ops.aten
 
-_MASK_ALIGNMENT = 16
+_MASK_ALIGNMENT = 8  # elements
 
 _Mask: TypeAlias = torch.Tensor | None
 
@@ -132,10 +132,15 @@ def _added(mask: _Mask, dtype: torch.dtype) -> _Mask:
 
 
 def _aligned(mask: _Mask, shape: tuple[int, ...]) -> _Mask:
-    """Expand a mask; its rows begin at multiples of 16 elements: attention.cpp, pad_bias."""
+    """Expand a mask, copied if its rows do not begin at multiples of 8 elements: attention.cpp.
+
+    Its preprocess_mask and pad_bias, which adds 8 where nothing is missing.
+    """
     if mask is None:
         return None
-    length = mask.shape[-1]
-    missing = -length % _MASK_ALIGNMENT
-    padded = functional.pad(mask, (0, missing))[..., :length] if missing else mask
-    return padded.expand(*shape)
+    *of_rows, of_elements = mask.stride()
+    if of_elements != 1 or any(stride % _MASK_ALIGNMENT for stride in of_rows):
+        length = mask.shape[-1]
+        missing = _MASK_ALIGNMENT - length % _MASK_ALIGNMENT
+        mask = functional.pad(mask, (0, missing))[..., :length]
+    return mask.expand(*shape)
