@@ -1,6 +1,7 @@
 """Save and resume under ZeRO by DeepSpeed's own engine, without files. Imports torch."""
 
 import contextlib
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ def save_and_resume(trainer: Any, tracker: Tracker) -> None:
     with tracker.during("save"), files.in_place():
         trainer._save_optimizer_and_scheduler(str(folder))
     kept_bytes = _forget_states(engine)
+    gc.collect()  # DeepSpeed's function that gathers weights holds itself, and what it gathered
     with tracker.during("resume"), files.in_place(), contextlib.ExitStack() as stack:
         if _ranks_take_turns(engine):
             files.are_read_in_turn = True
