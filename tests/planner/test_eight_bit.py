@@ -81,8 +81,8 @@ def test_paged_states_that_are_loaded_are_on_the_card(outcomes):
     resumed = outcomes["resumed"].moments
     more = resumed["resume"].allocated_bytes - resumed["save"].allocated_bytes
     # of the last step: they are there while the run saves, and not if it resumes
-    batch, loss_norm_and_count = 3 * 512, 3 * 512
-    assert more + batch + loss_norm_and_count == 2 * (4 * EMBEDDING + HEAD) + 2 * len(MATRICES) * MAP
+    held = (3 + 3) * 512  # the batch; its loss, the norm, and the count of tokens
+    assert more + held == 2 * (4 * EMBEDDING + HEAD) + 2 * len(MATRICES) * MAP
 
 
 @pytest.mark.parametrize(

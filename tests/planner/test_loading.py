@@ -127,6 +127,31 @@ os._exit(0)
 """
 
 
+BY_TRL = """
+import os
+from tests.planner.test_loading import MIXTURE, WIDE, WORDS
+from tests.planner.test_plans import request
+from trainer_plugins.planner.rehearse.watch import watch
+
+tied = {**MIXTURE, "tie_word_embeddings": True}
+for given in (tied, {**tied, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}):
+    found = watch(request(given, trainer="sft", rows=1, sequence_length=32, dtype="bfloat16"))
+    made = [found.trace.storages[each.number] for each in found.trace.events if each.kind == 1]
+    load = [each.num_bytes for each in made if each.moment == "load"]
+    weights = 2 * found.num_parameters
+    print("loads", load[1] - weights, load[0], load[2:].count(2 * WORDS * WIDE), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.all
+def test_trl_loads_each_weight_onto_one_card_into_the_block_that_transformers_made_for_them():
+    """By device_map="auto", which looks for room with 8 bytes: 2 MiB are held, and left out."""
+    done = processes.run([sys.executable, "-c", BY_TRL], check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("loads")]
+    assert lines == [f"loads {-(2 << 20)} 8 1"] * 2
+
+
 @pytest.mark.all
 def test_experts_under_zero_3_are_gathered_once_to_be_loaded():
     """Each layer's gate and up: made, in the run's dtype, gathered for the file, and for the engine."""

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainer_plugins.allocator.model import AllocatorRules, first_of_a_size
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.tracing.position import Lag
+from trainer_plugins.planner.tracing.replay import by_card, replay
 from trainer_plugins.planner.tracing.trace import Tracker
 
 
@@ -32,9 +34,19 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
-    def allocated(device: Any = None) -> int:
+    rules = AllocatorRules(first_of_a_size=first_of_a_size(torch.__version__))
+
+    def index_of(device: Any) -> int:
         index = device if isinstance(device, int) else torch.device(device or "cuda").index
-        return tracker.allocated_bytes[index or 0]
+        return index or 0
+
+    def allocated(device: Any = None) -> int:
+        return tracker.allocated_bytes[index_of(device)]
+
+    def reserved(device: Any = None) -> int:
+        """Tell what is held of one card; transformers asks how much of it is unused."""
+        of_card = by_card(tracker.trace()).get(index_of(device))
+        return replay(of_card, None, rules).reserved_bytes if of_card is not None else 0
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return card.capacity_bytes - allocated(device), card.capacity_bytes
@@ -63,7 +75,7 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
         "mem_get_info": mem_get_info,
         "memory_allocated": allocated,
         "max_memory_allocated": allocated,
-        "memory_reserved": allocated,
+        "memory_reserved": reserved,
         "max_memory_reserved": allocated,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {},

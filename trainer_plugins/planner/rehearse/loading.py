@@ -130,9 +130,13 @@ def load(
     `stored` is the dtype in the file. Under ZeRO-3 weights are divided already, unless a quantizer
     decodes them: the first rank reads all, and the others get their parts.
     """
+    from transformers import modeling_utils
+
     divides = is_divided() and quantizer is None
     if not divides:
         model.to("meta")
+        places = dict.fromkeys(model.state_dict(), home)
+        modeling_utils.caching_allocator_warmup(model, places, quantizer)
     found = in_file(model, _without_bytes(model))
     state = _unread(found if quantizer is None else _packed(found), stored, shared)
     if divides:
@@ -147,9 +151,12 @@ def load(
 
 
 def _without_bytes(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model without bytes; of those that are tied, a file has one."""
+    tied = getattr(model, "all_tied_weights_keys", {})
     return {
         name: torch.empty(getattr(each, "ds_shape", each.shape), dtype=each.dtype, device="meta")
         for name, each in model.state_dict(keep_vars=True).items()
+        if name not in tied
     }
 
 

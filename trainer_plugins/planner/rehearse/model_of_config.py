@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import loading, refusals
@@ -216,12 +217,13 @@ def _on_one_card(
         untie(model)
     if card is None:
         return model
+    on_card = loads_onto_the_card(source) and card.type != "cpu" and loading.has_loader()
+    if on_card:
+        get_max_memory()  # transformers looks for room on the card, with a tensor of its own
     if quantisation is not None and decoder is None:
         return _quantised(source, model, quantisation, card, dtype, stored, assumptions)
-    if decoder is not None or loading.converted(model):
-        home = torch.device("cpu")
-        if source.trainer is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            home = card  # trl/trainer/utils.py, create_model_from_path: device_map="auto"
+    if decoder is not None or loading.converted(model) or on_card:
+        home = card if on_card else torch.device("cpu")
         loading.load(model, home, stored, shared, quantizer=decoder)
     if decoder is not None:
         name = str(dtype).removeprefix("torch.")
@@ -230,6 +232,15 @@ def _on_one_card(
             " it loads (Mxfp4Config(dequantize=True)), all of it even under FSDP and ZeRO-3"
         )
     return model
+
+
+def loads_onto_the_card(source: ConfigSource) -> bool:
+    """Return whether one of TRL's Trainers loads by device_map="auto", as it does in one process.
+
+    trl/trainer/utils.py, create_model_from_path; ORPO and CPO have no call of it.
+    """
+    of_trl = source.trainer is not None and source.trainer not in ("orpo", "cpo")
+    return of_trl and int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 def quantisation_of(source: ConfigSource) -> object:

@@ -82,7 +82,7 @@ def rehearse(run: Rehearsed, kind: Kind, strategy: OneCard, tracker: Tracker) ->
     tracker.values.asked = run.asked
     with _moments(trainer, tracker), _modules(trainer.model, tracker):
         _skip_like_micro_steps(trainer, kind)
-        trainer.add_callback(_InTheEnd(lambda: _evaluate_and_save(run, kind, strategy, tracker)))
+        methods.add_callback(_InTheEnd(lambda: _evaluate_and_save(run, kind, strategy, tracker)))
         trainer.train()
         if kind.saves and kind.resumes:
             if kind.is_streamed and (stream := stream_of(trainer.model)) is not None:

@@ -24,6 +24,7 @@ class Replay:
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
+    reserved_bytes: int  # in the end
     peak_moment: Moment
     peak_event: int  # the index of the event at the allocated peak; -1 if nothing was allocated
     moments: Mapping[Moment, MomentPeak]
@@ -98,6 +99,7 @@ def replay(
     return Replay(
         allocated_peak_bytes=highest,
         reserved_peak_bytes=max((peak.reserved_bytes for peak in peaks.values()), default=0),
+        reserved_bytes=model.reserved_bytes,
         peak_moment=peak_moment,
         peak_event=peak_event,
         moments={name: peaks[name] for name in MOMENTS if name in peaks},

@@ -95,6 +95,8 @@ def _loaded(
     config = of_config.config_of(source.config)
     dtype = of_config.dtype_of(source, config, assumptions)
     options: dict[str, Any] = {"dtype": dtype}
+    if of_config.loads_onto_the_card(source):
+        options["device_map"] = "auto"
     if source.config.get("quantization_config"):
         raise NotPredicted("weights that are quantised already, of a config alone")
     if source.quantisation is not None:

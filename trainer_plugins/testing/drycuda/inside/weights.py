@@ -7,7 +7,6 @@ config describes. They take no space, and loading them costs nothing but time fo
 
 import functools
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -48,9 +47,8 @@ def make_those_that_are_missing() -> None:
                 raise
             return holes_for(*wanted)
 
-    # Several threads would load in another order in each run, and blocks would lie elsewhere.
-    if loading := sys.modules.get("transformers.core_model_loading"):
-        loading.GLOBAL_WORKERS = 1  # type: ignore[attr-defined]
+    # Threads would load in another order in each run, and blocks would lie elsewhere.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     # A checkpoint in one file could not be loaded again: see `_in_parts`.
     save = modeling_utils.PreTrainedModel.save_pretrained
     modeling_utils.PreTrainedModel.save_pretrained = functools.partialmethod(
