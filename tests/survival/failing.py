@@ -1,11 +1,14 @@
 """What the tests of survival share: small runs, errors at a chosen allocation, and what a run is made of."""
 
 import contextlib
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -145,6 +148,18 @@ def returns_something_new(func) -> bool:
         for returned in func._schema.returns
     )
     return new and func.namespace != "c10d"
+
+
+@contextlib.contextmanager
+def numpy_draws_by(kind: type[np.random.BitGenerator]) -> Iterator[None]:
+    """Let `numpy.random` draw by a generator of another kind than its own."""
+    numpys: Any = np.random
+    before = numpys.get_bit_generator()
+    numpys.set_bit_generator(kind(7))
+    try:
+        yield
+    finally:
+        numpys.set_bit_generator(before)
 
 
 class Gradients(TrainerCallback):

@@ -1,7 +1,10 @@
 """Whether pieces add up is measured on rows of the run, in training mode, at the size of pieces, and again later."""
 
+import random
 import re
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from transformers import (
     ViTForImageClassification,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
+    default_data_collator,
 )
 
 from tests.models import tiny_llama
@@ -21,6 +25,7 @@ from tests.survival.failing import (
     Run,
     gradients_by_rounding,
     gradients_off_by,
+    numpy_draws_by,
     small_trainer,
     survive,
 )
@@ -200,6 +205,37 @@ def test_a_weighted_mean_by_hand_is_named_before_its_classes_meet(tmp_path, num_
     (told,) = remarks(tmp_path, "gradients-in-doubt")
     assert re.search(why, told.finding.evidence)
     assert "those that were divided in steps 1 to 10 are in doubt" in told.finding.summary
+
+
+class Linear(nn.Module):
+    """A mean over labelled tokens of what they are worth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worth = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        worth = (input_ids.double() - 3) * self.worth
+        return {"loss": worth[labels != -100].mean()}
+
+
+def test_two_rows_whose_mean_is_their_sum_by_chance(tmp_path) -> None:
+    """They are worth -1, and 2 and 2: their mean over tokens, 1, is the sum of -1 and 2."""
+    rows = [
+        {"input_ids": torch.tensor([2, 3, 3]), "labels": torch.tensor([1, -100, -100])},
+        {"input_ids": torch.tensor([5, 5, 3]), "labels": torch.tensor([1, 1, -100])},
+    ]
+    data = {"train_dataset": rows * 16, "per_device_train_batch_size": 2}
+
+    def make():
+        return small_trainer(
+            tmp_path, Linear(), InOrder, data_collator=default_data_collator, **data
+        )
+
+    whole, survived = survive(make, {0: 0.3}, ladder=(), vouch_for_loss=True)
+    assert gradients_off_by(survived, whole) <= 1e-12
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "it was measured as a mean over tokens" in told.finding.evidence
 
 
 class Injects(torch.autograd.Function):
@@ -404,6 +440,29 @@ def test_images_of_which_a_card_takes_three_and_not_four(tmp_path) -> None:
     )
 
     assert gradients_off_by(run, Run(images(tmp_path / "whole"))) <= 1e-12
+
+
+class Noisy(nn.Module):
+    def __init__(self, norm: nn.Module, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.norm, self.draw = norm, draw
+
+    def forward(self, hidden):
+        hidden = self.norm(hidden)
+        return hidden * (1 + self.draw()) if self.training else hidden
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
+def test_what_any_generator_draws_is_held(tmp_path, draw, kind) -> None:
+    model = tiny_llama().double()
+    model.model.norm = Noisy(model.model.norm, draw)
+    trainer = small_trainer(tmp_path, model)
+    survive_oom(trainer, ladder=())
+    with numpy_draws_by(kind):
+        Run(trainer, {0: [100]})
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "in training mode, but Noisy, which draws by numpy or Python" in told.finding.evidence
 
 
 def test_what_numpy_draws_is_held_by_eval_mode_of_the_module_that_draws(tmp_path) -> None:

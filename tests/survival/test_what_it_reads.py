@@ -1,14 +1,16 @@
 """What survival reads before each micro-batch, and after a failure: no more than has changed."""
 
 import gc
+import random
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
+from tests.survival.failing import numpy_draws_by
 from trainer_plugins.survival.attempt.attempt import collected_once
-from trainer_plugins.survival.attempt.state import Generators
+from trainer_plugins.survival.attempt.generators import Generators, pythons_and_numpys
 
 
 class Ring:
@@ -45,6 +47,29 @@ def test_the_second_of_a_pair_is_taken_and_given_back() -> None:
     np.random.normal()
     again.restore()
     assert np.random.normal() == second
+
+
+DRAWS = {
+    "python": random.random,
+    "python, a normal number": lambda: random.gauss(0, 1),
+    "numpy": np.random.random,
+    "numpy, a normal number": np.random.normal,
+}
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_each_number_is_noticed_and_given_back(draw, kind) -> None:
+    """Of a pair of normal numbers the second too; the 1,300 draws fill each twister twice."""
+    with numpy_draws_by(kind):
+        for _ in range(1300):
+            point, seen = Generators(torch.device("cpu")), pythons_and_numpys()
+            assert all(one is other for one, other in zip(seen, pythons_and_numpys(), strict=True))
+            number = draw()
+            now = pythons_and_numpys()
+            assert sum(one is not other for one, other in zip(seen, now, strict=True)) == 1
+            point.restore()
+            assert draw() == number
 
 
 def test_after_a_failure_only_new_objects_are_collected(monkeypatch) -> None:

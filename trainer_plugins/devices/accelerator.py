@@ -103,6 +103,13 @@ class AcceleratorDevice:
             num_alloc_retries=num_retries,
         )
 
+    def allocated_bytes(self) -> int:
+        """Return what `read` says of live tensors, without asking the driver."""
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return 0
+        stats = torch._C._accelerator_getDeviceStats(self._index)
+        return int(stats["allocated_bytes"]["all"]["current"])
+
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._index)
 

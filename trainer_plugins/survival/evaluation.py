@@ -304,7 +304,9 @@ class Evaluation:
             gathers, is_first = self._gathers, not certificate.knows(layout)
             try:
                 with gathers.measuring() if is_first else gathers.apart():
-                    certificate.measure(layout, inputs, num_fit, loss, before.restore)
+                    certificate.measure(
+                        layout, inputs, num_fit, loss, before.restore, gathers.has_exchanged
+                    )
             finally:
                 before.restore()
         return certificate.weight(layout, kind)

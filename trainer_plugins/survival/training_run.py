@@ -98,11 +98,10 @@ class TrainingRun:
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
-        reading = self.card.read()
         return Start(
             RestorePoint(self.attached.trainer, state=State(self._owners)),
             GradientMark(self.ranks.kept(self._parameters)),
-            reading.allocated_bytes if reading else 0,
+            self.card.allocated_bytes(),
         )
 
     def num_graphs(self) -> int:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from trainer_plugins.devices import Device, open_device
+from trainer_plugins.devices import AcceleratorDevice, open_device
 from trainer_plugins.finding import Finding
 from trainer_plugins.oom import classify
 from trainer_plugins.reading import MemoryReading
@@ -112,12 +112,16 @@ _MOST_FROZEN = 1000  # Python 3.12 begins with 375
 class Card:
     """Reads a device until its first error, which must not end a training; without one, nothing."""
 
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, device: AcceleratorDevice | None) -> None:
         self._device, self.name = device, device.name if device is not None else ""
 
     def read(self) -> MemoryReading | None:
         """Read the memory; None if nothing counts it, and once a question has failed."""
         return self._ask(lambda device: device.read())
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of live tensors; 0 where `read` gives None."""
+        return self._ask(lambda device: device.allocated_bytes()) or 0
 
     def reset_peak(self) -> None:
         self._ask(lambda device: device.reset_peak())
@@ -125,7 +129,7 @@ class Card:
     def release_cached(self) -> None:
         self._ask(lambda device: device.release_cached())
 
-    def _ask(self, question: Callable[[Device], T]) -> T | None:
+    def _ask(self, question: Callable[[AcceleratorDevice], T]) -> T | None:
         if self._device is None:
             return None
         try:
@@ -147,7 +151,8 @@ def card_of(device: torch.device) -> Card:
     if device.type == "cpu":
         return Card(None)
     try:
-        return Card(open_device(device))
+        card = open_device(device)
+        return Card(card if isinstance(card, AcceleratorDevice) else None)
     # a ValueError if torch counts nothing, and whatever a driver raises
     except Exception:  # noqa: BLE001
         return Card(None)

@@ -1,7 +1,5 @@
 """State: what a pass leaves behind besides gradients; it is compared, and restored."""
 
-import ctypes
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.attempt.generators import Generators
 from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
 
 _SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tables and masks.
@@ -260,52 +259,6 @@ def why_rows_differ(
             assert moved is not None
             return f"each pass moves {moved.words} according to its rows"
     return ""
-
-
-class _Numpys:
-    """Reads the state of numpy's generator; it costs 24 us only if it was drawn from meanwhile."""
-
-    def __init__(self) -> None:
-        self._module: Any = np.random
-        self._state: Any = None
-        self._memory = b""  # the numbers of that state, as the generator holds them
-
-    def state(self) -> Any:
-        generator = self._module.get_bit_generator()
-        if type(generator) is not np.random.MT19937:
-            return self._module.get_state()
-        memory = ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
-        if memory != self._memory:
-            _, key, place, has_pair, _ = self._state = self._module.get_state()
-            is_there = memory == key.tobytes() + np.int32(place).tobytes()
-            # Of a pair of normal numbers the second is taken without a change of the memory.
-            self._memory = memory if is_there and not has_pair else b""
-        return self._state
-
-    def restore(self, state: Any) -> None:
-        self._module.set_state(state)
-        self._memory = b""  # the state may have a pair
-
-
-_NUMPY_BYTES = 4 * 624 + 4  # the key of a Mersenne twister and its place in it (numpy's mt19937.h)
-_numpys = _Numpys()
-
-
-class Generators:
-    """Keeps the state of all random generators."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu, self._numpy = torch.get_rng_state(), _numpys.state()
-        self._python, self._device = random.getstate(), device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._card = self._module.get_rng_state(device) if self._module else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        _numpys.restore(self._numpy)
-        random.setstate(self._python)
-        if self._module:
-            self._module.set_rng_state(self._card, self._device)
 
 
 @cache

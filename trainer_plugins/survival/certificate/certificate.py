@@ -119,6 +119,7 @@ class Certificate:
         num_fit: int,
         loss: Loss,
         put_back: Callable[[], object],
+        has_exchanged: Callable[[], bool],
         scale: float = 1.0,
     ) -> None:
         """Find out which weights make pieces add up; if none, raise IndivisibleError."""
@@ -135,9 +136,10 @@ class Certificate:
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
                 known = self._weights.get(layout.name) or comparison.weights
                 known = [weight for weight in known if weight in comparison.weights]
+                comparison.likely = known or comparison.likely
                 asked = _Asked(layout, inputs, kind, num_fit, known)
                 told, remaining = self._judged(comparison, asked)
-                if self._ranks.on_any(not self.knows(layout)):
+                if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
@@ -185,6 +187,10 @@ class Certificate:
     ) -> tuple[list[Measurement], list[Weight]]:
         """Return what samples have shown, and the weights that fit, the same on all ranks."""
         told = self._told(comparison, asked)
+        fits = all(_fits(asked, one) for one in told)
+        if self._ranks.on_any(bool(told) and fits and not _remaining(asked, told)):
+            comparison.is_thorough = True  # each fits by a weight that was not tried on another
+            told = self._told(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
                 raise IndivisibleError(comparison.why_inconclusive)
@@ -192,7 +198,7 @@ class Certificate:
         for one in told:
             if self._ranks.on_any(not _fits(asked, one)):
                 raise NotAdditiveError(comparison.said(one, is_vouched=self._family.is_vouched))
-        remaining = [weight for weight in asked.known if all(one.fits(weight) for one in told)]
+        remaining = _remaining(asked, told)
         if self._ranks.on_any(not remaining):
             raise NotAdditiveError(comparison.said(told[-1], is_vouched=self._family.is_vouched))
         if comparison.why_moved:
@@ -254,6 +260,10 @@ class Certificate:
 
 def _fits(asked: _Asked, told: Measurement) -> bool:
     return any(map(told.fits, asked.known))
+
+
+def _remaining(asked: _Asked, told: list[Measurement]) -> list[Weight]:
+    return [weight for weight in asked.known if all(one.fits(weight) for one in told)]
 
 
 def _known(told: list[Measurement]) -> str:

@@ -66,7 +66,7 @@ class Measurement:
     """Holds what a sample has shown."""
 
     sample: Sample
-    errors: dict[Weight, float]  # by each weight, on the rank where parts are farthest
+    errors: dict[Weight, float]  # by each weight tried, on the rank where parts are farthest
     tolerance: float
     how: str  # how it was measured: "in training mode"
     is_gradient: bool
@@ -76,7 +76,7 @@ class Measurement:
         return f"{self.sample.words}, {self.how}"
 
     def fits(self, weight: Weight) -> bool:
-        return self.errors[weight] <= self.tolerance
+        return self.errors.get(weight, math.inf) <= self.tolerance
 
 
 class Comparison:
@@ -87,6 +87,8 @@ class Comparison:
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
         self.weights = weights  # the weights that are compared
+        self.likely = [*weights]  # of these the first is tried first, on each sample
+        self.is_thorough = False  # whether all are tried on each sample
         self.why_inconclusive = "it takes two examples to measure that they add up"
         self.cost = 0.0  # cells that were computed forward and backward
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
@@ -174,11 +176,9 @@ class Comparison:
         return not self._is_gradient and self._ranks.bare.training
 
     def _told(self, sample: Sample, *, is_idle: bool) -> Measurement | None:
-        measured = self._measured(sample)
-        if self._ranks.on_any(isinstance(measured, DidNotFit)) or isinstance(measured, DidNotFit):
-            self.did_not_fit.append(sample)
-            line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_inconclusive = no_room(line)
+        tried = self._tried_first(sample)
+        measured = self._measured(sample, tried)
+        if self._had_no_room(sample, measured) or isinstance(measured, DidNotFit):
             return None
         whole, parts = measured
         tells = not is_idle and self._is_conclusive(
@@ -190,12 +190,49 @@ class Comparison:
                 "be measured whether it is the sum of its parts'"
             )
             return None
-        errors = {
+        errors, tolerance = self._errors(whole, parts, tells=tells), self._tolerance()
+        if self._ranks.on_any(min(errors.values()) > tolerance):
+            others = [weight for weight in self.weights if weight not in tried]
+            more = self._parts(sample, others, [])
+            if self._had_no_room(sample, more) or isinstance(more, DidNotFit):
+                return None
+            errors |= self._errors(whole, more, tells=tells)
+        told = Measurement(sample, errors, tolerance, self._how(), self._is_gradient)
+        if self._is_rounding(told, whole, tells=tells):
+            return None
+        fitting = [weight for weight in self.weights if told.fits(weight)]
+        self.likely = [one for one in self.likely if one in fitting] or fitting or self.likely
+        return told
+
+    def _tried_first(self, sample: Sample) -> list[Weight]:
+        """Choose the likeliest weight, and those that are the same here: the others may not fit."""
+        # If it fits, one that counts this sample's parts otherwise does not.
+        if self.is_thorough or not self._is_gradient:  # the loss is multiplied afterwards
+            return [*self.weights]
+        first = self._ranks.highest(self.weights.index(self.likely[0]))
+        expected = sample.factors(self.weights[first])
+        return [
+            weight
+            for weight in self.weights
+            if not self._ranks.on_any(sample.factors(weight) != expected)
+        ]
+
+    def _had_no_room(self, sample: Sample, measured: object) -> bool:
+        """Tell, the same on all ranks, whether a sample did not fit; it is noted then."""
+        did_not_fit = self._ranks.on_any(isinstance(measured, DidNotFit))
+        if did_not_fit:
+            self.did_not_fit.append(sample)
+            line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
+            self.why_inconclusive = no_room(line)
+        return did_not_fit
+
+    def _errors(
+        self, whole: _Measured, parts: dict[Weight, list[_Measured]], *, tells: bool
+    ) -> dict[Weight, float]:
+        return {
             weight: self._farthest(_error(whole, some) if tells else 0.0)
             for weight, some in parts.items()
         }
-        told = Measurement(sample, errors, self._tolerance(), self._how(), self._is_gradient)
-        return None if self._is_rounding(told, whole, tells=tells) else told
 
     def _is_rounding(self, told: Measurement, whole: _Measured, *, tells: bool) -> bool:
         """Tell whether an error that no weight explains is only rounding, and proves nothing."""
@@ -227,10 +264,9 @@ class Comparison:
         return max(sizes) >= _SMALLEST_LOSS if self._is_loss_of_training else sizes[0] > 0
 
     def _measured(
-        self, sample: Sample
+        self, sample: Sample, weights: list[Weight]
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
-        """Compute a sample, and its parts by each weight, as training would."""
-        # What a module injects in the backward pass does not grow with the factor of the loss.
+        """Compute a sample, and its parts by each of these weights, as training would."""
         passes = self._passes
         whole = self._pass(sample.whole)
         if not isinstance(whole, DidNotFit) and self._ranks.on_any(passes.drawers.to_eval()):
@@ -238,10 +274,22 @@ class Comparison:
         if isinstance(whole, DidNotFit):
             return whole
         moved = [passes.state.moved()]
-        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in self.weights}
+        parts = self._parts(sample, weights, moved)
+        if isinstance(parts, DidNotFit):
+            return parts
+        if self._ranks.on_any(any(moved) and self._ranks.bare.training):
+            self._look_at_state(sample, moved)
+        return whole, parts
+
+    def _parts(
+        self, sample: Sample, weights: list[Weight], moved: list[dict[str, Moved]]
+    ) -> dict[Weight, list[_Measured]] | DidNotFit:
+        """Compute the parts of a sample by each of these weights; add what each part has moved."""
+        # What a module injects in the backward pass does not grow with the factor of the loss.
+        parts: dict[Weight, list[_Measured]] = {weight: [] for weight in weights}
         for place, part in enumerate(sample.parts):
             passed: dict[float, _Measured] = {}
-            for weight in self.weights:
+            for weight in weights:
                 factor = sample.factors(weight)[place]
                 before = factor if self._is_gradient else 1.0  # a loss is multiplied afterwards
                 if self._ranks.on_any(before not in passed):
@@ -254,10 +302,8 @@ class Comparison:
                     parts[weight].append(
                         one if before == factor else [each * factor for each in one]
                     )
-            moved.append(passes.state.moved())
-        if self._ranks.on_any(any(moved) and self._ranks.bare.training):
-            self._look_at_state(sample, moved)
-        return whole, parts
+            moved.append(self._passes.state.moved())
+        return parts
 
     def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
         """Find out whether pieces that each begin with the same state leave that of the whole."""

@@ -1,16 +1,17 @@
 """Held: let passes in training mode draw no number, so that equal rows give equal results."""
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_plugins.survival.attempt.generators import pythons_and_numpys
 
 # Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all. Its
 # multiples are spread evenly, so half of the signs of `rounded_differently` are up.
@@ -37,7 +38,7 @@ class Drawers:
         self._model = model
         self._open: list[nn.Module] = []
         self._found: dict[nn.Module, bool] = {}
-        self._last = _drawn()
+        self._last = pythons_and_numpys()
 
     def __enter__(self) -> "Drawers":
         self._hooks = [
@@ -57,7 +58,7 @@ class Drawers:
             module.training = training
 
     def begin(self) -> None:
-        self._open, self._last = [], _drawn()
+        self._open, self._last = [], pythons_and_numpys()
 
     @property
     def in_eval(self) -> list[nn.Module]:
@@ -80,16 +81,10 @@ class Drawers:
             self._open.pop()
 
     def _look(self) -> None:
-        now = _drawn()
-        if now != self._last and self._open:
+        now = pythons_and_numpys()
+        if self._open and not all(map(is_, now, self._last)):
             self._found.setdefault(self._open[-1], self._open[-1].training)
         self._last = now
-
-
-def _drawn() -> tuple[object, ...]:
-    """Return something that changes when a number is drawn."""
-    _, key, place, *_ = np.random.get_state(legacy=True)
-    return place, int(key[0]), hash(random.getstate())
 
 
 class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -94,6 +94,10 @@ class Gathers:
         finally:
             self._brought = before
 
+    def has_exchanged(self) -> bool:
+        """Tell whether a pass since this piece, or inside `apart`, would have exchanged."""
+        return bool(self._brought)
+
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Surround a measurement, whose last passes, a probe and its parts, show how values add."""

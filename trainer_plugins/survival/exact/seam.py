@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.patched import Patches
-from trainer_plugins.survival.attempt.state import Generators
+from trainer_plugins.survival.attempt.generators import Generators
 from trainer_plugins.survival.exact.coupled import ROW, Compute, Divided
 from trainer_plugins.survival.exact.finality import frozen
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs

@@ -349,12 +349,12 @@ class Recovery:
             return self._loss(some, model, whole, coupling)
 
         with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
-            measure = partial(
-                certificate.measure, layout, inputs, num_fit, loss, put_back, self._micro.scale
-            )
+            measure = partial(certificate.measure, layout, inputs, num_fit, loss)
+            options = (put_back, self._run.gathers.has_exchanged, self._micro.scale)
             try:
                 # What ranks measure together none of them leaves alone.
-                failure = measure() if self._ranks.measures_together else attempt(measure)
+                is_alone = not self._ranks.measures_together
+                failure = attempt(partial(measure, *options)) if is_alone else measure(*options)
                 if failure is not None:
                     raise IndivisibleError(no_room(failure.first_line))
             except IndivisibleError as error:

@@ -1,0 +1,120 @@
+"""Generators: the random numbers that a pass draws, noticed and given back."""
+
+import ctypes
+import random
+import struct
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+_NUM_WORDS = 624  # numbers of a Mersenne twister, of 32 bits each
+_NUM_BYTES = 4 * _NUM_WORDS + 4  # those, and the place of the next one
+
+
+class _Numpys:
+    """Reads the state of numpy's generator, which takes 24 us only if it was drawn from."""
+
+    def __init__(self) -> None:
+        self._module: Any = np.random
+        self._state: Any = None
+        self._memory: bytes | None = None  # that of this state; None if it does not tell all
+
+    def state(self) -> Any:
+        """Return the state: the same object until a number is drawn."""
+        generator = self._module.get_bit_generator()
+        memory = None
+        if type(generator) is np.random.MT19937:
+            # numpy's mt19937.h: the numbers, then the place
+            memory = ctypes.string_at(generator.ctypes.state_address, _NUM_BYTES)
+        if memory is None or memory != self._memory:
+            state, self._memory = self._module.get_state(legacy=False), None
+            if memory is not None:
+                held = state["state"]
+                is_there = memory == held["key"].tobytes() + np.int32(held["pos"]).tobytes()
+                # Of a pair of normal numbers the second is taken without a change of the memory.
+                self._memory = memory if is_there and not state["has_gauss"] else None
+            if self._state is None or not _is_same(state, self._state):
+                self._state = state
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        self._module.set_state(state)
+        self._memory = None  # the state may have a pair
+
+
+class _Pythons:
+    """Reads the state of Python's generator in 1 us; `random.getstate` takes 7."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """Return the state: the same object until a number is drawn."""
+        if _is_laid_out():
+            now: Any = _pythons_memory(), _pythons.gauss_next
+        else:
+            now = random.getstate()
+        if now != self._state:
+            self._state = now
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        if _is_laid_out():
+            memory, gauss_next = state
+            state = random.Random.VERSION, _in_order(memory), gauss_next
+        random.setstate(state)
+
+
+_pythons: Any = random._inst
+
+
+def _pythons_memory() -> bytes:
+    # In CPython, the only Python that runs torch, an `id` is an address. _randommodule.c: behind
+    # what every object has, the place lies, then the numbers.
+    return ctypes.string_at(id(_pythons) + object.__basicsize__, _NUM_BYTES)
+
+
+def _in_order(memory: bytes) -> tuple[int, ...]:
+    """Return what a memory holds in the order of `random.getstate`."""
+    place, *numbers = struct.unpack(f"=i{_NUM_WORDS}I", memory)
+    return (*numbers, place)
+
+
+@cache
+def _is_laid_out() -> bool:
+    """Tell whether the memory of Python's generator holds what it is read for."""
+    return bool(_in_order(_pythons_memory()) == random.getstate()[1])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare two states of a generator of numpy's."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    return bool(np.array_equal(one, other))
+
+
+_numpys_reader, _pythons_reader = _Numpys(), _Pythons()
+
+
+def pythons_and_numpys() -> tuple[object, object]:
+    """Return the states of these two: each is the same object until a number is drawn."""
+    return _pythons_reader.state(), _numpys_reader.state()
+
+
+class Generators:
+    """Keeps the state of all random generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu, self._device = torch.get_rng_state(), device
+        self._python, self._numpy = pythons_and_numpys()
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._card = self._module.get_rng_state(device) if self._module else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        _numpys_reader.restore(self._numpy)
+        _pythons_reader.restore(self._python)
+        if self._module:
+            self._module.set_rng_state(self._card, self._device)
