@@ -172,7 +172,7 @@ def test_a_limit_that_was_learned_without_checkpointing_is_open_again_with_it(tm
     trainer = small_trainer(tmp_path, per_device_train_batch_size=2)
     survive_oom(trainer)
     Run(
-        trainer, {0: [60, 6800]}
+        trainer, {0: [60, 2600]}
     )  # two rows; between them it is measured whether they add up; and one of them
 
     memo = memo_of(trainer)

@@ -1,6 +1,7 @@
 """The limit grows again where it is too low, and shrinks where the allocator thrashes."""
 
 import math
+from itertools import dropwhile
 
 import pytest
 import torch
@@ -38,9 +39,7 @@ def test_a_limit_grows_and_goes_back_where_more_does_not_fit(
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    model.register_forward_pre_hook(
-        lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True
-    )
+    note_rows(model, rows)
 
     trainer = trained(tmp_path, simgpu, capacity_mib, 12, model)
 
@@ -50,9 +49,19 @@ def test_a_limit_grows_and_goes_back_where_more_does_not_fit(
     assert rows[-len(last) :] == last
 
 
+def note_rows(model, rows: list[int]) -> None:
+    """Note of each pass how many rows it has; 0 of one whose rows are cut short, to measure."""
+
+    def note(module, args, kwargs) -> None:
+        num, width = kwargs["input_ids"].shape
+        rows.append(num if width == 64 else 0)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+
+
 def after_measuring(rows: list[int]) -> list[int]:
-    """The passes after those that measure, the last of which is of three rows."""
-    return rows[len(rows) - rows[::-1].index(3) :]
+    """The passes after those that measure first, the last of which are of rows that are cut short."""
+    return [*dropwhile(lambda num: num == 0, dropwhile(lambda num: num > 0, rows))]
 
 
 class FailsOnce(TrainerCallback):
@@ -70,9 +79,7 @@ def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    model.register_forward_pre_hook(
-        lambda *args: rows.append(len(args[-1]["input_ids"])), with_kwargs=True
-    )
+    note_rows(model, rows)
 
     trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
 
