@@ -1,5 +1,7 @@
 """`vouch_for_loss`: a loss of one's own is divided where it is measured to be additive, and refused where not."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -76,7 +78,10 @@ def test_one_that_is_measured_not_to_be_is_not_divided(tmp_path) -> None:
         Run(trainer, {0: [100]})
 
 
-ORDERS = {"randperm": torch.randperm, "sorted": lambda num: torch.rand(num).argsort()}
+ORDERS: dict[str, Callable[[int], torch.Tensor]] = {
+    "randperm": torch.randperm,
+    "sorted": lambda num: torch.rand(num).argsort(),
+}
 
 
 class Mixed(Trainer):
