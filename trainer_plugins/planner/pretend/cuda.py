@@ -34,23 +34,6 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
         gcnArchName = ""  # noqa: N815 - torch's name
         uuid = "00000000-0000-0000-0000-000000000000"
 
-    rules = AllocatorRules(first_of_a_size=first_of_a_size(torch.__version__))
-
-    def index_of(device: Any) -> int:
-        index = device if isinstance(device, int) else torch.device(device or "cuda").index
-        return index or 0
-
-    def allocated(device: Any = None) -> int:
-        return tracker.allocated_bytes[index_of(device)]
-
-    def reserved(device: Any = None) -> int:
-        """Tell what is held of one card; transformers asks how much of it is unused."""
-        of_card = by_card(tracker.trace()).get(index_of(device))
-        return replay(of_card, None, rules).reserved_bytes if of_card is not None else 0
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return card.capacity_bytes - allocated(device), card.capacity_bytes
-
     answers: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -72,13 +55,7 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
         "get_rng_state_all": list,
         "set_rng_state": lambda state, device="cuda": None,
         "set_rng_state_all": lambda states: None,
-        "mem_get_info": mem_get_info,
-        "memory_allocated": allocated,
-        "max_memory_allocated": allocated,
-        "memory_reserved": reserved,
-        "max_memory_reserved": allocated,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": lambda device=None: {},
+        **_memory(tracker, card),
         **_streams(tracker),
     }
     for name, value in answers.items():
@@ -90,6 +67,36 @@ def answer(patches: Patches, tracker: Tracker, card: Card, num_cards: int) -> No
     # FakeTensorMode would initialise CUDA to learn the number of the current device.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
     _have_one_kernel(patches)
+
+
+def _memory(tracker: Tracker, card: Card) -> dict[str, object]:
+    """Return what stands in for the names of torch.cuda that are about memory."""
+    rules = AllocatorRules(first_of_a_size=first_of_a_size(torch.__version__))
+
+    def index_of(device: Any) -> int:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return index or 0
+
+    def allocated(device: Any = None) -> int:
+        return tracker.allocated_bytes[index_of(device)]
+
+    def reserved(device: Any = None) -> int:
+        """Tell what is held of one card; transformers asks how much of it is unused."""
+        of_card = by_card(tracker.trace()).get(index_of(device))
+        return replay(of_card, None, rules).reserved_bytes if of_card is not None else 0
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return card.capacity_bytes - allocated(device), card.capacity_bytes
+
+    return {
+        "mem_get_info": mem_get_info,
+        "memory_allocated": allocated,
+        "max_memory_allocated": allocated,
+        "memory_reserved": reserved,
+        "max_memory_reserved": allocated,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: {},
+    }
 
 
 def _have_one_kernel(patches: Patches) -> None:
