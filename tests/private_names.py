@@ -9,6 +9,8 @@ TRAINER = "transformers.Trainer"
 MODEL = "transformers.modeling_utils"
 
 WHERE: dict[str, tuple[str, ...]] = {
+    # Python
+    "_inst": ("random",),
     # torch
     "_construct_storage_from_data_pointer": ("torch._C",),
     "_create_c10d_store": ("torch.distributed.rendezvous",),

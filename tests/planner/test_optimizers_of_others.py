@@ -62,7 +62,9 @@ def test_what_each_keeps_is_told():
     states = {name: plans[name].moments["save"].allocated_bytes for name in names}
     adamw, sgd = plans["adamw_torch"], plans["schedule_free_sgd"]
     assert adamw.allocated_peak_bytes > sgd.allocated_peak_bytes
-    assert states["grokadamw"] == states["lomo"] < states["adalomo"] < states["schedule_free_sgd"]
+    # LOMO leaves no gradient of which the last step keeps a norm
+    assert states["grokadamw"] == states["lomo"] + 512
+    assert states["lomo"] < states["adalomo"] < states["schedule_free_sgd"]
     # GrokAdamW keeps its states in main memory
     assert plans["grokadamw"].host_ram_bytes_per_node > plans["lomo"].host_ram_bytes_per_node
 

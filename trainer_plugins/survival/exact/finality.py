@@ -23,7 +23,7 @@ from trainer_plugins.wrapped import base_model
 _PROBED_NUMBERS = 1 << 20
 
 # A third faster than a comprehension: each micro-batch reads all.
-_gradient, _version = attrgetter("grad"), attrgetter("_version")
+_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
 class GradientMark:
@@ -34,8 +34,8 @@ class GradientMark:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         # Lists of tensors and numbers: a tuple a parameter would set off Python's collector.
         self._parameters = tuple(parameters)
-        self._gradients = [*map(_gradient, self._parameters)]
-        self._versions = [*map(_version, self._there())]
+        self._gradients = [*map(_gradient_of, self._parameters)]
+        self._versions = [*map(_version_of, self._there())]
 
     def changed(self) -> set[nn.Parameter]:
         before = zip(self._parameters, self._gradients, strict=True)
