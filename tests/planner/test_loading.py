@@ -152,6 +152,10 @@ def test_trl_loads_each_weight_onto_one_card_into_the_block_that_transformers_ma
     assert lines == [f"loads {-(2 << 20)} 8 1"] * 2
 
 
+def test_on_a_card_of_which_transformers_leaves_nothing_free_it_makes_no_block(plan):
+    assert plan(MIXTURE, "--trainer", "sft", "--gpu", "1GiB")["moments"]["load"]
+
+
 @pytest.mark.all
 def test_experts_under_zero_3_are_gathered_once_to_be_loaded():
     """Each layer's gate and up: made, in the run's dtype, gathered for the file, and for the engine."""
