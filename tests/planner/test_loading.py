@@ -152,6 +152,7 @@ def test_trl_loads_each_weight_onto_one_card_into_the_block_that_transformers_ma
     assert lines == [f"loads {-(2 << 20)} 8 1"] * 2
 
 
+@pytest.mark.all
 def test_on_a_card_of_which_transformers_leaves_nothing_free_it_makes_no_block(plan):
     assert plan(MIXTURE, "--trainer", "sft", "--gpu", "1GiB")["moments"]["load"]
 
