@@ -182,10 +182,10 @@ def _named_class(config: Any, kind: object) -> Any:
 
 def _part_of(config: Any, model: Any) -> Any:
     """Return the part of a config that a class of models is made of, as the text's; or all."""
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
-    parts = (each for each in vars(config).values() if isinstance(each, PreTrainedConfig))
-    wanted = model.config_class or PreTrainedConfig
+    parts = (each for each in vars(config).values() if isinstance(each, PretrainedConfig))
+    wanted = model.config_class or PretrainedConfig
     return next((each for each in (config, *parts) if isinstance(each, wanted)), config)
 
 
