@@ -339,6 +339,7 @@ def report(lines: list[dict[str, Any]]) -> str:
     refused = [line for line in lines if "refused" in line and "failed" not in line]
     failed = [line for line in lines if "failed" in line and "refused" not in line]
     equal = sum(each["allocated"] == 0 for _, each in both)
+    always = sum(not each["moments"] for _, each in both)
     near = sum(abs(each["allocated"]) <= each["of"] / 1000 for _, each in both)
     reserved = sum(abs(each["reserved"]) <= 0.01 for _, each in both)
     total = len(both) or 1
@@ -346,20 +347,27 @@ def report(lines: list[dict[str, Any]]) -> str:
         f"{len(lines)} configurations: {len(both)} compared; {len(neither)} that neither can run,"
         f" {len(refused)} that only the plan refuses, {len(failed)} that only fail on the dry card",
         f"allocated peak: equal to the byte in {equal} ({equal / total:.1%}),"
-        f" within 0.1 % in {near} ({near / total:.1%})",
+        f" within 0.1 % in {near} ({near / total:.1%});"
+        f" equal in every moment in {always} ({always / total:.1%})",
         f"reserved within 1 % in {reserved} ({reserved / total:.1%})",
     ]
     for line, each in sorted(both, key=lambda pair: -abs(pair[1]["allocated"]) / pair[1]["of"]):
         if each["allocated"] or abs(each["reserved"]) > 0.01:
-            share = each["allocated"] / each["of"]
-            text += [
-                f"  {line['number']}: {each['allocated']:+,} ({share:+.3%}), reserved"
-                f" {each['reserved']:+.2%}: {line['said']}",
-                *[f"      {words}" for words in each["live"][:3]],
-            ]
-    for name, those in (("failed", failed), ("refused", refused)):
-        text += [f"  {each['number']} {name}: {each[name][:200]}: {each['said']}" for each in those]
+            text += [f"  {told(line)}", *[f"      {words}" for words in each["live"][:3]]]
+    text += [f"  {told(line)}" for line in (*failed, *refused)]
     return "\n".join(text)
+
+
+def told(line: dict[str, Any]) -> str:
+    """Say in a line how one comparison ended."""
+    if "dry" in line and "fake" in line:
+        each = compared(line)
+        share = each["allocated"] / each["of"]
+        ended = f"{each['allocated']:+,} ({share:+.3%}), reserved {each['reserved']:+.2%}"
+    else:
+        names = [name for name in ("failed", "refused") if name in line]
+        ended = "; ".join(f"{name}: {line[name][:200]}" for name in names)
+    return f"{line['number']}: {ended}: {line['said']}"
 
 
 def main(numbers: list[int]) -> None:
@@ -372,7 +380,7 @@ def main(numbers: list[int]) -> None:
         try:
             for line in pool.map(lambda case: judged(case, folder), cases):
                 lines.append(line)
-                print(line["number"], line["said"], file=sys.stderr, flush=True)
+                print(told(line), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
     print(report(lines))

@@ -79,7 +79,8 @@ def _be_first_rank(patches: Patches, request: PlanRequest, tracker: Tracker) -> 
     # All ranks have batches of the same size. Comparing sizes would need values.
     patches.set(Accelerator, "pad_across_processes", lambda self, tensor, *_, **__: tensor)
     try:
-        dist.broadcast(torch.empty(1, device=tracker.device), 0)
+        with tracker.resting():  # it is ours, not the run's
+            dist.broadcast(torch.empty(1, device=tracker.device), 0)
     except UnsupportedOperatorException as error:
         raise NotPredicted(
             f"several GPUs with torch {torch.__version__}: its collectives take no fake tensors"
