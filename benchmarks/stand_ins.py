@@ -50,6 +50,12 @@ _CASES: dict[str, dict[str, Any]] = {
         **_SOUND,
     },
     "rehearse/sounds: whisper": {"kind": "whisper", "seq_length": None, "target_length": 100},
+    "rehearse/evaluation: T5 that generates": {
+        "kind": "t5",
+        "config": {"decoder_start_token_id": 0, "num_decoder_layers": 2},
+        "args": {"eval_strategy": "epoch", "predict_with_generate": True},
+        "target_length": 64,
+    },
     "rehearse/pictures: ViT": {
         "kind": "vit",
         "config": {"architectures": ["ViTForImageClassification"]},
@@ -73,6 +79,13 @@ _CASES: dict[str, dict[str, Any]] = {
         for name in ("paged_lion_8bit", "ademamix_8bit")
     },
     "pretend/triton: SFT's chunked loss": {"trainer": "sft", "args": {"loss_type": "chunked_nll"}},
+    **{
+        f"pretend/triton: SFT packs ({how})": {
+            "trainer": "sft",
+            "args": {"packing": True, "packing_strategy": how},
+        }
+        for how in ("bfd", "wrapped")
+    },
     "pretend/triton: DPO's reference": {"trainer": "dpo", "args": {"eval_strategy": "epoch"}},
     "pretend/triton: Reward": {"trainer": "reward"},
     "pretend/triton: KTO": {"trainer": "kto"},

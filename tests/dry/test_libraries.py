@@ -26,6 +26,17 @@ weight = torch.randn(600, 600, device="cuda", requires_grad=True)
 print("gradient of", tuple(weight.grad.shape))
 """
 
+_LEFT = """
+import torch
+labels = torch.full((1 << 18,), -100, device="cuda")  # half of their bytes are NaN in float32
+where = labels.data_ptr()
+del labels
+weights = torch.empty(1 << 19, device="cuda")
+assert weights.data_ptr() == where
+assert not weights[:8].isnan().any()
+print("no NaN")
+"""
+
 _OBJECTS = """
 import torch
 import torch.distributed as dist
@@ -53,6 +64,12 @@ print("moved")
 def test_linear_algebra_and_transforms_run(dry_cuda: Run) -> None:
     done = dry_cuda(_LINEAR_ALGEBRA, gpu="24GiB")
     assert "gradient of (600, 600)" in done.stdout, done.stderr[-2000:]
+
+
+def test_what_another_tensor_has_left_is_no_overflow(dry_cuda: Run) -> None:
+    """DeepSpeed looks for one in a few numbers of a large buffer, and would skip the step."""
+    done = dry_cuda(_LEFT, gpu="24GiB")
+    assert "no NaN" in done.stdout, done.stderr[-2000:]
 
 
 def test_objects_larger_than_what_is_exchanged_of_numbers_move(

@@ -165,9 +165,10 @@ def see_into_operators(values: Values) -> None:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values on the dry card."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    most = _MOST_FLOAT_BYTES if is_number else _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
+    """Return whether a tensor has values on the dry card; numbers in a large storage have none."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.untyped_storage().nbytes() <= _MOST_FLOAT_BYTES
+    most = _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
     return tensor.numel() * tensor.element_size() <= most
 
 
