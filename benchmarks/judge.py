@@ -5,8 +5,8 @@ and on the dry card. Compared are the allocated and the reserved bytes of each m
 blocks that are alive at the peak. Ctrl-C ends it, and prints what is known. What it needs is
 fetched into a cache.
 
-Use: scripts/bench judge, which then runs the published rows (`benchmarks.prediction`), or
-`python -m benchmarks.judge NUMBERS`, as in `0-299` or `7`.
+Use: scripts/bench judge, which then runs the published rows (`benchmarks.prediction`, `several`),
+or `python -m benchmarks.judge NUMBERS`, as in `0-299` or `7`.
 """
 
 import json
@@ -393,4 +393,7 @@ elif __name__ == "__main__":
     _first, _, _last = (sys.argv[1] if sys.argv[1:] else "0-299").partition("-")
     main([*range(int(_first), int(_last or _first) + 1)])
     if not sys.argv[1:]:
+        from benchmarks import several  # which imports this module
+
         prediction.main([])
+        several.main([])

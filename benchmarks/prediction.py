@@ -5,8 +5,8 @@ The rows are those of `tests/planner/published.toml`.
 Each row is replayed with the versions of transformers and peft that it was measured with, on this
 environment's torch; and it is run on the dry card, with that torch too. They and the other
 estimators are installed beside this environment, into a cache. Prints what `benchmarks/results`
-keeps row by row and docs/plan_measured.md sums up; all rows take an hour, those whose names contain
-a word less, and a third of it without the dry card:
+keeps row by row and docs/plan_measured.md sums up; all rows take some 40 minutes, those whose names
+contain a word less, and half of it without the dry card:
 
     python -m benchmarks.prediction [--no-dry] [WORD] ...
 """
@@ -18,9 +18,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from threading import Lock
 
 from benchmarks.prediction_peers import PEERS
 from benchmarks.published import CARDS, Row, published
@@ -47,6 +49,9 @@ BESIDE = {"4.57.6": ("--no-deps", "datasets==4.2.0")}
 """What an old transformers imports and cannot in a new environment."""
 
 
+_one_installs = Lock()
+
+
 class NotInstalledError(Exception):
     """Reports pip's reason."""
 
@@ -59,25 +64,18 @@ def installed(*steps: Sequence[str]) -> str:
     """
     digest = hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:12]
     folder = CACHE / f"{steps[0][-1].replace('==', '-')}-{digest}"
-    if not (folder / ".installed").exists():
+    with _one_installs:
+        if (folder / ".installed").exists():
+            return str(folder)
         print(f"installing {steps[0][-1]} into {folder} ...", file=sys.stderr)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade"]
         for step in steps:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--target",
-                str(folder),
-                "--upgrade",
-                *step,
-            ]
+            command = [*pip, "--target", str(folder), *step]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
                 raise NotInstalledError(last_line(done.stderr))
         (folder / ".installed").touch()
-    return str(folder)
+        return str(folder)
 
 
 def last_line(text: str) -> str:
@@ -397,9 +395,10 @@ def main(words: Sequence[str]) -> None:
     asked = [word for word in words if word != "--no-dry"]
     rows = [row for row in published() if not asked or any(word in row.key for word in asked)]
     replayed = [row for row in rows if not why_not(row)]
-    ways = {"plan": replays(replayed)}
-    if "--no-dry" not in words:
-        ways["dry"] = replays(replayed, on_card=True)
+    on_cards = {"plan": False} if "--no-dry" in words else {"plan": False, "dry": True}
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(replays, replayed, is_dry) for is_dry in on_cards.values()]
+        ways = {name: each.result() for name, each in zip(on_cards, found, strict=True)}
     print_rows(replayed, ways)
     complete = [row for row in rows if row.complete]
     if complete:
