@@ -383,7 +383,7 @@ def main(numbers: list[int]) -> None:
                 print(told(line), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)
-    print(report(lines))
+    print(report(lines), flush=True)
 
 
 if sys.argv[1:2] == ["--watched"]:
