@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments
 
 from tests import processes
 from tests.models import tiny_llama, token_rows
@@ -118,6 +118,22 @@ def test_an_evaluation_of_the_loss_makes_no_logits() -> None:
     plan = planned(use_liger_kernel=True, per_device_eval_batch_size=ROWS, **both)
 
     assert plan.moments["evaluation"].allocated_bytes < LOGITS
+
+
+def test_a_kernel_that_is_tuned_takes_a_buffer_at_first(monkeypatch) -> None:
+    """Triton overwrites 256 MiB before it times a kernel, to empty the card's L2 cache."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3MoeConfig(**sizes, **heads)
+    args = TrainingArguments(report_to="none", max_steps=2, use_liger_kernel=True)
+    reserved = []
+    for tunes in ("1", "0"):
+        monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", tunes)
+        plan = plan_run(config, args, seq_length=64, gpu="24GiB", has_padding=False)
+        reserved.append(plan.reserved_peak_bytes)
+
+    assert reserved[0] > 256 * MIB > reserved[1], "later blocks lie in it"
 
 
 def test_without_its_code_it_is_refused_with_what_to_install() -> None:

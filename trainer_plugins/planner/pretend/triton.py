@@ -1,11 +1,12 @@
 """Let Python around Triton's kernels run without Triton and without a card.
 
 A kernel takes nothing from the allocator itself, so kernels can do nothing: Liger's
-(liger_kernel/ops), and TRL's for logits and their losses.
+(liger_kernel/ops), and TRL's for logits and their losses. Only the autotuner does.
 """
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 _NAME = "triton"
+_L2_BYTES = 256 << 20  # get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py, 3.7
 
 
 def kernels_do_nothing() -> None:
@@ -47,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(
             __version__="3.0.0",  # that of no kernel's special case
             jit=_jit,
-            autotune=lambda *_, **__: _jit,
+            autotune=_autotune,
             heuristics=lambda *_, **__: _jit,
             cdiv=lambda number, by: -(-number // by),
             next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length(),
@@ -91,12 +93,43 @@ class _Constant:
 class _Kernel:
     """Does nothing when it is launched."""
 
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
-def _jit(function: Callable[..., object] | None = None, **_: object) -> Any:
-    return _Kernel() if function is not None else _jit
+class _Tuned(_Kernel):
+    """Is timed before it is first launched with other sizes, which empties the card's L2 cache."""
+
+    def __init__(self, names: Sequence[str], key: Sequence[str]) -> None:
+        super().__init__(names)
+        self._key, self._timed = key, set[tuple[object, ...]]()
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: object, **kwargs: object) -> None:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tensors = [each for each in given.values() if isinstance(each, torch.Tensor)]
+        sizes = (*map(given.get, self._key), *(each.dtype for each in tensors))
+        if sizes not in self._timed:
+            self._timed.add(sizes)
+            torch.empty(_L2_BYTES // 4, dtype=torch.int, device=tensors[0].device)
+
+
+def _jit(function: Any = None, **_: object) -> Any:
+    if function is None:
+        return _jit
+    is_kernel = isinstance(function, _Kernel)
+    return function if is_kernel else _Kernel([*inspect.signature(function).parameters])
+
+
+def _autotune(configs: object, key: Sequence[str] = (), **_: object) -> Callable[..., _Kernel]:
+    """Let a kernel be timed if it has several configurations (triton/runtime/autotuner.py)."""
+    has_choice = isinstance(configs, list) and len(configs) > 1
+    return lambda kernel: _Tuned(kernel.names, key) if has_choice else kernel
 
 
 class _LogProbabilities(torch.autograd.Function):

@@ -35,6 +35,9 @@ _EXCHANGES = {"c10d", "_c10d_functional"}
 _ASKS = {_aten.equal, _aten.allclose}
 """Operators that read their own results on the host."""
 
+_UNSET = {getattr(_aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+"""Operators whose results a kernel of Triton may fill, which does not run: they are zero."""
+
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 """Operators that change which memory a tensor has; its values stay in it."""
 
@@ -97,6 +100,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         made = func(*args, **kwargs)
         found = list(_tensors(made))
+        if packet in _UNSET:
+            self._clear(made, given)
+            return made
         if packet in _ASKS:
             return self._computed(func, args, kwargs)
         homes = {each.untyped_storage().data_ptr() for each in given}
