@@ -89,6 +89,7 @@ def loaded(row: Row) -> Any:
     kind = getattr(transformers, row.architecture["architectures"][0])
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
+        os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD", None)  # a dry card's own runs load in order
         loading = sys.modules.get("transformers.core_model_loading")
         with patch.object(loading, "GLOBAL_WORKERS", LOADERS) if loading else nullcontext():
             model = kind.from_pretrained(folder, **options)

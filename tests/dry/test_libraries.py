@@ -26,6 +26,14 @@ weight = torch.randn(600, 600, device="cuda", requires_grad=True)
 print("gradient of", tuple(weight.grad.shape))
 """
 
+_LAST = """
+import sys, torch
+weight = torch.randn(600, 600, device="cuda", requires_grad=True)
+loss = torch.fft.fft2(weight).real.sum()
+sys.setswitchinterval(1000)  # no thread of autograd's runs Python before this ends
+loss.backward()
+"""
+
 _LEFT = """
 import torch
 labels = torch.full((1 << 18,), -100, device="cuda")  # half of their bytes are NaN in float32
@@ -71,6 +79,12 @@ print("moved")
 def test_linear_algebra_and_transforms_run(dry_cuda: Run) -> None:
     done = dry_cuda(_LINEAR_ALGEBRA, gpu="24GiB")
     assert "gradient of (600, 600)" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_backward_pass_may_come_last(dry_cuda: Run) -> None:
+    """Autograd's thread still holds the mode that computes what is small; Python aborted then."""
+    codes = [dry_cuda(_LAST, gpu="24GiB").returncode for _ in range(3)]
+    assert codes == [0, 0, 0]
 
 
 def test_what_another_tensor_has_left_is_no_value(dry_cuda: Run) -> None:

@@ -1,9 +1,13 @@
 """start() prepares a Python process that has the dry libraries. Imports torch."""
 
+import atexit
 import os
 import sys
+import time
+from contextlib import suppress
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.testing.drycuda.inside import alone, cheap, observe, safety, shapes
 from trainer_plugins.testing.drycuda.inside.process import has_numbers, is_dry, say
@@ -43,8 +47,22 @@ def start() -> None:
     values = Values(all_numbers=has_numbers())
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
+    atexit.register(_wait_for_autograd)
     alone.be_all_ranks()
     observe.record()
+
+
+def _wait_for_autograd() -> None:
+    """Wait until autograd's threads have left the mode that they ran in, which is Python's.
+
+    One that still has to when Python ends would abort the process. It has before it runs this; what
+    it holds of this takes it a moment.
+    """
+    with _disable_current_modes(), suppress(RuntimeError):
+        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            if torch.cuda.memory_reserved(index):
+                torch.zeros((), device=f"cuda:{index}", requires_grad=True).backward()
+                time.sleep(0.02)
 
 
 def _leave_to_the_card_what_the_cpu_has_too() -> None:
