@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -58,10 +59,12 @@ def _wait_for_autograd() -> None:
     One that still has to when Python ends would abort the process. It has before it runs this; what
     it holds of this takes it a moment.
     """
+    cards: Any = torch.cuda
     with _disable_current_modes(), suppress(RuntimeError):
-        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-            if torch.cuda.memory_reserved(index):
-                torch.zeros((), device=f"cuda:{index}", requires_grad=True).backward()
+        for index in range(cards.device_count() if cards.is_initialized() else 0):
+            if cards.memory_reserved(index):
+                zero = torch.zeros((), device=f"cuda:{index}", requires_grad=True)
+                torch.autograd.backward(zero)
                 time.sleep(0.02)
 
 
