@@ -5,8 +5,8 @@ The rows are those of `tests/planner/published.toml`.
 Each row is replayed with the versions of transformers and peft that it was measured with, on this
 environment's torch; and it is run on the dry card, with that torch too. They and the other
 estimators are installed beside this environment, into a cache. Prints what `benchmarks/results`
-keeps row by row and docs/plan_measured.md sums up; all rows take some 40 minutes, those whose names
-contain a word less, and half of it without the dry card:
+keeps row by row and docs/plan_measured.md sums up; all rows take up to an hour, those whose names
+contain a word less, and a quarter of it without the dry card:
 
     python -m benchmarks.prediction [--no-dry] [WORD] ...
 """
@@ -395,10 +395,11 @@ def main(words: Sequence[str]) -> None:
     asked = [word for word in words if word != "--no-dry"]
     rows = [row for row in published() if not asked or any(word in row.key for word in asked)]
     replayed = [row for row in rows if not why_not(row)]
-    on_cards = {"plan": False} if "--no-dry" in words else {"plan": False, "dry": True}
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(replays, replayed, is_dry) for is_dry in on_cards.values()]
-        ways = {name: each.result() for name, each in zip(on_cards, found, strict=True)}
+        begun = {"plan": pool.submit(replays, replayed)}
+        if "--no-dry" not in words:
+            begun["dry"] = pool.submit(replays, replayed, on_card=True)
+        ways = {name: each.result() for name, each in begun.items()}
     print_rows(replayed, ways)
     complete = [row for row in rows if row.complete]
     if complete:

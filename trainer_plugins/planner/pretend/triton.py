@@ -50,7 +50,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             __version__="3.0.0",  # that of no kernel's special case
             jit=_jit,
             autotune=_autotune,
-            heuristics=lambda *_, **__: _jit,
+            heuristics=lambda *_, **__: lambda kernel: kernel,
             cdiv=lambda number, by: -(-number // by),
             next_power_of_2=lambda number: 1 << max(0, number - 1).bit_length(),
         )
@@ -119,11 +119,8 @@ class _Tuned(_Kernel):
             torch.empty(_L2_BYTES // 4, dtype=torch.int, device="cuda")  # as there
 
 
-def _jit(function: Any = None, **_: object) -> Any:
-    if function is None:
-        return _jit
-    is_kernel = isinstance(function, _Kernel)
-    return function if is_kernel else _Kernel([*inspect.signature(function).parameters])
+def _jit(function: Callable[..., object] | None = None, **_: object) -> Any:
+    return _Kernel([*inspect.signature(function).parameters]) if function is not None else _jit
 
 
 def _autotune(configs: object, key: Sequence[str] = (), **_: object) -> Callable[..., _Kernel]:

@@ -99,12 +99,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._computed(func, args, kwargs)
             return made
         made = func(*args, **kwargs)
-        found = list(_tensors(made))
         if packet in _UNSET:
             self._clear(made, given)
             return made
         if packet in _ASKS:
             return self._computed(func, args, kwargs)
+        found = list(_tensors(made))
         homes = {each.untyped_storage().data_ptr() for each in given}
         is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
         if found and is_new and all(map(self._is_small, found)):
