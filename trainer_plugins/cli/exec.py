@@ -4,13 +4,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_options
 from trainer_plugins.printable import printable
+
+if TYPE_CHECKING:
+    from trainer_plugins.testing.drycuda.wall import Allowed
 
 _ASK = "--fit-ask"
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
@@ -57,6 +61,14 @@ def exec_(
             " peft (LoRA instead of all weights), length (half of TRL's max_length)."
         ),
     ] = None,
+    allow_writes: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --fit: let its plans write in this folder for real."),
+    ] = None,
+    allow_network: Annotated[
+        bool,
+        typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
+    ] = False,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -84,11 +96,15 @@ def exec_(
     chosen: dict[str, str] = {}
     if fit or fit_ask:
         given = {**given, "preset": given.get("preset", "survive")}
-        chosen = _chosen(words, gpu, num_gpus, may or (), sys.stdout if fit_ask else sys.stderr)
+        from trainer_plugins.testing.drycuda.wall import Allowed
+
+        allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
+        answer = sys.stdout if fit_ask else sys.stderr
+        chosen = _chosen(words, gpu, num_gpus, may or (), allowed, answer)
         if fit_ask:
             return
-    elif gpu or num_gpus or may:
-        ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
+    elif gpu or num_gpus or may or allow_writes or allow_network:
+        ExecCommand.refuse("--gpu, --num-gpus, --may and --allow-... are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     try:
@@ -130,14 +146,19 @@ def _python_path() -> str:
 
 
 def _chosen(
-    words: list[str], gpu: str | None, num_gpus: int | None, may: Sequence[str], answer: TextIO
+    words: list[str],
+    gpu: str | None,
+    num_gpus: int | None,
+    may: Sequence[str],
+    allowed: "Allowed",
+    answer: TextIO,
 ) -> dict[str, str]:
     """Return the variables with which the command fits, or end with a line that says why not."""
     from trainer_plugins.cli.exec_fit import DoesNotFit, variables_to_fit
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        return variables_to_fit(words, gpu, num_gpus, may, answer)
+        return variables_to_fit(words, gpu, num_gpus, may, allowed, answer)
     except PlanError as error:
         ExecCommand.refuse(f"--fit: {error}; nothing was started")
     except DoesNotFit as error:

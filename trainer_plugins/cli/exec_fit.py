@@ -14,6 +14,7 @@ from trainer_plugins.units import size
 
 if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
+    from trainer_plugins.testing.drycuda.wall import Allowed
 
 # What a user may allow to be changed besides how the same result is computed.
 MAY = ("precision", "optim", "peft", "length")
@@ -28,6 +29,7 @@ def variables_to_fit(
     gpu: str | None,
     num_gpus: int | None,
     may: Sequence[str],
+    allowed: "Allowed",
     answer: TextIO,
 ) -> dict[str, str]:
     """Plan a command on dry cards; return the variables with which it fits, none if it does.
@@ -37,6 +39,7 @@ def variables_to_fit(
         gpu: the card, by name or size; None takes the fullest that is visible here.
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
+        allowed: what the command may do for real while it is planned.
         answer: where the choice is printed; what is being done goes to standard error.
 
     Raises:
@@ -56,7 +59,10 @@ def variables_to_fit(
     card, number = _cards(gpu, num_gpus)
     with by_any_signal():
         variations = Variations(
-            DryRun(command=command, card=card, num_cards=number, foretells=True), tell
+            DryRun(
+                command=command, card=card, num_cards=number, foretells=True, allowed=allowed
+            ),
+            tell,
         )
         if variations.fits:
             spare = size(variations.spare_bytes(variations.plan))

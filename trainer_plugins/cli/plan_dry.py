@@ -37,6 +37,10 @@ class DryOptions:
         default="auto",
         metavar="NAME",
     )
+    allow_writes: list[Path] | None = option(
+        "Let the command write, rename and delete in this folder for real; may be repeated."
+    )
+    allow_network: bool = option("Let the command connect to other hosts.", default=False)
     dry_env: bool = option(
         "Fetch torch's build for CUDA into the cache if the installed one is for CPUs.",
         default=False,
@@ -126,6 +130,7 @@ def variations_of(
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
+    from trainer_plugins.testing.drycuda.wall import Allowed
 
     machine = run.machine
     if machine.gpu is None:
@@ -144,6 +149,7 @@ def variations_of(
         timeout_seconds=machine.timeout,
         snapshot=options.snapshot,
         foretells=foretells,
+        allowed=Allowed(writes=tuple(options.allow_writes or ()), network=options.allow_network),
     )
     return Variations(asked, tell)
 

@@ -6,7 +6,9 @@ allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed,
 library, Triton. What tensors hold is zero, except small ones (`inside/values.py`).
 
     with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
-        subprocess.run(["python", "train.py"], env=dry.environment())
+        subprocess.run(dry.wall.command(["python", "train.py"]), env=dry.environment())
+
+A program behind the wall changes none of your files and reaches no other host (`wall.py`).
 """
 
 import contextlib
@@ -27,6 +29,7 @@ from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+from trainer_plugins.testing.drycuda.wall import Allowed, Wall, unlock
 from trainer_plugins.testing.nvml import ScriptedNvml
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
@@ -71,18 +74,27 @@ class DryCuda:
         num_cards: how many there are.
         alone: only rank 0 of a program runs, and the others are taken to be like it.
         numbers: compute every operator, so that small models really train.
+        allowed: what programs may write for real, and whether they may reach other hosts.
 
     Raises:
         DryCudaUnavailable: the libraries cannot be built here.
+        ValueError: a folder in `allowed` does not exist.
     """
 
     def __init__(
-        self, card: Card, num_cards: int = 1, *, alone: bool = False, numbers: bool = False
+        self,
+        card: Card,
+        num_cards: int = 1,
+        *,
+        alone: bool = False,
+        numbers: bool = False,
+        allowed: Allowed = Allowed(),  # noqa: B008 - it is frozen
     ) -> None:
         self._site = site_with_cuda()
         self._libraries = [*libraries_in(built()), _nvml()]
         self._alone, self._numbers = alone, numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
+        self.wall = Wall(self.folder, allowed)
         self.cards = [
             SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
             for index in range(num_cards)
@@ -113,8 +125,11 @@ class DryCuda:
         site = str(self._site)
         ahead = [] if site in sys.path else [site]  # of the torch that is installed
         path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
-        preload = [*map(str, self._libraries), *filter(None, [of.get("LD_PRELOAD")])]
+        walled = self.wall.environment(self._libraries[0].parent)
+        first = walled.pop("LD_PRELOAD", None)
+        preload = filter(None, [first, *map(str, self._libraries), of.get("LD_PRELOAD")])
         ours = {
+            **walled,
             "LD_PRELOAD": ":".join(preload),
             "PYTHONPATH": os.pathsep.join(path),
             "TRAINER_PLUGINS_DRYCUDA": str(self.folder),
@@ -140,6 +155,7 @@ class DryCuda:
 
     def __exit__(self, *_: object) -> None:
         self._end_what_is_left()
+        unlock(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _end_what_is_left(self) -> None:

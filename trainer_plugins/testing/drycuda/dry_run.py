@@ -27,6 +27,7 @@ from trainer_plugins.testing.drycuda.command import ended
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.testing.drycuda.dry_cuda import DryCuda
 from trainer_plugins.testing.drycuda.smallest import smallest_room
+from trainer_plugins.testing.drycuda.wall import Allowed, explain_refusal
 from trainer_plugins.units import size
 
 _LAST_LINES = 12
@@ -74,6 +75,9 @@ class DryRun:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the command gets besides those of this process."""
 
+    allowed: Allowed = Allowed()
+    """What the command may write for real, and whether it may reach other hosts."""
+
     foretells: bool = False
     """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
 
@@ -116,8 +120,8 @@ class DryResult:
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command for `dry_plan`; where it cannot resume by itself, a second time to resume."""
     try:
-        made = DryCuda(run.card, run.num_cards, alone=run.alone)
-    except DryCudaUnavailable as error:
+        made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
+    except (DryCudaUnavailable, ValueError) as error:
         raise PlanError(str(error)) from error
     with made as dry:
         result = _ran(run, dry, tell)
@@ -149,11 +153,12 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
     }
     log = dry.folder / "log"
-    code = ended(run.command, environment, log, run.timeout_seconds)
+    code = ended(dry.wall.command(run.command), environment, log, run.timeout_seconds)
     seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)
+    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.wall.refused()]
     snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
     if run.snapshot is not None:
         shutil.copyfile(snapshot, run.snapshot)
@@ -206,6 +211,7 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
             ": a plan is of a training by transformers' Trainer; other programs run on dry cards"
             " by `python -m trainer_plugins.testing.drycuda`"
         )
+    last += explain_refusal("\n".join(lines))
     return f"the command ended with exit code {code} before a Trainer had trained{last}"
 
 

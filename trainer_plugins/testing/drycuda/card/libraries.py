@@ -21,6 +21,7 @@ _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent.parent / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _CORE = "libdrycuda.so"
+WALL = "libdrywall.so"
 
 _OURS = {
     "libcudart.so": "cudart.cpp",
@@ -130,6 +131,8 @@ def _build(folder: Path, compiler: str, needed: Mapping[str, Library], cudnn: in
     base = [*compiler.split(), "-std=c++17", *flags]
     core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
     compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
+    wall = [*base, f"-Wl,-soname,{WALL}", str(_SOURCES / "wall.cpp"), "-ldl"]
+    compiled_once(folder / WALL, wall, _TIMEOUT_SECONDS)
     for name, library in sorted(needed.items()):
         if (folder / name).exists():
             continue

@@ -1,4 +1,4 @@
-"""Keeps a dry run from pushing, reporting to a tracker, or writing over a real checkpoint."""
+"""Keeps a dry run from pushing and reporting, and from writing the bytes of a checkpoint."""
 
 import functools
 import io
@@ -18,22 +18,6 @@ from trainer_plugins.testing.drycuda.inside.holes import write_holes
 from trainer_plugins.testing.drycuda.inside.process import has_numbers
 
 _SMALL_BYTES = 1 << 20
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "COMET_MODE": "disabled",
-    "CLEARML_OFFLINE_MODE": "1",
-    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
-    "SWANLAB_MODE": "disabled",
-    "TRACKIO_DISABLED": "1",
-    "AXOLOTL_DO_NOT_TRACK": "1",
-    "DO_NOT_TRACK": "1",
-}
-
-
-def be_offline() -> None:
-    """Set trackers and the hub offline."""
-    os.environ.update(_OFFLINE)
 
 
 def save_no_bytes() -> None:

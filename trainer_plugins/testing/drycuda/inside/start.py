@@ -43,7 +43,6 @@ def start() -> None:
         say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
         cheap.skip_initialisation()
         safety.save_no_bytes()
-    safety.be_offline()
     shapes.compute_on_the_host()
     values = Values(all_numbers=has_numbers())
     see_into_operators(values)
