@@ -59,9 +59,7 @@ def variables_to_fit(
     card, number = _cards(gpu, num_gpus)
     with by_any_signal():
         variations = Variations(
-            DryRun(
-                command=command, card=card, num_cards=number, foretells=True, allowed=allowed
-            ),
+            DryRun(command=command, card=card, num_cards=number, foretells=True, allowed=allowed),
             tell,
         )
         if variations.fits:

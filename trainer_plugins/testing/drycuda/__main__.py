@@ -63,7 +63,9 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
     with suppress(KeyboardInterrupt), by_any_signal(), made as dry:
-        return subprocess.run(dry.wall.command(command), env=dry.environment(), check=False).returncode
+        return subprocess.run(
+            dry.wall.command(command), env=dry.environment(), check=False
+        ).returncode
     return _EXIT_INTERRUPTED
 
 

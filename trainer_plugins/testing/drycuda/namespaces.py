@@ -27,7 +27,18 @@ _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE, _RELATIME = 1, 32, 4096, 16384, 1 << 1
 _NEWNS, _NEWUTS, _NEWUSER, _NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 
 _AS_THEY_ARE = ("/proc", "/sys", "/dev")
-_READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/boot", "/nix")
+_READ_ONLY = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc",
+    "/boot",
+    "/nix",
+)
 
 
 def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> None:
@@ -176,9 +187,7 @@ def _call(name: str, *arguments: object) -> None:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     try:
-        build_wall(
-            Path(asked["scratch"]), map(Path, asked["real"]), has_network=asked["network"]
-        )
+        build_wall(Path(asked["scratch"]), map(Path, asked["real"]), has_network=asked["network"])
     except OSError as problem:
         sys.exit(f"no wall: {problem}")
     try:

@@ -19,9 +19,14 @@ from trainer_plugins.compiled import cache_folder
 from trainer_plugins.testing.drycuda.card.libraries import WALL
 
 _NAMESPACES = Path(__file__).parent / "namespaces.py"
-_REFUSED = re.compile(
-    r"Read-only file system|Connection refused|Network is unreachable|[Nn]ame resolution|[Oo]ffline ?[Mm]ode"
-)
+_REFUSALS = {
+    "Read-only file system": "changes none of your files: --allow-writes PATH lets it change some",
+    "Connection refused|Network is unreachable|[Nn]ame resolution|[Oo]ffline ?[Mm]ode": (
+        "reaches no other program: --allow-network lets it"
+    ),
+}
+"""What an error says if the wall was in the way, and what to do."""
+
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
@@ -113,19 +118,17 @@ class Wall:
 
 
 def explain_refusal(log: str) -> str:
-    """Say, after the error of a command, that the wall was in its way; empty if it was not."""
-    if not _REFUSED.search(log):
+    """Say, to go behind the error of a command, that the wall was in its way; else nothing."""
+    does = next((does for words, does in _REFUSALS.items() if re.search(words, log)), None)
+    if does is None:
         return ""
     lines = [
         f"{place}:{number}"
         for place, number in _SCRIPT_LINE.findall(log)
         if "site-packages" not in place and "/lib/python" not in place and "<" not in place
     ]
-    where = f" at {lines[-1]}" if lines else ""
-    return (
-        f". A dry run writes none of your files and reaches no other host, and was refused to{where}:"
-        " --allow-writes PATH or --allow-network permits it"
-    )
+    where = f" (at {lines[-1]})" if lines else ""
+    return f" -- a dry run {does}{where}"
 
 
 @functools.cache
