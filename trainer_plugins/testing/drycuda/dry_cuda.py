@@ -74,7 +74,7 @@ class DryCuda:
         num_cards: how many there are.
         alone: only rank 0 of a program runs, and the others are taken to be like it.
         numbers: compute every operator, so that small models really train.
-        allowed: what programs may write for real, and whether they may reach other hosts.
+        allowed: what programs may do for real (None: nothing).
 
     Raises:
         DryCudaUnavailable: the libraries cannot be built here.
@@ -88,13 +88,13 @@ class DryCuda:
         *,
         alone: bool = False,
         numbers: bool = False,
-        allowed: Allowed = Allowed(),  # noqa: B008 - it is frozen
+        allowed: Allowed | None = None,
     ) -> None:
         self._site = site_with_cuda()
         self._libraries = [*libraries_in(built()), _nvml()]
         self._alone, self._numbers = alone, numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
-        self.wall = Wall(self.folder, allowed)
+        self.wall = Wall(self.folder, allowed or Allowed())
         self.cards = [
             SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
             for index in range(num_cards)

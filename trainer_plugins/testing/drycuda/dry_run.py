@@ -75,7 +75,7 @@ class DryRun:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the command gets besides those of this process."""
 
-    allowed: Allowed = Allowed()
+    allowed: Allowed = field(default_factory=Allowed)
     """What the command may write for real, and whether it may reach other hosts."""
 
     foretells: bool = False

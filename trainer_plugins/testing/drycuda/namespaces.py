@@ -104,7 +104,7 @@ def _passage(place: str) -> int:
 def _places_to_cover(mounts: Iterable[str]) -> list[str]:
     """Return the folders that have no mount below them, from the root on, and the user's own."""
     found = list(_folders_below("/", mounts))
-    for own in (os.getcwd(), os.environ.get("HOME"), os.environ.get("TMPDIR"), "/tmp"):  # noqa: S108
+    for own in (os.getcwd(), os.environ.get("HOME"), os.environ.get("TMPDIR"), "/tmp"):
         if own and os.path.isdir(own) and not _is_below(os.path.realpath(own), found):
             found.append(os.path.realpath(own))  # in a folder that cannot be listed, or in /usr
     return found
