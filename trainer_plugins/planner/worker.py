@@ -15,13 +15,16 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from trainer_plugins.compiled import cache_folder
 from trainer_plugins.forks.server import cpu_seconds
+from trainer_plugins.namespaces import build_wall
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.compare.lines import SearchLine, SearchRequest, SearchResult
 from trainer_plugins.planner.compare.search import search
@@ -165,6 +168,9 @@ def _end_after(seconds: float) -> None:
 if __name__ == "__main__":
     _requests, _results, _step, _seconds, _folder = sys.argv[1:]
     os.chdir(_folder)  # relative paths of the user begin there
+    with suppress(OSError):  # where the kernel does not allow it, a user's own loss may write
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        build_wall(Path(_results).parent, [cache_folder().absolute()], has_network=False)
     warnings.filterwarnings("ignore")
     _end_after(float(_seconds))
     progress.write_to(Path(_step))

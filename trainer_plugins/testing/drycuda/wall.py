@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer_plugins import namespaces
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.testing.drycuda.card.libraries import WALL
 
-_NAMESPACES = Path(__file__).parent / "namespaces.py"
+_NAMESPACES = namespaces.__file__
 _REFUSALS = {
     "Read-only file system": "changes none of your files: --allow-writes PATH lets it change some",
     "Connection refused|Network is unreachable|[Nn]ame resolution|[Oo]ffline ?[Mm]ode": (
@@ -84,7 +85,7 @@ class Wall:
             "real": list(map(str, self._real)),
             "network": self._network,
         }
-        python = [sys.executable, "-I", "-S", str(_NAMESPACES)]
+        python = [sys.executable, "-I", "-S", _NAMESPACES]
         return [*python, json.dumps(asked), *command]
 
     def environment(self, libraries: Path) -> dict[str, str]:
@@ -136,7 +137,7 @@ def find_obstacle() -> str | None:
     """Say why commands get no namespaces here; None if they do."""
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-wall-") as folder:
         asked = json.dumps({"scratch": folder, "real": [], "network": False})
-        probe = [sys.executable, "-I", "-S", str(_NAMESPACES), asked, "true"]
+        probe = [sys.executable, "-I", "-S", _NAMESPACES, asked, "true"]
         done = subprocess.run(probe, capture_output=True, text=True, check=False)
         unlock(Path(folder))
     return done.stderr.strip() or "it ended" if done.returncode else None
