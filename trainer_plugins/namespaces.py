@@ -52,7 +52,7 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     Raises:
         OSError: the kernel, or the container that this runs in, does not allow it.
     """
-    _enter_namespaces(0 if has_network else _NEWNET | _NEWUTS)
+    has_privileges = _enter_namespaces(0 if has_network else _NEWNET | _NEWUTS)
     if not has_network:
         socket.sethostname("localhost")  # what a launcher asks for, to find itself
         _answer_for_all_addresses()
@@ -66,15 +66,19 @@ def build_wall(scratch: Path, real: Iterable[Path], *, has_network: bool) -> Non
     layers = f"/proc/self/fd/{passages[0][1]}/layers"
     os.makedirs(f"{layers}/in-memory", exist_ok=True)
     _mount("tmpfs", f"{layers}/in-memory", "tmpfs", 0)
-    for place in _places_to_cover(mounts):
-        _cover(place, layers)
+    # How an overlay notes that a folder was renamed, or may only note for an ordinary user.
+    notes = "redirect_dir=on" if has_privileges else "userxattr"
+    covered = [_cover(place, layers, notes) for place in _places_to_cover(mounts)]
+    if not any(covered):
+        raise OSError("no overlay can be mounted")
     for place, descriptor in passages:
         _mount(f"/proc/self/fd/{descriptor}", place, None, _BIND)
         os.close(descriptor)
     os.chdir(os.getcwd())  # what covers it
 
 
-def _enter_namespaces(others: int) -> None:
+def _enter_namespaces(others: int) -> bool:
+    """Return whether this process has the privileges already; else it gets them in there only."""
     uid, gid = os.getuid(), os.getgid()
     try:
         _call("unshare", _NEWNS | others)
@@ -83,6 +87,8 @@ def _enter_namespaces(others: int) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        return False
+    return True
 
 
 def _mounts() -> Iterator[tuple[str, int]]:
@@ -123,8 +129,8 @@ def _folders_below(folder: str, mounts: Iterable[str]) -> Iterator[str]:
                 yield entry.path
 
 
-def _cover(place: str, layers: str) -> None:
-    """Mount an overlay over a folder; where that fails it stays read-only.
+def _cover(place: str, layers: str, notes: str) -> bool:
+    """Mount an overlay over a folder; return whether it worked: else the folder is read-only.
 
     An upper layer cannot be inside the lower one, or on an overlay: it is in memory then.
     """
@@ -134,15 +140,14 @@ def _cover(place: str, layers: str) -> None:
         for layer in (f"{layers}/{name}", f"{layers}/in-memory/{name}"):
             os.makedirs(f"{layer}/upper", exist_ok=True)
             os.makedirs(f"{layer}/work", exist_ok=True)
-            about = os.stat(place)
-            os.chmod(f"{layer}/upper", about.st_mode & 0o7777)
+            os.chmod(f"{layer}/upper", os.stat(place).st_mode & 0o7777)
             options = f"lowerdir=/proc/self/fd/{lower},upperdir={layer}/upper,workdir={layer}/work"
-            for more in (",userxattr", ""):  # without privileges it has to keep its notes so
-                with contextlib.suppress(OSError):
-                    _mount("overlay", place, "overlay", 0, options + more)
-                    return
+            with contextlib.suppress(OSError):
+                _mount("overlay", place, "overlay", 0, f"{options},{notes}")
+                return True
     finally:
         os.close(lower)
+    return False
 
 
 def _answer_for_all_addresses() -> None:

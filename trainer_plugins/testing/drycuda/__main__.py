@@ -5,7 +5,8 @@
     python -m trainer_plugins.testing.drycuda --gpu 24GiB --num-gpus 2 -- torchrun ... train.py
 
 The exit code is the script's. It reads your files and changes none: `--allow-writes PATH` names a
-folder that it may change, and `--allow-network` lets it reach other hosts.
+folder that it may change, and `--allow-network` lets it reach other hosts. With `--numbers` it
+really trains, and writes what it writes.
 """
 
 import argparse
@@ -63,9 +64,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
     with suppress(KeyboardInterrupt), by_any_signal(), made as dry:
-        return subprocess.run(
-            dry.wall.command(command), env=dry.environment(), check=False
-        ).returncode
+        return subprocess.run(dry.command(command), env=dry.environment(), check=False).returncode
     return _EXIT_INTERRUPTED
 
 

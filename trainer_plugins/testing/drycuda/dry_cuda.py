@@ -6,9 +6,9 @@ allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed,
 library, Triton. What tensors hold is zero, except small ones (`inside/values.py`).
 
     with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
-        subprocess.run(dry.wall.command(["python", "train.py"]), env=dry.environment())
+        subprocess.run(dry.command(["python", "train.py"]), env=dry.environment())
 
-A program behind the wall changes none of your files and reaches no other host (`wall.py`).
+Such a program changes none of your files, and reaches no other host (`wall.py`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,7 @@ from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
-from trainer_plugins.testing.drycuda.wall import Allowed, Wall, unlock
+from trainer_plugins.testing.drycuda.wall import OFFLINE, Allowed, Wall, unlock
 from trainer_plugins.testing.nvml import ScriptedNvml
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
@@ -73,7 +73,8 @@ class DryCuda:
         card: what each card is.
         num_cards: how many there are.
         alone: only rank 0 of a program runs, and the others are taken to be like it.
-        numbers: compute every operator, so that small models really train.
+        numbers: compute every operator, so that small models really train; what they write is
+            written for real.
         allowed: what programs may do for real (None: nothing).
 
     Raises:
@@ -94,7 +95,7 @@ class DryCuda:
         self._libraries = [*libraries_in(built()), _nvml()]
         self._alone, self._numbers = alone, numbers
         self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
-        self.wall = Wall(self.folder, allowed or Allowed())
+        self.wall = None if numbers else Wall(self.folder, allowed or Allowed())
         self.cards = [
             SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
             for index in range(num_cards)
@@ -120,12 +121,16 @@ class DryCuda:
         lines = "".join(f"{key}={value}\n" for key, value in described.items())
         (self.folder / "card.txt").write_text(lines)
 
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return a command that runs the one given, behind the wall."""
+        return self.wall.command(words) if self.wall else list(words)
+
     def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return an environment with the cards, for a program of Python or a launcher."""
         site = str(self._site)
         ahead = [] if site in sys.path else [site]  # of the torch that is installed
         path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
-        walled = self.wall.environment(self._libraries[0].parent)
+        walled = self.wall.environment(self._libraries[0].parent) if self.wall else dict(OFFLINE)
         first = walled.pop("LD_PRELOAD", None)
         preload = filter(None, [first, *map(str, self._libraries), of.get("LD_PRELOAD")])
         ours = {
@@ -149,6 +154,14 @@ class DryCuda:
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         hidden = {*own, IN_A_PLAN}
         return {name: text for name, text in of.items() if name not in hidden} | ours
+
+    def refused(self) -> list[str]:
+        """Return what programs were refused, such as `write /home/me/out`, without namespaces.
+
+        With them writes succeed without a trace, and the kernel refuses connections.
+        """
+        file = self.folder / "refused"
+        return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
 
     def __enter__(self) -> "DryCuda":
         return self

@@ -153,12 +153,12 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
     }
     log = dry.folder / "log"
-    code = ended(dry.wall.command(run.command), environment, log, run.timeout_seconds)
+    code = ended(dry.command(run.command), environment, log, run.timeout_seconds)
     seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)
-    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.wall.refused()]
+    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.refused()]
     snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
     if run.snapshot is not None:
         shutil.copyfile(snapshot, run.snapshot)

@@ -45,7 +45,7 @@ def run(
     first = [str(script)] if isinstance(script, Path) else ["-c", script]
     with DryCuda(card_of(gpu), num_gpus, numbers=numbers) as dry:
         return subprocess.run(
-            dry.wall.command([sys.executable, *first, *map(str, arguments)]),
+            dry.command([sys.executable, *first, *map(str, arguments)]),
             env=dry.environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,

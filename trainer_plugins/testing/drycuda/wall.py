@@ -28,11 +28,11 @@ _REFUSALS = {
 }
 """What an error says if the wall was in the way, and what to do."""
 
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
+OFFLINE = {
+    "HF_HUBOFFLINE": "1",
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
-    "CLEARML_OFFLINE_MODE": "1",
+    "CLEARMLOFFLINE_MODE": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "SWANLAB_MODE": "disabled",
     "TRACKIO_DISABLED": "1",
@@ -94,7 +94,7 @@ class Wall:
         Args:
             libraries: the folder with the libraries of the dry card.
         """
-        offline = {} if self._network else _OFFLINE
+        offline = {} if self._network else OFFLINE
         if self.has_namespaces:
             return dict(offline)
         temporary = self._scratch / "tmp"
@@ -108,14 +108,6 @@ class Wall:
             "TMPDIR": str(temporary),
             "PYTHONDONTWRITEBYTECODE": "1",  # or each module would be noted as refused
         }
-
-    def refused(self) -> list[str]:
-        """Return what was refused so far, such as `write /home/me/out`; empty with namespaces.
-
-        There writes succeed without a trace, and connections are refused by the kernel.
-        """
-        file = self._scratch / "refused"
-        return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
 
 
 def explain_refusal(log: str) -> str:
