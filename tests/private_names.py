@@ -178,7 +178,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_load_best_model": (TRAINER,),
     "_load_from_checkpoint": (TRAINER,),
     "_load_optimizer_and_scheduler": (TRAINER,),
-    "_load_scaler": (TRAINER,),
     "_loaded_implementation": ("transformers.modeling_flash_attention_utils", "transformers<5"),
     "_local_mapping": ("transformers.utils.generic",),
     "_loss_function": (MODEL,),
@@ -199,7 +198,6 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_signature_columns": ("transformers.trainer",),
     "_tp_size": (MODEL,),
     "_train_batch_size": ("transformers.trainer",),
-    "_wrap_model": (TRAINER,),
     # accelerate
     "_hf_hook": ("accelerate.hooks",),
     "_old_forward": ("accelerate.hooks",),

@@ -25,8 +25,6 @@ _HOMES = {
     "PlanError": "planner",
     "Preflight": "callbacks",
     "PreflightError": "callbacks",
-    "Rehearsal": "survival",
-    "RehearsalError": "survival",
     "ReleaseEarlierRuns": "callbacks",
     "ResumeGuard": "callbacks",
     "StrategyInForce": "callbacks",
@@ -42,7 +40,6 @@ _HOMES = {
     "plan_run": "planner",
     "protect": "plug_in.attachment",
     "read_timeline": "record.timeline",
-    "rehearse": "survival",
     "released": "upkeep.released",
     "report_oom": "upkeep.post_mortem",
     "stream_base": "streaming.attach",
@@ -64,8 +61,6 @@ __all__ = [
     "PlanError",
     "Preflight",
     "PreflightError",
-    "Rehearsal",
-    "RehearsalError",
     "ReleaseEarlierRuns",
     "ResumeGuard",
     "StrategyInForce",
@@ -81,7 +76,6 @@ __all__ = [
     "plan_run",
     "protect",
     "read_timeline",
-    "rehearse",
     "released",
     "report_oom",
     "stream_base",
@@ -112,13 +106,7 @@ if TYPE_CHECKING:
     from trainer_plugins.record.timeline import read_timeline
     from trainer_plugins.report.html.run_page import draw
     from trainer_plugins.streaming.attach import stream_base
-    from trainer_plugins.survival import (
-        Rehearsal,
-        RehearsalError,
-        SurviveOOM,
-        rehearse,
-        survive_oom,
-    )
+    from trainer_plugins.survival import SurviveOOM, survive_oom
     from trainer_plugins.upkeep.generation import generation_memory
     from trainer_plugins.upkeep.post_mortem import report_oom
     from trainer_plugins.upkeep.released import released

@@ -52,7 +52,6 @@ class HfArguments(Protocol):
     prediction_loss_only: bool
     process_index: int
     push_to_hub: bool
-    remove_unused_columns: bool
     save_only_model: bool
     save_strategy: object
     torch_compile: bool
@@ -100,7 +99,6 @@ class HfAccelerator(Protocol):
     num_processes: int
     parallelism_config: Any  # none unless the run uses accelerate's parallelism config
     prepare_data_loader: Callable[[object], object]
-    scaler: object  # the gradient scaler of fp16; None without it
     state: Any  # its plugins: `fsdp_plugin` is only there under FSDP
     sync_gradients: bool
     use_distributed: bool
@@ -145,12 +143,7 @@ class HfTrainer(Protocol):
     train: Callable[[], object]
     training_step: Callable[..., Any]
 
-    _load_from_checkpoint: Callable[[str], None]
-    _load_optimizer_and_scheduler: Callable[[str], None]
-    _load_scaler: Callable[[str], None]
     _prepare_inputs: Callable[[Any], Any]
-    _save_checkpoint: Callable[[object, object], None]
     _train_batch_size: int
-    _wrap_model: Callable[..., torch.nn.Module]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,7 +31,6 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord, Process, Shape
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Flush
-from trainer_plugins.survival.rehearsal.report import RehearsalReport, Rehearsed, RunMoment
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
@@ -236,20 +235,6 @@ def planned() -> Iterator[Said]:
         yield Said("plan", name, (switch.flags,))
 
 
-def rehearsed() -> Iterator[Said]:
-    """What a rehearsal says of a moment that does not fit."""
-    for moment in get_args(RunMoment):
-        run_out = Rehearsed(
-            moment=moment,
-            what="8 rows",
-            seconds=1,
-            peak_bytes=None,
-            failure="OOM",
-            has_run_out=True,
-        )
-        yield from findings("rehearsal", iter(RehearsalReport(moments=(run_out,)).findings))
-
-
 def all_said(folder: Path) -> Iterator[Said]:
     """Ask every room."""
     yield from itertools.chain(
@@ -260,5 +245,4 @@ def all_said(folder: Path) -> Iterator[Said]:
         findings("watch", watched()),
         findings("check", checked()),
         planned(),
-        rehearsed(),
     )

@@ -15,7 +15,7 @@ from tests.planner.test_closed_loop_trl import HAS_HEAD
 from tests.report.drawn import Read
 from tests.report.test_run_page import page_of
 from tests.test_report import report
-from trainer_plugins import MemoryWatchdog, Rehearsal, StrategyInForce, plan_run
+from trainer_plugins import MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.planner import Calibration, calibrate
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
 from trainer_plugins.report.html.step_times import paces_of
@@ -147,18 +147,6 @@ def test_a_generation_that_raises_does_not_hide_the_next(make_trainer, simgpu) -
     make_trainer(Forgives(0), watchdog, model=model(), max_steps=2).train()
     assert [each.num_readings for each in of(timeline, "generate")] == [2, 2]
     assert peaks(timeline, "generate") == {3}
-
-
-def test_what_is_rehearsed_is_no_moment_of_the_run_and_its_peak_is_found(
-    make_trainer, simgpu
-) -> None:
-    timeline = Timeline()
-    rehearsal = Rehearsal()
-    evaluating(make_trainer, MemoryWatchdog(timeline=timeline), rehearsal).train()
-    assert [each.num_readings for each in of(timeline, "generate")] == [3, 3]
-    (evaluated,) = [each for each in rehearsal.report.moments if each.moment == "evaluation"]
-    assert evaluated.peak_bytes is not None
-    assert evaluated.peak_bytes > TAKEN
 
 
 def test_reports_and_pages_tell_it_and_a_step_is_not_shorter_for_it(

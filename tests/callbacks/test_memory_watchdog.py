@@ -4,14 +4,18 @@ import json
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner
 
 from tests import processes
-from trainer_plugins import CudaCacheCallback, MemoryWatchdog
+from tests.report.drawn import Read
+from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
+from trainer_plugins.cli import app
 from trainer_plugins.finding import Severity
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
 from trainer_plugins.units import MIB
@@ -210,18 +214,62 @@ class Leaks(TrainerCallback):
         self.kept.append(torch.zeros(int(self.mib * MIB), dtype=torch.uint8, device=args.device))
 
 
-def test_a_leak_is_named_with_the_steps_left(make_trainer, simgpu) -> None:
-    timeline = run(make_trainer, Leaks(1), steps=48)
+@pytest.mark.parametrize("mib", [1, 0.7])  # two of 0.7 MiB lie in a segment of 2 MiB, with a gap
+def test_a_leak_is_said_until_the_end_and_blamed_for_the_full_card(
+    make_trainer, simgpu, tmp_path, mib: float
+) -> None:
+    simgpu.set_capacity(160 * MIB)
+    trainer = make_trainer(Leaks(mib), MemoryWatchdog(), OOMReporter(), max_steps=400)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    died = trainer.state.global_step
+    timeline = read_timeline(tmp_path / "run" / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    remarks = [each for each in timeline if isinstance(each, Remark)]
+    told = [each for each in remarks if each.finding.code == "leak-tensors"]
 
     # A simulated card lies in main memory, where the leak is seen too.
-    assert set(findings(timeline)) - {"leak-host"} == {"leak-tensors"}
-    (step, *_) = findings(timeline)["leak-tensors"]
-    assert step == 42  # 8 of warm-up, 32 of evidence, 2 that show what is new
-    finding = the_finding(timeline, "leak-tensors")
-    assert finding.evidence.startswith("1.0 MiB a step")
-    assert "held by Leaks.kept, 1 more a step since about step 0" in finding.evidence
-    assert "about 2" in finding.summary  # 256 MiB less 40 less what a step takes: 210 or so
-    assert finding.severity is Severity.WARNING
+    expected = {"leak-tensors", "memory-pressure", "leak-host"}
+    assert {each.finding.code for each in remarks} <= expected
+    assert told[0].step == 42  # 8 of warm-up, 32 of evidence, 2 that show what is new
+    assert told[0].finding.evidence.startswith(f"{float(mib)} MiB a step")
+    assert told[0].finding.severity is Severity.WARNING
+    assert len(told) >= 3
+    for remark in told:  # the count is that of the step, and the end is foreseen
+        assert f"; {remark.step} x Tensor" in remark.finding.evidence
+        assert "held by Leaks.kept, 1 more a step since about step 0" in remark.finding.evidence
+        assert remark.finding.data["steps_left"] == pytest.approx(died - remark.step, abs=24)
+    for before, after in pairwise(each.finding for each in told):
+        assert after.amount >= 2 * before.amount or after.severity > before.severity
+    assert told[-1].finding.severity is Severity.ERROR
+
+    pressed = [each.finding for each in remarks if each.finding.code == "memory-pressure"]
+    assert bool(pressed) is (mib == 1)  # else the gaps fill the card
+    for finding in pressed:
+        assert "has leaked (leak-tensors): without that it would be" in finding.evidence
+        assert "`Leaks.kept.clear()`" in finding.remedy
+        assert "per_device_train_batch_size" not in finding.remedy
+    said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--verbose"]).output
+    assert f"{mib} MiB more after each step" in said.replace("1.0 MiB", "1 MiB")
+    assert told[-1].finding.evidence.partition(" held by ")[0] in " ".join(said.split())
+    table = Read(draw(tmp_path / "run")).words.partition("Most by module and holder")[2]
+    assert "Leaks.kept" in table.partition("Findings")[0]
+
+
+@pytest.mark.parametrize(("mib", "taken", "is_blamed"), [(1, 170, True), (0.25, 225, False)])
+def test_a_leak_is_not_blamed_where_the_card_is_full_without_it(
+    make_trainer, simgpu, mib: float, taken: int, is_blamed: bool
+) -> None:
+    class TakesLate(Leaks):
+        def on_step_begin(self, args, state, control, **kwargs):
+            late = taken if state.global_step == 60 else 0
+            torch.zeros(late * MIB, dtype=torch.uint8, device=args.device)
+
+    finding = the_finding(
+        run(make_trainer, TakesLate(mib), steps=64, warn_fraction=0.85), "memory-pressure"
+    )
+
+    assert ("has leaked" in finding.evidence) is is_blamed
+    assert ("per_device_train_batch_size" in finding.remedy) is not is_blamed
 
 
 def test_batches_of_changing_length_are_no_leak(make_trainer, simgpu) -> None:
@@ -266,7 +314,8 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
 from transformers import Trainer, TrainingArguments, TrainerCallback
 from tests.models import tiny_llama, token_rows
-from trainer_plugins import CudaCacheCallback, MemoryWatchdog
+from trainer_plugins import CudaCacheCallback, MemoryWatchdog, OOMReporter, draw
+from trainer_plugins.cli import app
 class Kill(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 5: os.kill(os.getpid(), signal.SIGKILL)

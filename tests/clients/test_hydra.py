@@ -184,7 +184,7 @@ def test_help_names_the_group(tmp_path: Path) -> None:
     assert "trainer_plugins/attach: method_args, process\n" in shown
     callbacks = (
         "cuda_cache, eval_cleanup, evaluation_guard, headroom, kv_cache_guard, memory_watchdog,"
-        " oom_reporter, preflight, rehearsal, release_earlier_runs, resume_guard, strategy_in_force,"
+        " oom_reporter, preflight, release_earlier_runs, resume_guard, strategy_in_force,"
         " stream_base, survive_oom"
     )
     assert f"trainer_plugins/callback: {callbacks}\n" in shown

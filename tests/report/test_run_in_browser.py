@@ -1,6 +1,7 @@
 """The pages of a run and of a plan as a person uses them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from tests.report.test_browser import page_of_run
 from tests.report.test_run_page import long_run
 from tests.test_report import write
 from trainer_plugins import draw
-from trainer_plugins.record.timeline import Sample
+from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.record.timeline import Failure, Remark, Sample
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no `chromium` is on the PATH: install Debian's package chromium"
 )
-MEMORY, PACE = "figure[data-chart='memory-0']", "figure[data-chart='pace-0']"
+MEMORY, PACE = 'figure[data-chart="memory-0"]', 'figure[data-chart="pace-0"]'
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,60 @@ def test_a_mark_leads_to_its_finding(run: Tab) -> None:
         assert run.run("location.hash") == f"#finding-{number}"
         assert run.run("document.querySelector(':target') !== null")
     assert "✕" in run.text(f"{MEMORY} .marks")
-    hidden = f"document.querySelector(\"{MEMORY} .mark[href='#finding-2']\").hidden"
+    hidden = f"document.querySelector(`{MEMORY} .mark[href='#finding-2']`).hidden"
     assert not run.run(hidden)
     run.drag(f"{MEMORY} canvas", 0.8, 0.95)
     assert run.run(hidden), "it lies outside of what is shown"
+
+
+WATCHED = """
+window.written = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  window.written.push([text, x, y]);
+  write.call(this, text, x, y);
+};
+addEventListener("DOMContentLoaded", () => {
+  const canvases = [...document.querySelectorAll("canvas:not(.over)")];
+  window.at_once = canvases.filter(each => each.style.height).length - canvases.length;
+});
+"""
+
+
+def test_a_chart_counts_steps_shows_its_maximum_and_is_drawn_at_once(
+    tab: Tab, tmp_path: Path
+) -> None:
+    entries = long_run(60, peak_at=7)
+    slow = [  # step 40 took a minute
+        replace(each, time_seconds=each.time_seconds + (60 if each.step >= 40 else 0))
+        for each in entries
+    ]
+    far = Finding(code="far", severity=Severity.ERROR, summary="s", evidence="e", remedy="a" * 300)
+    last = slow[-1].time_seconds
+    write(tmp_path, 0, [*slow, Remark(step=59, finding=far, time_seconds=last),
+                        Failure(step=59, words="OOM", record="", time_seconds=last)])  # fmt: skip
+    file = tmp_path / "page.html"
+    file.write_text(draw(tmp_path), encoding="utf-8")
+    watched = tab.ask("Page.addScriptToEvaluateOnNewDocument", source=WATCHED)
+    tab.open(file)
+    tab.ask("Page.removeScriptToEvaluateOnNewDocument", **watched)
+
+    assert tab.run("at_once") == 0, "no picture waits for a frame"
+    written = [(text, y) for text, _, y in tab.run("written")]
+    steps = {int(text) for text, _ in written if text.isdigit()}
+    assert {10, 20, 30, 50} <= steps, "step 40 ends where 39 does, but for its minute"
+    assert max(steps) <= 59
+    assert ("↑ 61 s" in dict(written)) or ("↑ 62 s" in dict(written))
+    assert min(y for text, y in written if text.startswith("↑")) >= 0, "it is in the picture"
+    marks = tab.run(f"[...document.querySelectorAll('{MEMORY} .marks .mark')].map(each => {{"
+                    " const box = each.getBoundingClientRect(); return [box.top, box.right]; })")  # fmt: skip
+    assert len(marks) == 2
+    top = tab.run(f"document.querySelector('{MEMORY} .marks').getBoundingClientRect().top")
+    assert min(above for above, _ in marks) == top, "no row above them is empty"
+    assert len({above for above, _ in marks}) == 2, "they would touch"
+    assert max(right for _, right in marks) <= tab.run(
+        "document.querySelector('main').getBoundingClientRect().right"
+    )
 
 
 def test_the_rank_that_differs_is_named(tab: Tab, tmp_path: Path) -> None:

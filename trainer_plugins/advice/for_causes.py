@@ -10,7 +10,7 @@ from trainer_plugins.advice.of_moments import *  # noqa: F403
 from trainer_plugins.advice.of_training import *  # noqa: F403
 
 # Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
-Room = Literal["text", "record", "snapshot", "watch", "check", "plan", "rehearsal"]
+Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]
 
 _LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
 _LESS_MAIN_MEMORY = (

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.callbacks._evaluations import EvaluationCallback
 from trainer_plugins.callbacks._run import Event, model_of, move_before_trackers
@@ -17,7 +16,6 @@ from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.metrics import PrometheusFile, as_logs
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.frames import is_running
 from trainer_plugins.upkeep.generation import guard_generate
 from trainer_plugins.upkeep.growth import GrowthTeller
 from trainer_plugins.watch.memory_watch import MemoryWatch
@@ -158,8 +156,7 @@ class MemoryWatchdog(EvaluationCallback):
     ) -> Iterator[None]:
         """Separate the peak of one generation from that of the evaluation or step around it."""
         watch = self._watch
-        # While training only begins, other callbacks rehearse, and count their own peaks.
-        if watch is None or is_running(CallbackHandler.on_train_begin):
+        if watch is None:
             yield
             return
         with self.harmless():

@@ -115,7 +115,7 @@ def _shown(name: str, value: int | float | str | None) -> int | float | str:
         return "an unknown amount"
     if isinstance(value, str):
         return value
-    if name.endswith("_bytes"):
+    if "bytes" in name.split("_"):
         return size(value)
     return percent(value) if name.endswith("_fraction") else value
 

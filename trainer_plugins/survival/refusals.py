@@ -32,11 +32,6 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     return reasons
 
 
-def cannot_be_taken_back(trainer: HfTrainer) -> list[str]:
-    """List every reason why a pass of this Trainer, even one that fits, leaves something behind."""
-    return [reason for find in _LEAVES for reason in find(trainer)]
-
-
 def _parallel(trainer: HfTrainer) -> Iterator[str]:
     yield from kind_of(trainer).refusals(trainer)
     if trainer.args.n_gpu > 1:
@@ -135,9 +130,11 @@ def _rivals(trainer: HfTrainer) -> Iterator[str]:
         yield "activation_offloading counts tensors, and a failed attempt upsets the count"
 
 
-_LEAVES: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
+_REFUSALS: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
     _parallel,
     _compiled,
     _consumed_gradients,
+    _coupled_rows,
+    _step_without_compute_loss,
+    _rivals,
 )
-_REFUSALS = (*_LEAVES, _coupled_rows, _step_without_compute_loss, _rivals)

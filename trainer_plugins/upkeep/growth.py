@@ -19,13 +19,22 @@ from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.upkeep.fed import largest_of_batch, words_of_batches, words_of_dataset
 from trainer_plugins.upkeep.frames import frames_above
 from trainer_plugins.upkeep.holders import owned_by, storage_of, tracked, users_holder
-from trainer_plugins.watch.leak import LOOKS_TO_NAME, WINDOW
+from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
 _MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
 _LEAST_FRACTION = 0.1  # of the growth that a container has to explain
 _NUM_SAMPLED, _NUM_INNER = 4, 100
 _Since = Callable[[int, float], str]  # how many there are, and how many more each time
 _Container = list[object] | deque[object] | dict[object, object]
+
+
+class _Named(NamedTuple):
+    """Says what has grown, the cure, and how much its holder has."""
+
+    grew: str = ""
+    cure: str = ""
+    holder: str = ""
+    held_bytes: int = 0
 
 
 class _Kind(NamedTuple):
@@ -50,7 +59,7 @@ class GrowthTeller:
         self._before: dict[str, Counter[_Kind]] = {}
         self._old: dict[int, weakref.ref[torch.Tensor]] = {}
         self._lengths: dict[int, int] = {}
-        self._said: dict[str, tuple[str, str]] = {}
+        self._named: dict[str, _Named] = {}
 
     def begin(self) -> None:
         """Remember what is alive now."""
@@ -63,14 +72,23 @@ class GrowthTeller:
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
-        if finding.code not in self._said:
-            since = partial(_since, step=step, unit=unit)
-            self._said[finding.code] = tried(partial(self._named, finding, since), ("", ""))
-        grew, cure = self._said[finding.code]
-        if not grew:
+        since = partial(_since, step=step, unit=unit)
+        named = tried(partial(self._name, finding, since), _Named())
+        if named.grew:
+            self._named[finding.code] = named._replace(grew=f"at step {step} {named.grew}")
+        else:  # nothing of it came in these two looks
+            named = self._named.get(finding.code, named)
+        if not named.grew:
             return finding
-        remedy = cure or finding.remedy
-        return replace(finding, evidence=f"{finding.evidence}; {grew}", remedy=remedy)
+        held: dict[str, int | str] = {"holder": named.holder} if named.holder else {}
+        if named.held_bytes:
+            held["held_bytes"] = named.held_bytes
+        return replace(
+            finding,
+            evidence=f"{finding.evidence}; {named.grew}",
+            remedy=named.cure or finding.remedy,
+            data={**finding.data, **held},
+        )
 
     def _begin(self) -> None:
         gc.collect()
@@ -81,17 +99,17 @@ class GrowthTeller:
         self._lengths = {id(each): len(each) for each in _containers()}
         self._batches.clear()
 
-    def _named(self, finding: Finding, since: _Since) -> tuple[str, str]:
+    def _name(self, finding: Finding, since: _Since) -> _Named:
         if finding.code == "leak-tensors":
             return self._tensors(self._device_type, since)
         if finding.code == "leak-workers":
-            return self._dataset_words
+            return _Named(*self._dataset_words)
         if finding.code == "leak-cache":
-            return words_of_batches(self._batches), ""
+            return _Named(words_of_batches(self._batches))
         if finding.code != "leak-host":
-            return "", ""
-        told = self._tensors("cpu", since)
-        return told if told[0] else self._container(finding.amount / WINDOW * LOOKS_TO_NAME, since)
+            return _Named()
+        named = self._tensors("cpu", since)
+        return named if named.grew else self._container(_rate(finding) * LOOKS_TO_NAME, since)
 
     def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return those on a device that neither the model nor its optimizer owns."""
@@ -105,10 +123,13 @@ class GrowthTeller:
                 found.append(tensor)
         return found
 
-    def _tensors(self, device_type: str, since: _Since) -> tuple[str, str]:
+    def _tensors(self, device_type: str, since: _Since) -> _Named:
         gc.collect()
         found = self._not_owned(tracked(torch.Tensor), device_type)
         alive = Counter(map(_kind, found))
+        kind_bytes = Counter[_Kind]()
+        for each in found:
+            kind_bytes[_kind(each)] += each.nbytes
         grown = alive - self._before[device_type]
         # A graph that grows ends in one tensor. One more of a kind comes and goes with each step.
         new = [
@@ -126,8 +147,10 @@ class GrowthTeller:
             if tried_kinds[kind] > 2 or len(tried_kinds) > _MOST_TRIED:
                 continue
             if holder := users_holder(tensor, new):
-                return _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
-        return "", ""
+                named = _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
+                # What a graph holds is in no tensor: the finding knows it by what has risen.
+                return named._replace(held_bytes=0 if kind.has_graph else kind_bytes[kind])
+        return _Named()
 
     def _is_old(self, tensor: torch.Tensor) -> bool:
         # A new one may be where Python had an old one.
@@ -137,7 +160,7 @@ class GrowthTeller:
     def _growth_bytes(self, container: _Container) -> float:
         return (len(container) - self._lengths[id(container)]) * _item_bytes(container)
 
-    def _container(self, least_bytes: float, since: _Since) -> tuple[str, str]:
+    def _container(self, least_bytes: float, since: _Since) -> _Named:
         """Find the list, deque or dictionary that grew by the most bytes."""
         longer = [
             each
@@ -154,8 +177,12 @@ class GrowthTeller:
                 place = masked_text(_place(holder))
                 what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
                 cure = f"Bound what {place} keeps, or empty it: `{_name(place)}.clear()`."
-                return f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure
-        return "", ""
+                return _Named(f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure)
+        return _Named()
+
+
+def _rate(leak: Finding) -> float:
+    return float(leak.data["bytes_a_step"])
 
 
 def _held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,27 +233,25 @@ def _has_graph(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _told(
-    tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
-) -> tuple[str, str]:
-    """Return what has grown, and the cure as a line of code."""
+def _told(tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str) -> _Named:
+    """Return what has grown, its holder, and the cure as a line of code."""
     kind, place = _kind(tensor), masked_text(_place(holder))
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
     name = _name(place)
     if a_step < 1:
         grew = f"{what} held by {place} keeps the graphs of all steps"
-        return grew, f"Add a number: `{name} += loss.item()`, or `loss.detach()`."
+        cure = f"Add a number: `{name} += loss.item()`, or `loss.detach()`."
+        return _Named(grew, cure, place)
     graph = ", each with its graph," if kind.has_graph else ""
     grew = f"{alive} x {what}{graph} held by {place}, {since(alive, a_step)}"
     if "a local of" in place:
-        return (
-            grew,
-            f"Keep an error's words, for its frames hold tensors: `{name}` of `str(error)`.",
-        )
-    if kind.has_graph:
+        cure = f"Keep an error's words, for its frames hold tensors: `{name}` of `str(error)`."
+    elif kind.has_graph:
         kept = "tensor.detach().cpu()" if kind.num_dimensions else "loss.item()"
-        return grew, f"Keep it without its graph: `{name}.append({kept})`."
-    return grew, f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
+        cure = f"Keep it without its graph: `{name}.append({kept})`."
+    else:
+        cure = f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
+    return _Named(grew, cure, place)
 
 
 def _since(alive: int, a_step: float, step: int, unit: str) -> str:

@@ -1,7 +1,7 @@
 """Finds leaks: memory that rises from step to step, of which kind, and how many steps are left."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -10,8 +10,9 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.units import size
+from trainer_plugins.units import percent, size
 from trainer_plugins.watch.fragmentation import against_fragmentation
+from trainer_plugins.watch.pressure import Budget
 
 WINDOW = 32  # the number of steps that are judged together
 
@@ -55,28 +56,30 @@ class Growth:
 
 
 class _Kind(NamedTuple):
-    what: str
+    what: str  # with its verb
     remedy: str
 
 
 KINDS = {
     "tensors": _Kind(
-        "live tensors",
+        "live tensors rise",
         f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for what is kept from step to"
         " step: losses or outputs appended to a list, hooks that store activations.",
     ),
-    "cache": _Kind("reserved but unused memory", "Lengths that never repeat fragment the cache."),
+    "cache": _Kind(
+        "reserved but unused memory rises", "Lengths that never repeat fragment the cache."
+    ),
     "non_torch": _Kind(
-        "memory outside torch",
+        "memory outside torch rises",
         "A library takes it (NCCL communicators, CUDA graphs, a second context): look for what is"
         " created in every step.",
     ),
     "host": _Kind(
-        "main memory of this process",
+        "main memory of this process rises",
         "Look at the dataset and the callbacks: lists that grow, caches.",
     ),
     "workers": _Kind(
-        "main memory of the dataloader's workers",
+        "main memory of the dataloader's workers rises",
         "Look at the dataset: caches that each worker fills, Python objects of which each makes a"
         " copy.",
     ),
@@ -124,13 +127,14 @@ class AtMoments:
 def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int) -> Finding:
     """Report a leak of one moment."""
     each_bytes = int(median(rises))
+    num_left = reading.headroom_bytes // each_bytes
     return Finding.warning(
         code="leak-tensors",
-        summary=f"{KINDS['tensors'].what} rise with each {moment}: out of memory after about"
-        f" {reading.headroom_bytes // each_bytes} more",
+        summary=f"{KINDS['tensors'].what} with each {moment}: out of memory after about"
+        f" {num_left} more",
         evidence=f"{size(each_bytes)} with each {moment}, {len(rises)} times until step {step}",
         remedy=KINDS["tensors"].remedy,
-        amount=float(sum(rises)),
+        amount=_nearness(num_left),
         data={f"bytes_a_{moment}": each_bytes, "num_rises": len(rises), "step": step},
     )
 
@@ -153,11 +157,11 @@ def leaks(
         leak = Finding(
             code=f"leak-{growth.kind.replace('_', '-')}",
             severity=Severity.ERROR if is_urgent else Severity.WARNING,
-            summary=f"{what} rises step by step: {end} in about {growth.steps_left} steps",
+            summary=f"{what} step by step: {end} in about {growth.steps_left} steps",
             evidence=f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
             f" {window[0].step} to {window[-1].step}",
             remedy=remedy,
-            amount=float(growth.risen_bytes),
+            amount=_nearness(growth.steps_left),
             data={
                 "bytes_a_step": growth.bytes_a_step,
                 "risen_bytes": growth.risen_bytes,
@@ -168,6 +172,51 @@ def leaks(
         )
         found.append(leak)
     return found
+
+
+def _with_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
+    """Count a cache that rises less than live tensors as theirs: the gaps beside what is kept."""
+    rates = {each.kind: each.bytes_a_step for each in rising}
+    tensors, gaps = rates.get("tensors", 0.0), rates.get("cache", 0.0)
+    if not 0 < gaps < tensors:
+        return rising
+    most_bytes = max(0, card.reserved_bytes - card.peak_allocated_bytes)
+    left_bytes = card.headroom_bytes - min(most_bytes, card.allocated_bytes * gaps / tensors)
+    steps_left = max(0, int(left_bytes / (tensors + gaps)))
+    return [
+        replace(each, steps_left=steps_left) if each.kind == "tensors" else each
+        for each in rising
+        if each.kind != "cache"
+    ]
+
+
+def _nearness(num_left: int) -> float:
+    """Return how near the end is, as the part of what is left that one more rise takes."""
+    return 1 / (1 + num_left)
+
+
+def is_leak_news(leak: Finding, before: Finding | None) -> bool:
+    """Tell whether to report a leak: again when its severity rises, or when half is left."""
+    if before is None or leak.severity > before.severity:
+        return True
+    if leak.data.keys() != before.data.keys():  # one of them rises with saves or evaluations only
+        return "bytes_a_step" in leak.data
+    return leak.amount >= 2 * before.amount
+
+
+def blame(
+    finding: Finding, leak: Finding, risen_bytes: int, total_bytes: int, budget: Budget
+) -> Finding:
+    """Answer full memory with the leak that fills it, if without it there would be room."""
+    without_fraction = min(finding.amount, 1.0) - risen_bytes / total_bytes
+    if budget.severity(without_fraction) is not None:
+        return finding
+    return replace(
+        finding,
+        evidence=f"{finding.evidence}; {size(risen_bytes)} of it has leaked ({leak.code}): without"
+        f" that it would be {percent(max(0.0, without_fraction))} full",
+        remedy=f"Stop the leak: a smaller batch only delays the end. {leak.remedy}",
+    )
 
 
 def looks_to_name(code: str) -> int:
@@ -201,4 +250,4 @@ def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReadin
         )
         if slope > 0:
             found.append(Growth(kind, slope, risen_bytes, max(0, int(left_bytes / slope))))
-    return found
+    return _with_gaps(found, card)

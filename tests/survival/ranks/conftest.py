@@ -4,6 +4,5 @@ collect_ignore = [
     "every_trainer.py",
     "fsdp_ranks.py",
     "random_failures.py",
-    "rehearsed_ranks.py",
     "zero_plan.py",
 ]

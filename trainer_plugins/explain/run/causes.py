@@ -141,7 +141,7 @@ def _leak(case: Case) -> Cause | None:
     if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
         return None
     a_step = risen / max(1, steps[-1][0] - steps[0][0])
-    remarks = (each.finding for each in case.entries if isinstance(each, Remark))
+    remarks = (each.finding for each in reversed(case.entries) if isinstance(each, Remark))
     noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
         "leak",

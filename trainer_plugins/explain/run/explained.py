@@ -199,8 +199,8 @@ def _facts(case: Case) -> tuple[str, ...]:
         found.append(f"it was launched with {run.launch.file}")
     if record.plan is not None:
         found.append(_of_plan(record.plan))
-    notes = [each for each in case.entries if isinstance(each, Remark)]
-    found += [f"noted in step {each.step}: {each.finding}" for each in notes[-3:]]
+    notes = {each.finding.code: each for each in case.entries if isinstance(each, Remark)}
+    found += [f"noted in step {each.step}: {each.finding}" for each in [*notes.values()][-3:]]
     return tuple(printable(each) for each in found)
 
 

@@ -67,7 +67,6 @@ class Mark:
     """Stands below the picture, and may lead to a place on the page."""
 
     at: float
-    row: int
     colour: str
     text: str
     title: str
@@ -103,6 +102,7 @@ class Chart:
     axis: Literal["seconds", "moments"]
     top: float  # the number at the upper edge
     edges: Sequence[float]
+    steps: Sequence[int] = ()  # the last step of each stretch, which the axis then counts
     areas: Sequence[Line] = ()  # from the bottom to the top, each on the one before
     lines: Sequence[Line] = ()
     said: Sequence[str]  # what a stretch is

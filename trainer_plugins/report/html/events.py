@@ -116,12 +116,11 @@ def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration)
         if isinstance(entry, Failure):
             title = f"step {entry.step}: {entry.words}"
             at = during.since(entry.time_seconds)
-            yield Mark(at=at, row=0, colour="error", text="✕", title=title)
-    for row, each in enumerate(noted, start=1):
+            yield Mark(at=at, colour="error", text="✕", title=title)
+    for each in noted:
         marks = {
             during.place(remark.time_seconds): Mark(
                 at=during.since(remark.time_seconds),
-                row=row,
                 colour=_SEVERITIES[remark.finding.severity],
                 title=f"rank {rank}, step {remark.step}: {remark.finding.summary}",
                 text=str(each.number),

@@ -129,6 +129,7 @@ def memory_chart(
         axis="seconds",
         top=scale,
         edges=_edges(found),
+        steps=[each.last_step for each in found],
         areas=stacked(_named(reading), _levels(found)),
         lines=_planned(found, planned),
         said=[_said(each) for each in found],
@@ -168,6 +169,7 @@ def small_chart(
         axis="seconds",
         top=max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found)),
         edges=_edges(found),
+        steps=[each.last_step for each in found],
         areas=stacked(_named(reading)[:3], _levels(found)[:3]),
         said=[_said(each) for each in found],
         limit=Dot(value=reading.total_bytes, text=""),
@@ -195,7 +197,7 @@ def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
     return tuple(during.since(each.time_seconds) for each in entries if isinstance(each, Failure))
 
 
-_HEAD = ("until", "steps", "moment", "tensors at the peak", "with others", "reserved", "outside")
+_HEAD = ("steps", "until", "moment", "tensors at the peak", "with others", "reserved", "outside")
 
 
 def _edges(found: Sequence[Stretch]) -> list[float]:
@@ -204,15 +206,15 @@ def _edges(found: Sequence[Stretch]) -> list[float]:
 
 def _said(each: Stretch) -> str:
     return (
-        f"{seconds_text(each.ended_seconds)}, {steps_in_words(each.first_step, each.last_step)},"
-        f" {', '.join(map(printable, each.moments))}"
+        f"{steps_in_words(each.first_step, each.last_step)},"
+        f" {', '.join(map(printable, each.moments))}, {seconds_text(each.ended_seconds)}"
     )
 
 
 def _row(each: Stretch) -> tuple[str, ...]:
     return (
-        seconds_text(each.ended_seconds),
         steps_in_words(each.first_step, each.last_step),
+        seconds_text(each.ended_seconds),
         ", ".join(each.moments),
         size(each.peak_allocated_bytes),
         size(each.peak_bytes),

@@ -61,6 +61,17 @@ function heightTicks(low, high, unit, most) { // in the unit that the numbers ar
   return ticks(low / per, high / per, step).map(at => [at * per, `${+at.toPrecision(6)} ${name}`]);
 }
 
+function stepTicks(source, begin, end, most) { // places where a round number of steps was done; none within one step
+  const { edges, steps } = source, found = [];
+  if (!steps?.length) return found;
+  const first = source.stretch(begin), last = source.stretch(end);
+  if (steps[last] - steps[first] < 2) return found;
+  const step = Math.max(1, round(steps[last] - steps[first], most));
+  let next = Math.ceil(steps[first] / step) * step;
+  for (let at = first; at <= last; at++) for (; next <= steps[at]; next += step) found.push([edges[at + 1], number(next)]);
+  return found;
+}
+
 function widthTicks(low, high, axis, most) {
   if (axis === "moments") return [];
   if (axis !== "seconds") return ticks(low, high, Math.max(1, round(high - low, most))).map(at => [at, number(at)]);
@@ -141,16 +152,14 @@ class Chart {
     this.picture = new Picture(frame, source.title, pixels + BELOW, (...given) => this.draw(...given));
     this.over = make("canvas", { class: "over", "aria-hidden": "true" });
     frame.append(this.over);
-    this.placed = (source.marks ?? []).map(mark => this.mark(mark));
+    this.placed = (source.marks ?? []).map(mark => this.mark(mark)).sort(([one], [other]) => one - other);
     view.listeners.push(() => this.picture.again());
     this.listen(this.picture.canvas);
     this.tell(null);
   }
 
   mark(mark) {
-    this.marks.style.height = `${Math.max(parseFloat(this.marks.style.height) || 0, 22 * (mark.row + 1))}px`;
     const made = make(mark.href ? "a" : "span", { class: `mark c-${mark.colour}`, title: mark.title, ...(mark.href ? { href: mark.href } : {}) }, mark.text);
-    made.style.top = `${22 * mark.row}px`;
     this.marks.append(made);
     return [mark.at, made];
   }
@@ -197,11 +206,21 @@ class Chart {
     if (source.dot) this.dot(context, source.dot, width);
     context.restore();
     this.axes(context, width, bottom);
-    for (const [at, made] of this.placed) {
-      made.hidden = at < view.begin || at > view.end;
-      made.style.left = `${this.x(at)}px`;
-    }
+    this.place(width);
     this.overlay();
+  }
+
+  place(width) { // marks lie side by side, and below each other only where they would touch
+    const ends = [];
+    for (const [at, made] of this.placed) {
+      made.hidden = at < this.view.begin || at > this.view.end;
+      if (made.hidden) continue;
+      const x = Math.min(Math.max(this.x(at), LEFT), width - 12), free = ends.findIndex(end => x - end >= 26);
+      const row = free < 0 ? Math.min(ends.length, 3) : free;
+      ends[row] = x;
+      Object.assign(made.style, { left: `${x}px`, top: `${22 * row}px` });
+    }
+    if (this.marks) this.marks.style.height = `${Math.max(parseFloat(this.marks.style.height) || 0, 22 * Math.max(ends.length, 1))}px`;
   }
 
   line(context, { colour, heights, dashed }, columns) {
@@ -257,7 +276,9 @@ class Chart {
       context.globalAlpha = 1;
     }
     let after = LEFT;
-    for (const [at, text] of widthTicks(this.view.begin, this.view.end, this.source.axis, Math.max(2, width / 150))) {
+    const ofSteps = stepTicks(this.source, this.view.begin, this.view.end, Math.max(2, width / 100));
+    const shown = ofSteps.length ? ofSteps : widthTicks(this.view.begin, this.view.end, this.source.axis, Math.max(2, width / 150));
+    for (const [at, text] of shown) {
       const wide = context.measureText(text).width, x = Math.min(Math.max(this.x(at), LEFT + wide / 2), width - wide / 2);
       if (x - wide / 2 < after) continue;
       context.textAlign = "center";
@@ -270,7 +291,8 @@ class Chart {
       context.fillText(fits ? text : text.split(" ")[0], this.x(at), bottom + 15); // else its number
     }
     context.textAlign = "right";
-    if (this.source.axis === "events") context.fillText("event", LEFT - 6, bottom + 15);
+    const counted = ofSteps.length ? "step" : this.source.axis === "events" ? "event" : "";
+    context.fillText(counted, LEFT - 6, bottom + 15);
   }
 
   overlay() { // what moves with the pointer, so that the rest need not be drawn again
@@ -424,6 +446,7 @@ for (const figure of document.querySelectorAll("figure[data-chart]")) {
   const chart = new Chart(figure, source, views.get(source.axis), source.pixels);
   if (source.pixels > 100) figure.querySelector(".canvas").before(make("div", { class: "tools" }, ...chart.buttons()));
 }
+pictures.forEach(each => each.now()); // at once: a busy machine may show the page long before its next frame
 addEventListener("keydown", event => {
   if (event.key !== "Escape") return;
   for (const view of views.values()) view.all();

@@ -1,7 +1,8 @@
 """Renders the runs of a folder as one page: the last one in full, the others in a table."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer_plugins.explain.answer import Explanation
@@ -23,7 +24,7 @@ from trainer_plugins.record.history import History, Run, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.report.html.chart import Chart
-from trainer_plugins.report.html.events import Duration, failures_in_words, noted_in
+from trainer_plugins.report.html.events import Duration, Noted, failures_in_words, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, odd_one, small_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
@@ -42,6 +43,7 @@ from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
 from trainer_plugins.units import percent, size
 
+_POSITIONS = re.compile(r"(?:\[\d+\])+")  # differ from tensor to tensor
 _SHOWN_FRACTION = 0.005  # smaller parts of the live memory are not listed
 
 
@@ -67,7 +69,7 @@ def run_page(
     began, ended = run.seconds
     during = Duration(began_seconds=began, seconds=max(ended - began, 1e-3))
     noted = noted_in(run.timelines)
-    alive, held = _alive_and_held(record)
+    alive, held = _alive_and_held(record, noted)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
     memory = memory_chart(rank, entries, during, noted, _planned(plan, run))
@@ -199,14 +201,20 @@ def _small(run: Run, during: Duration) -> list[Chart]:
 _Rows = list[tuple[str, int, str]]
 
 
-def _alive_and_held(record: OomRecord | None) -> tuple[_Rows, _Rows]:
+def _alive_and_held(record: OomRecord | None, noted: Sequence[Noted]) -> tuple[_Rows, _Rows]:
     """Return the live tensors at an OOM by category, and by the module or object that has them."""
     if record is None or record.alive is None:
         return [], []
     alive = record.alive
     by_holder = Counter(alive.module_bytes)
+    leak = next((each.finding.data for each in noted if each.finding.code == "leak-tensors"), {})
+    leaks_from = str(leak.get("holder", ""))
+    if leaks_from:  # the record names the largest tensors alone, and no graph's
+        by_holder[leaks_from] += int(leak.get("held_bytes", alive.hidden_bytes))
     for each in alive.largest:
-        by_holder[each.holder] += each.num_bytes
+        holder = _POSITIONS.sub("[...]", each.holder)
+        if not leaks_from or leaks_from not in holder:
+            by_holder[holder] += each.num_bytes
     least = _SHOWN_FRACTION * sum(alive.all_bytes.values())
 
     def largest(sizes: Mapping[str, int]) -> _Rows:

@@ -430,3 +430,4 @@ addEventListener("keydown", event => {
     search("");
   }
 });
+pictures.forEach(each => each.now());

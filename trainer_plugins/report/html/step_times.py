@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
 from typing import Literal
 
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.report.html.chart import Chart, Line, Table, seconds_text
+from trainer_plugins.report.html.chart import Chart, Dot, Line, Table, seconds_text
 from trainer_plugins.report.html.events import Duration
 from trainer_plugins.report.html.memory import MOST, MOST_ROWS
+from trainer_plugins.report.summary import steps_in_words
 
 _FEWEST = 3
+_FAR = 8  # a step of this many times the usual would flatten the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class Pace:
     began_seconds: float
     ended_seconds: float
     num_steps: int
+    last_step: int
     busy_seconds: float  # the time of these steps, without evaluations and saves between them
     slowest_seconds: float
     slowest_step: int
@@ -41,6 +45,7 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
             last,
             ended_seconds=each.ended_seconds,
             num_steps=last.num_steps + each.num_steps,
+            last_step=each.last_step,
             busy_seconds=last.busy_seconds + each.busy_seconds,
             slowest_seconds=slower.slowest_seconds,
             slowest_step=slower.slowest_step,
@@ -62,6 +67,7 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
                     began_seconds=before.time_seconds - began_seconds,
                     ended_seconds=entry.time_seconds - began_seconds,
                     num_steps=num,
+                    last_step=entry.step,
                     busy_seconds=seconds,
                     slowest_seconds=seconds / num,
                     slowest_step=entry.step,
@@ -86,7 +92,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
         f"pace-{rank}",
         f"A step took {seconds_text(usual)}, and at most {longest}",
         "s",
-        1.3 * min(slowest.slowest_seconds, 4 * usual),
+        _peak(slowest, slowest.slowest_seconds, usual, seconds_text(slowest.slowest_seconds)),
         found,
         lines,
         Table(
@@ -118,13 +124,14 @@ def rate_chart(
         return each.num_tokens if has_tokens else each.num_steps * num_rows_a_step
 
     rates = [count(each) / each.busy_seconds for each in found]
+    fastest, highest = max(zip(found, rates, strict=True), key=itemgetter(1))
     mean = sum(map(count, found)) / sum(each.busy_seconds for each in found)
     by = "as the Trainer counts them" if has_tokens else f"{num_rows_a_step:,} of each step"
     return _chart(
         f"rate-{rank}",
         f"{_number(mean)} {what} a second on all ranks, {by}",
         "/s",
-        1.3 * min(max(rates), 4 * median(rates)),
+        _peak(fastest, highest, median(rates), _number(highest)),
         found,
         [(f"{what} a second", "pace", rates)],
         Table(
@@ -146,23 +153,26 @@ def _chart(
     name: str,
     title: str,
     unit: Literal["s", "/s"],
-    top: float,
+    peak: Dot,
     found: Sequence[Pace],
     lines: Sequence[tuple[str, str, Sequence[float]]],
     table: Table,
 ) -> Chart:
     """Draw lines over time, with gaps where the run did something else: an evaluation, a save."""
-    edges, said = [0.0], list[str]()
+    edges, said, steps = [0.0], list[str](), list[int]()
     values: list[list[float | None]] = [[] for _ in lines]
     for number, each in enumerate(found):
         begin, end = round(each.began_seconds, 3), round(each.ended_seconds, 3)
         if begin > edges[-1]:
             edges.append(begin)
             said.append("between steps")
+            steps.append(each.last_step - each.num_steps)
             for drawn in values:
                 drawn.append(None)
         edges.append(end)
-        said.append(f"{seconds_text(each.ended_seconds)}, {each.num_steps} step(s)")
+        steps.append(each.last_step)
+        words = steps_in_words(each.last_step - each.num_steps + 1, each.last_step)
+        said.append(f"{words}, {seconds_text(each.ended_seconds)}")
         for drawn, (*_, some) in zip(values, lines, strict=True):
             drawn.append(float(f"{some[number]:.4g}"))
     return Chart(
@@ -171,14 +181,26 @@ def _chart(
         pixels=80,
         unit=unit,
         axis="seconds",
-        top=top,
+        top=1.3 * peak.value,
+        dot=peak,
         edges=edges,
+        steps=steps,
         lines=[
             Line(name=line, colour=colour, values=drawn)
             for (line, colour, _), drawn in zip(lines, values, strict=True)
         ],
         said=said,
         table=table,
+    )
+
+
+def _peak(pace: Pace, highest: float, usual: float, text: str) -> Dot:
+    """Mark the highest value; one that would flatten the rest is said at the edge."""
+    value = min(highest, _FAR * usual)
+    return Dot(
+        at=(pace.began_seconds + pace.ended_seconds) / 2,
+        value=value,
+        text=text if value == highest else f"↑ {text}",
     )
 
 

@@ -67,11 +67,11 @@ class Sources:
             yield from vars(one).values()
 
 
-def sources_of(trainer: HfTrainer, *names: str) -> Sources:
-    """Find what a Trainer, its training rows, and these attributes draw from and count with."""
+def sources_of(trainer: HfTrainer) -> Sources:
+    """Find what a Trainer and its training rows draw from and count with."""
     loader = trainer.callback_handler.train_dataloader
     rows = (getattr(loader, name, None) for name in ("dataset", "collate_fn"))
-    return Sources(*rows, *(getattr(trainer, name, None) for name in names), trainer)
+    return Sources(*rows, trainer)
 
 
 def _restore_of(one: Any) -> Callable[[], object] | None:

@@ -19,7 +19,7 @@ def create_states(optimizer: Any) -> str | None:
         return f"{name} creates its states in the first step: an OOM there ends the run"
     if any(group.get("dampening") for group in inner.param_groups):
         return "SGD with dampening starts in the first step: an OOM there ends the run"
-    if has_step_hooks(inner):
+    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
         return f"{name} has step hooks, and creates states in step 1: an OOM there ends the run"
     try:
         failed = attempt(lambda: _step_of_nothing(inner))
@@ -38,11 +38,6 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer
     return inner
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step of this optimizer calls hooks, which would count a trial."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:
