@@ -9,6 +9,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.check.facts import Check, Environment, Facts, Line
+from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings
 from trainer_plugins.launch.lint import judge
@@ -147,9 +148,7 @@ def _asks_one_rank_to_load(facts: Facts) -> bool:
 
 
 def _is_reentrant(facts: Facts) -> bool:
-    names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-    options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
-    return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
+    return _is_fsdp2(facts) and options(facts.values).get("use_reentrant") is True
 
 
 # Add a row for a problem that was read in the code or reported, with its source.

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
@@ -185,7 +187,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
         yield _ignored(
             "activation_checkpointing has no effect for a Hugging Face model",
             "it configures deepspeed.checkpointing, which they do not call",
-            "Give --gradient_checkpointing to the script",
+            f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script",
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainer_plugins.checkpointing import spelled
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import ConfigError, Document, part
 
@@ -71,7 +72,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_spelling = {each.replace("-", "_"): each for each in reversed([*known])}
     swapped = [each for each in by_spelling if sorted(each) == sorted(spelt)]
     near = swapped or get_close_matches(spelt, by_spelling, n=1, cutoff=_SURE)
-    return by_spelling[near[0]] if near else ""
+    return spelled(by_spelling[near[0]]) if near else ""
 
 
 def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
@@ -131,15 +132,15 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
 
     >>> training_arguments(["--bf16", "--max-grad-norm", "0.3", "learning_rate=2e-5"])
     {'bf16': True, 'max_grad_norm': 0.3, 'learning_rate': 2e-05}
-    >>> training_arguments(["--gradient_checkpointing_kwargs", '{"use_reentrant": true}'])
-    {'gradient_checkpointing_kwargs': {'use_reentrant': True}}
+    >>> training_arguments(["--optim_target_modules", '["mlp"]'])
+    {'optim_target_modules': ['mlp']}
     """
     found: dict[str, object] = {}
     waiting: str | None = None  # the name of a flag whose value may follow
     for word in words:
         if word.startswith("--") or (waiting is None and "=" in word):
             name, equals, value = word.removeprefix("--").partition("=")
-            name = name.replace("-", "_")
+            name = spelled(name.replace("-", "_"))
             found[name] = _value(value) if equals else True
             waiting = None if equals else name
         elif waiting is not None:
