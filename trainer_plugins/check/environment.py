@@ -37,8 +37,14 @@ def launch_file(facts: Facts) -> Line | None:
     """Judge the file for `accelerate launch`."""
     if facts.document is None:
         return None
-    values = dict(facts.values) or None
-    return Line("launch file", facts.document.name, judge(facts.document, training=values))
+    local_ranks = 1 if facts.run is None else facts.run.local_ranks
+    num_ranks = facts.strategy.world_size if facts.strategy else local_ranks
+    found = judge(
+        facts.document,
+        training=dict(facts.values) or None,
+        num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also what nobody has said
+    )
+    return Line("launch file", facts.document.name, found)
 
 
 def builds(facts: Facts) -> Line | None:
