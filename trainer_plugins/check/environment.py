@@ -11,7 +11,7 @@ from trainer_plugins.allocator.lint import lint
 from trainer_plugins.check.facts import Check, Environment, Facts, Line
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.extensions import lock_findings
+from trainer_plugins.launch.extensions import lock_findings, needed_of
 from trainer_plugins.launch.lint import judge
 
 # Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
@@ -51,7 +51,8 @@ def builds(facts: Facts) -> Line | None:
     """Judge whether an interrupted build of an extension will make the launch wait forever."""
     if facts.environment is None or facts.own_pids:  # in a Trainer, StrategyInForce reports it
         return None
-    found = tuple(lock_findings(facts.environment.locks))
+    will_need = () if facts.document is None else needed_of(facts.document)
+    found = tuple(lock_findings(facts.environment.locks, will_need))
     return Line("extensions", "no build was interrupted", found)
 
 
