@@ -257,14 +257,13 @@ def test_ranks_that_wait_go_on_after_a_build_and_fail_after_rm(
         environ=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     try:
         assert waiting.stderr is not None
-        said = waiting.stderr.readline()
+        said = waiting.stderr.readline().decode()
         assert f"cpu_adam waits forever for {left}" in said
         assert "configs build cpu_adam" in said
-        assert waiting.stderr.readline() == "it waits\n"
+        assert waiting.stderr.readline() == b"it waits\n"
         if way_out == "rm":
             left.unlink()
         else:
@@ -279,9 +278,9 @@ def test_ranks_that_wait_go_on_after_a_build_and_fail_after_rm(
         processes.kill(waiting)
     if way_out == "rm":
         assert waiting.returncode == 1
-        assert "ImportError" in errors
+        assert b"ImportError" in errors
     else:
-        assert (waiting.returncode, output) == (0, "loaded\n"), errors
+        assert (waiting.returncode, output) == (0, b"loaded\n"), errors
 
 
 @pytest.mark.parametrize(

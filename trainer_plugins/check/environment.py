@@ -42,7 +42,7 @@ def launch_file(facts: Facts) -> Line | None:
     found = judge(
         facts.document,
         training=dict(facts.values) or None,
-        num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also what nobody has said
+        num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also the default
     )
     return Line("launch file", facts.document.name, found)
 

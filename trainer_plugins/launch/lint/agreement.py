@@ -130,15 +130,15 @@ def _handed_over(document: Document) -> dict[str, Any]:
 def _compared(
     key: str, value: object, pair: _Pair, training: _Training, source: str
 ) -> Iterator[Finding]:
-    asked = pair.asked(training)
-    if asked is None:
-        rows = training.rows_of_a_rank
-        is_of_rows = key == "train_batch_size" and isinstance(value, (int, float)) and rows > 0
-        if not is_of_rows or value % rows == 0:
-            there_are = f"there are not {value / rows:.0f} processes" if is_of_rows else ""
-            yield _fixed(key, value, there_are or "the training has other steps", source)
+    asked, rows = pair.asked(training), training.rows_of_a_rank
+    if asked is None and key == "train_batch_size" and isinstance(value, (int, float)) and rows > 0:
+        if value % rows == 0:
+            yield _fixed(key, value, f"there are not {value / rows:.0f} processes", source)
             return
         asked = f"a multiple of {rows:g}"
+    elif asked is None:
+        yield _fixed(key, value, "the training has other steps", source)
+        return
     if value != asked:
         says = "the file says" if source == "written" else "accelerate fills in"
         names = pair.names.replace("|", " or ").replace("+", " and ")

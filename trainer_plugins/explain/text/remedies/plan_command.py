@@ -13,7 +13,7 @@ from trainer_plugins.units import GIB
 # The TrainingArguments that decide about memory; others need data or accounts.
 DECIDING = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "eval_accumulation_steps", checkpointing.NAME, f"{checkpointing.NAME}_kwargs", "optim",
+    "eval_accumulation_steps", checkpointing.NAME, checkpointing.OPTIONS, "optim",
     "optim_args", "optim_target_modules", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval",
     "use_liger_kernel", "torch_compile", "max_grad_norm", "label_smoothing_factor", "deepspeed",
     "fsdp", "fsdp_config", "eval_strategy", "do_eval", "prediction_loss_only",
