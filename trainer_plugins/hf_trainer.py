@@ -38,7 +38,6 @@ class HfArguments(Protocol):
     eval_strategy: object
     fsdp: object
     gradient_accumulation_steps: int
-    gradient_checkpointing: bool
     include_for_metrics: list[str]
     label_smoothing_factor: float
     learning_rate: float

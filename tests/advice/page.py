@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainer_plugins import advice
+from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door, of_machine, of_moments, of_training
 from trainer_plugins.advice.entry import as_arguments
 
@@ -28,7 +28,8 @@ Every remedy that a message of this package names, except commands that only loo
 what it does, and its price in italics. "Other result" means that the run computes something else
 than before; all others keep the result, except for rounding. Words in capitals are yours to fill
 in. In Python, `--optim adafactor` is `optim="adafactor"`. [`explain`](explain.md) says which comes
-first.
+first. transformers 5.23 renamed `gradient_checkpointing` to `activation_checkpointing`, and will
+drop the old name in version 6: messages use the name that your version wants.
 """
 
 
@@ -58,12 +59,14 @@ def lines(entries: list[Advice]) -> list[str]:
 
 
 def page() -> str:
-    text = [HEAD]
+    text = []
     for title, part in PARTS.items():
         named = [each for name, each in vars(part).items() if name in advice.ALL]
-        entries = [each for each in named if not LOOKS.match(each.effect)]
-        text += [f"## {title}\n", *lines(entries), ""]
-    return "\n".join(text)
+        listed = [each for each in named if not LOOKS.match(each.effect)]
+        text += [f"## {title}\n", *lines(listed), ""]
+    # The page names what every version takes.
+    entries = "\n".join(text).replace(checkpointing.NAME, "gradient_checkpointing")
+    return f"{HEAD}\n{entries}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 import trainer_plugins
 from tests.advice.asked import Said, all_said
-from trainer_plugins import advice
+from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import BLANKS
 from trainer_plugins.advice.for_causes import (
@@ -38,6 +38,7 @@ def marks() -> set[str]:
     found: set[str] = set()
     for each in advice.ALL.values():
         for door, text in each.spellings.items():
+            text = text.replace(checkpointing.NAME, "gradient_checkpointing")
             if door is not Door.PLAN:
                 found.update(re.findall(r"--([a-z][\w-]{4,})", text))
                 found.update(re.findall(r"\b([a-z]\w*_\w+)\"?\s?[=:](?!=)", text))

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from tests.explain.planted import Told, empty_card, explained, run, taken_bytes, watched, with_rows
 from tests.models import tiny_llama, token_rows
 from tests.testing.alone import alone
-from trainer_plugins import protect
+from trainer_plugins import checkpointing, protect
 from trainer_plugins.cli import app
 from trainer_plugins.units import MIB
 
@@ -128,7 +128,7 @@ def test_activations_of_one_long_row(train) -> None:
     settings = {"rows": 1, "length": 2048, "per_device_train_batch_size": 1, "max_steps": 1}
     said = train(28, model=deep(), **settings)
     assert said.code == "capacity"
-    assert said.do == "--gradient_checkpointing True"
+    assert said.do == f"--{checkpointing.NAME} True"
     after = train(28, model=deep(), **settings | said.flags)
     if after and torch.__version__.startswith("2.9."):  # which leaves more holes here
         assert after.code == "fragmentation"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tests.explain.planted import run, watched, with_rows
 from tests.schemas import read_answer
 from tests.test_report import HOSTILE, obeyed, report
-from trainer_plugins import MemoryWatchdog, OOMReporter
+from trainer_plugins import MemoryWatchdog, OOMReporter, checkpointing
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
@@ -518,7 +518,7 @@ def test_a_run_that_hydra_made_is_told_overrides(died, tmp_path) -> None:
         f"++trainer.args.{each.replace(' ', '=')}" for each in (rows, steps)
     )
     assert "+trainer_plugins=survive" in [each.do for each in as_overrides]
-    assert "++trainer.args.gradient_checkpointing=True" in [each.do for each in as_overrides]
+    assert f"++trainer.args.{checkpointing.NAME}=True" in [each.do for each in as_overrides]
 
 
 @pytest.mark.parametrize(

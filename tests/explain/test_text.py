@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import trainer_plugins
 from tests.models import tiny_llama
+from trainer_plugins import checkpointing
 from trainer_plugins.advice.for_causes import FOR_CAUSE
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
@@ -308,7 +309,7 @@ def test_what_halving_would_bring_is_told_by_a_plan_that_is_filled_in(tmp_path: 
     assert plan.do == (
         f"trainer-plugins plan --model {tmp_path} --gpu 23.65GiB --num-gpus 2 --trainer sft"
         " --seq-length 2048 --load-in-4bit --lora-r 16 --per_device_train_batch_size 8"
-        " --gradient_checkpointing True"
+        f" --{checkpointing.NAME} True"
     )
     assert "does not show" not in plan.effect
 

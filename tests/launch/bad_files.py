@@ -166,6 +166,13 @@ BAD: tuple[tuple[str, str, str], ...] = (
     ),
     ("config-unresolved-auto", "m.json", zero3(', "stage3_max_live_parameters": "auto"')),
     ("config-unresolved-auto", "n.json", zero3(', "offload_param": {"device": "auto"}')),
+    (
+        "config-unresolved-auto",
+        "v.yaml",
+        deepspeed("zero_stage: 2\noffload_optimizer_device: auto"),
+    ),
+    ("config-pin-memory", "w.json", zero2(', "offload_optimizer": {"device": "cpu"}')),
+    ("config-pin-memory", "x.yaml", deepspeed("zero_stage: 2\noffload_optimizer_device: cpu")),
     ("config-bucket-memory", "o.json", f'{{"zero_optimization": {{"stage": 2}}, {GOOD_TAIL}}}'),
     ("config-bucket-memory", "p.yaml", deepspeed("zero_stage: 3")),
     ("config-gather-on-save", "q.json", f'{{"zero_optimization": {{"stage": 3}}, {GOOD_TAIL}}}'),

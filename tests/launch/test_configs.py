@@ -144,7 +144,39 @@ def test_a_copy_with_other_values_keeps_its_comments(tmp_path: Path) -> None:
     }
     assert (copied.accelerate or {})["num_processes"] == 4
     assert (copied.accelerate or {})["deepspeed_config"]["zero3_init_flag"] is False
-    assert target.read_text().count("#") == configs.read("zero3_offload_all").count("#")
+    assert target.read_text().count("#") == configs.read("zero3_offload_all").count("#") + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says", "says_no_more"),
+    [
+        (
+            "zero3",
+            ["num_processes=4"],
+            ["zero3.yaml train.py", "runs 4 processes", "Changed in this copy: num_processes=4"],
+            ["--num_processes 2", "on each card"],
+        ),
+        (
+            "ddp_multinode",
+            ["num_processes=32", "num_machines=4"],
+            ["--num_machines 4", "--num_processes 32", "num_processes=32, num_machines=4"],
+            ["--num_processes 16", "--num_machines 2"],
+        ),
+        ("zero2", ["zero_optimization.reduce_bucket_size=2e8"], ["[--num_processes 2]"], []),
+        ("fsdp2", [], ["[--num_processes 2]"], ["Changed"]),
+    ],
+)
+def test_the_comments_of_a_copy_are_true_of_it(
+    tmp_path: Path, name: str, words: list[str], says: list[str], says_no_more: list[str]
+) -> None:
+    target = configs.copy(name, tmp_path, words)
+
+    comments = "".join(line for line in target.open() if line.startswith("#"))
+    assert f"--config_file {target} " in comments
+    for each in says:
+        assert each in comments
+    for each in ("configs/accelerate/", *says_no_more):
+        assert each not in comments
 
 
 @pytest.mark.parametrize(
@@ -188,7 +220,8 @@ def test_a_file_that_is_there_stays_without_force(tmp_path: Path) -> None:
     assert "--force" in said(refused)
     assert (tmp_path / "zero3.yaml").read_text() == "mine"
     assert command("configs", "copy", "zero3", tmp_path, "--force").returncode == 0
-    assert (tmp_path / "zero3.yaml").read_text() == configs.read("zero3")
+    copied, shipped = (tmp_path / "zero3.yaml").read_text(), configs.read("zero3")
+    assert copied == shipped.replace("configs/accelerate/zero3.yaml", f"{tmp_path}/zero3.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["zero3.yaml"]
 
 

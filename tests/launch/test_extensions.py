@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from torch.utils import cpp_extension
 
 from tests import processes
+from tests.test_cli import command
 from trainer_plugins import StrategyInForce, protect
 from trainer_plugins.finding import Severity
+from trainer_plugins.launch import configs
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks
 from trainer_plugins.record.timeline import Remark, timeline_of_run
 
@@ -90,9 +93,10 @@ def test_a_build_that_runs_has_its_lock_and_one_that_was_killed_left_it(
 
     (lock,) = read_locks(os.environ)
     assert (lock.path, lock.holder) == (extensions / "slow" / "lock", None)
-    (finding,) = lock_findings([lock])
-    assert (finding.code, finding.severity) == ("extension-lock", Severity.WARNING)
-    assert str(lock.path) in finding.evidence
+    for will_need, severity in (((), Severity.WARNING), (("slow",), Severity.ERROR)):
+        (finding,) = lock_findings([lock], will_need)
+        assert (finding.code, finding.severity) == ("extension-lock", severity)
+        assert str(lock.path) in finding.evidence
 
 
 def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
@@ -101,7 +105,8 @@ def test_it_is_said_how_old_it_is_and_what_to_do(tmp_path: Path) -> None:
 
     assert str(finding) == (
         "[extension-lock] every launch that needs the extension cpu_adam of torch waits forever: a build was interrupted "
-        f"({lock} is 2 h old, and no process holds it). Remove it: rm {lock}"
+        f"({lock} is 2 h old, and no process holds it). Run trainer-plugins configs build cpu_adam, also while ranks "
+        f"wait: after rm {lock} they fail with an ImportError"
     )
 
 
@@ -191,14 +196,106 @@ def test_exec_says_it_and_runs_the_command(left: Path) -> None:
     assert f"{left} is 2 h old" in done.stderr
 
 
-def test_configs_check_says_it_and_the_file_is_fine(left: Path) -> None:
-    file = ROOT / "configs" / "accelerate" / "zero3_offload_all.yaml"
-    command = [sys.executable, "-m", "trainer_plugins", "configs", "check", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+@pytest.mark.parametrize(("name", "says"), [("zero3_offload_all", "ERROR"), ("ddp", "WARNING")])
+def test_it_is_an_error_of_a_file_that_needs_the_extension(
+    left: Path, name: str, says: str
+) -> None:
+    done = command("configs", "check", configs.path(name))
 
-    assert done.returncode == 0
-    assert "WARNING [extension-lock]" in done.stdout
+    assert done.returncode == (says == "ERROR")
+    assert f"{says} [extension-lock]" in done.stdout
     assert f"{left} is 2 h old" in done.stdout
+
+
+# Compiles this in place of any source, which would take minutes.
+MODULE = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "cpu_adam", 0, -1, 0};
+PyMODINIT_FUNC PyInit_cpu_adam(void) { return PyModule_Create(&module); }
+"""
+QUICK = """#!/bin/sh
+output= ; next=
+for word in "$@"; do
+    [ -z "$next" ] || output=$word
+    [ "$word" = -o ] && next=1 || next=
+    [ "$word" != -c ] || compiles=1
+done
+[ "$output" = cpu_adam.o ] || MODULE=/dev/null
+[ -z "$compiles" ] || exec c++ -x c++ -c "$MODULE" -o "$output" -MD -MF "$output.d" -fPIC -I"$PYTHON_H"
+exec c++ "$@"
+"""
+WAITS = """
+import sys
+from torch.utils import cpp_extension
+from trainer_plugins.launch.extensions import announce_builds
+announce_builds()
+wait = cpp_extension.FileBaton.wait
+cpp_extension.FileBaton.wait = lambda baton: (sys.stderr.write("it waits\\n"), wait(baton))
+cpp_extension.load("cpu_adam", [sys.argv[1]])
+print("loaded")
+"""
+
+
+@pytest.mark.parametrize("way_out", ["rm", "build"])
+def test_ranks_that_wait_go_on_after_a_build_and_fail_after_rm(
+    left: Path, tmp_path: Path, way_out: str
+) -> None:
+    pytest.importorskip("deepspeed")
+    (source := tmp_path / "module.cpp").write_text(MODULE)
+    (compiler := tmp_path / "quick").write_text(QUICK)
+    compiler.chmod(0o755)
+    environ = {
+        **os.environ,
+        "CXX": str(compiler),
+        "MODULE": str(source),
+        "PYTHON_H": sysconfig.get_paths()["include"],
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "DS_ACCELERATOR": "cpu",
+    }
+    waiting = processes.start(
+        [sys.executable, "-c", WAITS, source],
+        environ=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert waiting.stderr is not None
+        said = waiting.stderr.readline().decode()
+        assert f"cpu_adam waits forever for {left}" in said
+        assert "configs build cpu_adam" in said
+        assert waiting.stderr.readline() == b"it waits\n"
+        if way_out == "rm":
+            left.unlink()
+        else:
+            words = ["-m", "trainer_plugins", "configs", "build", "cpu_adam"]
+            done = subprocess.run(
+                [sys.executable, *words], env=environ, capture_output=True, text=True, check=False
+            )
+            assert (done.returncode, "cpu_adam is built" in done.stdout) == (0, True), done.stderr
+            assert not left.exists()
+        output, errors = waiting.communicate(timeout=processes.ENDS_A_HANG)
+    finally:
+        processes.kill(waiting)
+    if way_out == "rm":
+        assert waiting.returncode == 1
+        assert b"ImportError" in errors
+    else:
+        assert (waiting.returncode, output) == (0, b"loaded\n"), errors
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "said"),
+    [
+        (["no_such"], 2, "DeepSpeed has no extension no_such"),
+        (["none.yaml"], 2, "none.yaml cannot be read"),
+        ([configs.path("ddp")], 0, "needs no extension"),
+    ],
+)
+def test_a_build_of_nothing_says_so(words: list[str], exit_code: int, said: str) -> None:
+    pytest.importorskip("deepspeed")
+    done = command("configs", "build", *words)
+
+    assert (done.returncode, said in done.stdout + done.stderr) == (exit_code, True), done.stderr
 
 
 def test_each_first_build_says_what_is_built_and_how_long_it_takes(
@@ -228,12 +325,13 @@ def test_each_first_build_says_what_is_built_and_how_long_it_takes(
     finally:
         cpp_extension.load = before
 
+    minute = "one minute on two quiet cores, up to ten on busy ones"
     lines = [line for line in capfd.readouterr().err.splitlines() if "compiles" in line]
     assert lines == [
         "trainer_plugins: torch compiles cpu_adam first (DeepSpeed's optimizer in main memory):"
-        " usually one minute on two quiet cores, without output, and once for this Python",
+        f" usually {minute}, without output, and once for this Python",
         "trainer_plugins: torch compiles deepspeed_shm_comm first (DeepSpeed's collectives on the"
-        " CPU): usually one minute on two quiet cores, without output, and once for this Python",
+        f" CPU): usually {minute}, without output, and once for this Python",
         "trainer_plugins: torch compiles mine first: usually one minute to several, without output, and"
         " once for this Python",
     ]

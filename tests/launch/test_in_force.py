@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.launch.asked import Asked, of_launcher, read_asked
 from trainer_plugins.launch.launcher import Launcher
 from trainer_plugins.launch.verify import verify
@@ -73,7 +75,7 @@ FSDP = replace(PLAIN, wrapped_class="FSDPLlama", family="FSDP", num_partitioned=
         (Asked(distributed_type="FSDP", offload={"fsdp": "cpu"}), FSDP, "offload-not-in-force", "fsdp offload to cpu"),
         (ASKED, replace(ZERO3, num_partitioned=400_000), "parameters-not-partitioned", "persistence_threshold"),
         (ASKED, replace(ZERO3, master_dtype="float32"), "master-weights-not-in-force", "bf16"),
-        (ASKED, replace(ZERO3, is_checkpointing=False), "checkpointing-not-in-force", "--gradient_checkpointing"),
+        (ASKED, replace(ZERO3, is_checkpointing=False), "checkpointing-not-in-force", advice.CHECKPOINTING.flag(Door.TRAINER)),
     ],
 )  # fmt: skip
 def test_each_difference_is_named_with_its_usual_cause(

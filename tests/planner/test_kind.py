@@ -1,7 +1,6 @@
 """What kind of run it is, is asked once; the planner enters only the rooms of that kind."""
 
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import pytest
 from transformers import Seq2SeqTrainingArguments
 
 from tests import processes
-from tests.models import tiny_llama
 from tests.planner.test_plans import request, tiny
 from trainer_plugins.planner.kind import (
     Wrapper,
     cards_of_a_row,
-    is_checkpointing,
     kind_of,
     needs_flash_attn,
 )
@@ -120,13 +117,3 @@ def test_flash_attn_is_pretended_where_it_may_be_called():
     assert not needs_flash_attn(request(tiny()).source)
     assert needs_flash_attn(request(tiny(attn_implementation="flash_attention_2")).source)
     assert needs_flash_attn(TrainerSource(trainer=b"", batch=b""))
-
-
-def test_checkpointing_is_read_without_a_warning():
-    model, other = tiny_llama(), tiny_llama()
-    for part in other.modules():
-        if hasattr(part, "gradient_checkpointing"):
-            part.gradient_checkpointing = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert [is_checkpointing(each) for each in (model, other)] == [False, True]

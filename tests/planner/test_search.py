@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tests.planner.several import IS_TOO_OLD
 from tests.processes import ENDS_A_HANG
 from tests.schemas import read_answer
+from trainer_plugins import checkpointing
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.cli import app
@@ -396,7 +397,7 @@ def test_what_cannot_be_predicted_is_a_line_with_its_reason(short_llama: Path):
         (["--explain-change", "all", "--search", "--gpu", "t4"], "different tables"),
         (
             ["--search", "--gpu", "t4", "--gradient_checkpoint", "True"],
-            "is it --gradient_checkpointing?",
+            f"is it --{checkpointing.NAME}?",
         ),
     ],
 )

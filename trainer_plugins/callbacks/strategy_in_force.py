@@ -11,7 +11,7 @@ from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.launch.asked import Asked, read_asked
-from trainer_plugins.launch.extensions import announce_builds, lock_findings, read_locks
+from trainer_plugins.launch.extensions import announce_builds, lock_findings, needed, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.record.timeline import Beginning, Remark
@@ -41,8 +41,10 @@ class StrategyInForce(RunCallback):
 
     def on_init_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         with self.harmless():
-            if _asked(args).family == "DeepSpeed":  # the one that builds before step 1
-                self._found_before = tuple(lock_findings(read_locks(os.environ)))
+            asked = _asked(args)
+            if asked.family == "DeepSpeed":  # the one that builds before step 1
+                locks = read_locks(os.environ)
+                self._found_before = tuple(lock_findings(locks, needed(asked.offload)))
             for finding in self._found_before:
                 _log_on_first_rank(finding, args)
             if args.local_process_index == 0:

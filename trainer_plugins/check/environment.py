@@ -9,8 +9,9 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.check.facts import Check, Environment, Facts, Line
+from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.extensions import lock_findings
+from trainer_plugins.launch.extensions import lock_findings, needed_of
 from trainer_plugins.launch.lint import judge
 
 # Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
@@ -36,15 +37,22 @@ def launch_file(facts: Facts) -> Line | None:
     """Judge the file for `accelerate launch`."""
     if facts.document is None:
         return None
-    values = dict(facts.values) or None
-    return Line("launch file", facts.document.name, judge(facts.document, training=values))
+    local_ranks = 1 if facts.run is None else facts.run.local_ranks
+    num_ranks = facts.strategy.world_size if facts.strategy else local_ranks
+    found = judge(
+        facts.document,
+        training=dict(facts.values) or None,
+        num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also the default
+    )
+    return Line("launch file", facts.document.name, found)
 
 
 def builds(facts: Facts) -> Line | None:
     """Judge whether an interrupted build of an extension will make the launch wait forever."""
     if facts.environment is None or facts.own_pids:  # in a Trainer, StrategyInForce reports it
         return None
-    found = tuple(lock_findings(facts.environment.locks))
+    will_need = () if facts.document is None else needed_of(facts.document)
+    found = tuple(lock_findings(facts.environment.locks, will_need))
     return Line("extensions", "no build was interrupted", found)
 
 
@@ -147,9 +155,7 @@ def _asks_one_rank_to_load(facts: Facts) -> bool:
 
 
 def _is_reentrant(facts: Facts) -> bool:
-    names = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-    options = [each for name in names if isinstance(each := facts.values.get(name), dict)]
-    return _is_fsdp2(facts) and any(each.get("use_reentrant") is True for each in options)
+    return _is_fsdp2(facts) and options(facts.values).get("use_reentrant") is True
 
 
 # Add a row for a problem that was read in the code or reported, with its source.

@@ -15,6 +15,7 @@ from trainer_plugins.check.facts import (
     Shape,
     severity_of,
 )
+from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.cards import Kernel, attention_kernel, prefers_cudnn
 from trainer_plugins.strategy import keeps_whole_gradients
@@ -82,7 +83,7 @@ def checkpoints(facts: Facts) -> Line | None:
     """Judge whether requested checkpointing is active."""
     if facts.model is None or not facts.model.homes or facts.run is None:
         return None
-    if not (facts.flag("gradient_checkpointing") or facts.flag("activation_checkpointing")):
+    if not is_asked(facts.values):
         return Line("checkpointing", "not requested")
     return Line("checkpointing", "active", tuple(_checkpointing(facts.model)))
 

@@ -132,7 +132,7 @@ def check(
     import shlex
 
     from trainer_plugins.devices.host import HostDevice
-    from trainer_plugins.launch.extensions import lock_findings, read_locks
+    from trainer_plugins.launch.extensions import lock_findings, needed_of, read_locks
     from trainer_plugins.launch.lint import files_of, judge, read_document, training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
@@ -152,7 +152,7 @@ def check(
             num_ranks=num_gpus,
             host=host,
         )
-    findings += tuple(lock_findings(read_locks(os.environ)))
+    findings += tuple(lock_findings(read_locks(os.environ), needed_of(document)))
     if form is Format.TEXT:
         _print_findings(file, findings, as_json)
     else:
@@ -160,6 +160,39 @@ def check(
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
+
+
+@configs.command()
+def build(
+    needed_by: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Launch files, or extensions as in cpu_adam."),
+    ],
+) -> None:
+    """Build the extensions that DeepSpeed would compile at the start, once on each node.
+
+    It also finishes a build that was interrupted, for ranks that already wait for it.
+
+    Example: trainer-plugins configs build zero3_offload_all.yaml
+    """
+    from trainer_plugins.launch.build import build as build_extension
+    from trainer_plugins.launch.extensions import needed_of
+    from trainer_plugins.launch.lint import read_document
+
+    names: list[str] = []
+    with _one_line_errors():
+        for each in needed_by:
+            is_file = Path(each).suffix in (".yaml", ".yml", ".json")
+            found = needed_of(read_document(Path(each))) if is_file else (each,)
+            names += found
+            if not found:
+                print(f"{each} needs no extension of DeepSpeed")
+        try:
+            for name in names:
+                print(f"{printable(name)} is built, in {build_extension(name):.0f} s")
+        except RuntimeError as error:
+            print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
 
 @contextmanager

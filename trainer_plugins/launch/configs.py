@@ -12,6 +12,7 @@ import yaml
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.lint import ConfigError, judge, keys, read_document
+from trainer_plugins.printable import printable
 
 _HOME = Path(__file__).parent.parent / "configs" / "accelerate"
 
@@ -44,9 +45,14 @@ def headline(name: str) -> str:
 def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Path:
     """Write a copy of a shipped file, with `key=value` overrides; an error leaves no file."""
     target = folder / f"{path(name).stem}.yaml"
-    text = read(name)
+    text = read(name).replace(f"configs/accelerate/{target.name}", printable(str(target)))
     for override in overrides:
-        text = _overridden(text, override, name)
+        text = _as_it_is_used(_overridden(text, override, name), override)
+    if overrides:
+        changed = printable(
+            f"# Changed in this copy: {', '.join(overrides)}; figures are without it"
+        )
+        text = text.replace("compute_environment:", f"{changed}\ncompute_environment:", 1)
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
     try:
@@ -85,6 +91,18 @@ def _overridden(text: str, override: str, name: str) -> str:
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
+
+
+def _as_it_is_used(text: str, override: str) -> str:
+    """Let the comments that say how to launch the file say the number that it now has."""
+    name, _, value = override.partition("=")
+    if not value.isdecimal():
+        return text
+    text = re.sub(rf" \[--{name} \d+\]", "", text)
+    text = re.sub(rf"--{name} \d+", f"--{name} {value}", text)
+    several = "es" if value != "1" else ""
+    runs = f"# It runs {value} process{several}, unless a launch gives --num_processes.\n"
+    return re.sub(rf"# Without --{name} .*\n", runs, text)
 
 
 def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainer_plugins.finding import Finding
+from trainer_plugins.launch.lint import Document
 from trainer_plugins.printable import printable
 
 # Other machines share these file systems, and their processes are invisible here.
@@ -29,13 +30,15 @@ class _Build(NamedTuple):
     duration: str = "one minute to several"
 
 
-# Measured with DeepSpeed 0.19 and g++ 12: 54 s, 80 s on a busy machine, 170 s.
+# Measured with DeepSpeed 0.19 and g++ 12: 54 s, 170 s; on busy machines 80 s and 583 s.
+_A_MINUTE = "one minute on two quiet cores, up to ten on busy ones"
 _DEEPSPEED = {
-    "cpu_adam": _Build("optimizer in main memory", "one minute on two quiet cores"),
-    "deepspeed_shm_comm": _Build("collectives on the CPU", "one minute on two quiet cores"),
+    "cpu_adam": _Build("optimizer in main memory", _A_MINUTE),
+    "deepspeed_shm_comm": _Build("collectives on the CPU", _A_MINUTE),
     "fused_adam": _Build("optimizer on the card"),
     "async_io": _Build("access to a drive", "three minutes on two quiet cores"),
 }
+_OF_OPTIMIZERS = {"lion": "lion", "adagrad": "adagrad"}  # of DeepSpeed; the others are Adam's
 _OTHER = _Build("")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
@@ -58,7 +61,32 @@ def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
     return tuple(lock for lock in map(_read_lock, files) if lock is not None)
 
 
-def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
+def needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, ...]:
+    """Return the extensions that DeepSpeed loads for what a launch offloads, and its optimizer.
+
+    >>> needed({"optimizer": "cpu", "param": "nvme"}), needed({}, "AdamW"), needed({})
+    (('cpu_adam', 'async_io'), ('fused_adam',), ())
+    """
+    kind = str(optimizer).lower()
+    family = next((name for word, name in _OF_OPTIMIZERS.items() if word in kind), "adam")
+    found = []
+    if "optimizer" in offload:
+        found.append(f"cpu_{family}")
+    elif optimizer is not None and "adam" in kind:
+        found.append("fused_adam")
+    return (*found, "async_io") if "nvme" in offload.values() else tuple(found)
+
+
+def needed_of(document: Document) -> tuple[str, ...]:
+    """Return the extensions that DeepSpeed loads for a launch file."""
+    if document.zero_stage is None:
+        return ()
+    return needed(document.offload_devices, document.in_deepspeed("optimizer.type"))
+
+
+def lock_findings(
+    locks: Iterable[ExtensionLock], will_need: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Report the locks that no visible process holds; a running build removes its own."""
     for lock in locks:
         name, old = lock.path.parent.name, f"{lock.path} is {_age(lock.age_seconds)} old"
@@ -73,18 +101,26 @@ def lock_findings(locks: Iterable[ExtensionLock]) -> Iterator[Finding]:
                 amount=lock.age_seconds,
             )
         elif lock.holder is None:
-            yield Finding.warning(
+            report = Finding.error if name in will_need else Finding.warning
+            yield report(
                 code="extension-lock",
                 summary=f"every launch that needs the extension {name} of torch waits forever: a"
                 " build was interrupted",
                 evidence=f"{old}, and no process holds it",
-                remedy=f"Remove it: rm {lock.path}",
+                remedy=_way_out(name, lock.path),
                 amount=lock.age_seconds,
             )
 
 
+def _way_out(name: str, path: Path) -> str:
+    if name not in _DEEPSPEED:
+        return f"Before a launch: rm {path}. Without it ranks that wait fail with an ImportError"
+    builds = f"trainer-plugins configs build {name}"
+    return f"Run {builds}, also while ranks wait: after rm {path} they fail with an ImportError"
+
+
 def announce_builds() -> None:
-    """Have torch write a line to stderr before it compiles an extension, which it does silently."""
+    """Have torch say on stderr that it compiles an extension, or waits for another process."""
     from torch.utils import cpp_extension
 
     load = cpp_extension.load  # which DeepSpeed looks up at each use
@@ -93,18 +129,31 @@ def announce_builds() -> None:
 
     @functools.wraps(load)
     def announced(name: str, *args: Any, **kwargs: Any) -> Any:
-        # An extension that was compiled for another version of its source counts too.
-        if not any(_extension_files(f"{name}/{name}.so", os.environ)):
-            build = _DEEPSPEED.get(name, _OTHER)
-            purpose = f" (DeepSpeed's {build.purpose})" if build.purpose else ""
-            sys.stderr.write(
-                f"trainer_plugins: torch compiles {printable(name)} first{purpose}: usually"
-                f" {build.duration}, without output, and once for this Python\n"
-            )
+        if said := _what_comes_first(name):
+            sys.stderr.write(f"trainer_plugins: {printable(said)}\n")
         return load(name, *args, **kwargs)
 
     vars(announced)["announces"] = True
     cpp_extension.load = announced
+
+
+def _what_comes_first(name: str) -> str:
+    """Say for what a process waits that loads an extension now; empty if for nothing."""
+    lock = next((each for each in read_locks(os.environ) if each.path.parent.name == name), None)
+    if lock is not None and lock.holder is not None:
+        return f"process {lock.holder} compiles {name}, and this one waits for it"
+    if lock is not None:
+        will_end = "while no process compiles it" if lock.unseen else "forever"
+        return f"{name} waits {will_end} for {lock.path}. {_way_out(name, lock.path)}"
+    # An extension that was compiled for another version of its source counts too.
+    if any(_extension_files(f"{name}/{name}.so", os.environ)):
+        return ""
+    build = _DEEPSPEED.get(name, _OTHER)
+    purpose = f" (DeepSpeed's {build.purpose})" if build.purpose else ""
+    return (
+        f"torch compiles {name} first{purpose}: usually {build.duration}, without output, and once"
+        " for this Python"
+    )
 
 
 def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:

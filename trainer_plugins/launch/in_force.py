@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.streaming.stream import Stream, stream_of
 
@@ -45,9 +46,7 @@ def read_in_force(
         homes=homes,
         optimizer_class=_optimizer_class(optimizer),
         master_dtype=_master_dtype(optimizer),
-        is_checkpointing=any(
-            getattr(module, "gradient_checkpointing", False) for module in wrapper.modules()
-        ),
+        is_checkpointing=is_checkpointing(wrapper),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
+from trainer_plugins.checkpointing import spelled
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import card_of, with_measured_context
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -314,9 +315,10 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
     if isinstance(given, Mapping):
         from transformers import Seq2SeqTrainingArguments
 
-        return pickle.dumps((Seq2SeqTrainingArguments, dict(given)))
+        fields = {spelled(name): value for name, value in given.items()}
+        return pickle.dumps((Seq2SeqTrainingArguments, fields))
     if isinstance(given, Sequence):
-        return tuple(given)
+        return tuple(spelled(word) if word.startswith("--") else word for word in given)
     return pickle.dumps((type(given), fields_of(given)))
 
 

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from trainer_plugins.checkpointing import is_asked, is_checkpointing
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner.pretend import eight_bit, optimizers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
@@ -176,7 +175,7 @@ def planned_of(
         if bits := quantised.bits_of(base):
             planned["quantised"] = f"{bits} bits, by bitsandbytes"
     # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
-    checkpoints = args.gradient_checkpointing or is_checkpointing(base)
+    checkpoints = is_asked(args) or is_checkpointing(base)
     planned |= {
         "dtype": _dtype(base, args),
         "optimizer": kind.optimizer,
@@ -191,11 +190,6 @@ def planned_of(
     if request.command is not None:
         planned["command"] = request.command
     return planned
-
-
-def is_checkpointing(model: torch.nn.Module) -> bool:
-    """Return whether checkpointing is on; transformers' own property has two names by version."""
-    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def _dtype(model: object, args: HfArguments) -> str:

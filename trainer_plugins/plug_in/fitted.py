@@ -8,6 +8,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.patched import Patches
 
 VARIABLE = "TRAINER_PLUGINS_ARGUMENTS"  # holds what was planned, and what is to be another value
@@ -94,6 +95,6 @@ def _config(asked: dict[str, Any], given: dict[str, Any]) -> Any:
 def _adapted(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Any:
     import peft
 
-    if given["args"].gradient_checkpointing:
+    if is_asked(given["args"]):
         model.enable_input_require_grads()  # nothing before the first block needs gradients now
     return peft.get_peft_model(model, _config(asked, {**given, "model": model}))

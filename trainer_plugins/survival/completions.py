@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.checkpointing import is_checkpointing, options, switch_on
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.limit.ladder import is_checkpointing
 from trainer_plugins.survival.training_run import Attached
 from trainer_plugins.survival.words import in_parts
 
@@ -60,9 +60,7 @@ class Completions:
             before.restore()
             if was_checkpointing and not is_checkpointing(trainer.model):
                 # trl 1.16 leaves it off if a generation fails
-                trainer.model.gradient_checkpointing_enable(
-                    trainer.args.gradient_checkpointing_kwargs
-                )
+                switch_on(trainer.model, options(trainer.args))
             most = self._most_generated = _fewer(len(now), part, "one completion")
             failures.append(part)
         if failures:

@@ -10,11 +10,12 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 
 from trainer_plugins.callbacks._run import RunCallback, callback_of, move_before_trackers
+from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.attempt.attempt import Card, card_of
-from trainer_plugins.survival.limit.ladder import climb, is_checkpointing
+from trainer_plugins.survival.limit.ladder import climb
 from trainer_plugins.survival.limit.limit import Pace
 from trainer_plugins.survival.limit.optimizer_states import create_states
 from trainer_plugins.survival.words import thrashing

@@ -19,6 +19,8 @@ def names(text: str) -> frozenset[str]:
 
 
 SAME: Mapping[str, str] = {
+    "activation_checkpointing": "gradient_checkpointing",  # transformers 5.23
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "model_name_or_path": "model",  # TRL, transformers, LLaMA-Factory
     "base_model": "model",  # axolotl, PEFT
     "base_model_name_or_path": "model",

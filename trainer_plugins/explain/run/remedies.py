@@ -10,6 +10,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
+from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.beside import second_models
 from trainer_plugins.explain.run.case import Case
@@ -147,7 +148,7 @@ def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
 def _needs_checkpointing(case: Case) -> bool:
     run = case.record.run
     is_live = run.strategy is not None and run.strategy.is_checkpointing
-    return not is_live and not run.arguments.get("gradient_checkpointing")
+    return not is_live and not is_asked(run.arguments)
 
 
 def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:

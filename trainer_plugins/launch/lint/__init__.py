@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.accelerate import accelerate_findings
+from trainer_plugins.launch.lint.agreement import agreement_findings
 from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import (
     ConfigError,
@@ -13,7 +14,7 @@ from trainer_plugins.launch.lint.document import (
 )
 from trainer_plugins.launch.lint.host_memory import memory_findings
 from trainer_plugins.launch.lint.schema import name_findings, schema_findings
-from trainer_plugins.launch.lint.training import training_arguments, training_findings
+from trainer_plugins.launch.lint.training import training_arguments
 from trainer_plugins.launch.main_memory import HostLimits
 
 _UNKNOWN = HostLimits()
@@ -35,7 +36,7 @@ def judge(
         *accelerate_findings(document),
         *zero_findings(document),
         *name_findings(document),
-        *training_findings(document, training),
+        *agreement_findings(document, training, num_ranks),
         *memory_findings(document, num_params, num_ranks, host),
     ]
     return tuple(sorted(dict.fromkeys(found), key=lambda finding: -finding.severity))

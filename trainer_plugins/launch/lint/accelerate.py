@@ -81,7 +81,7 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
             remedy="Write one of them, in quotes if it is no",
         )
     if config.get("use_cpu") is True and kind == "FSDP":
-        yield Finding.warning(
+        yield Finding.error(
             code="config-distributed-type",
             summary="FSDP with use_cpu: true runs plain DistributedDataParallel",
             evidence="accelerate uses its FSDP branch on accelerators only (accelerate/state.py)",

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer_plugins import advice
+from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
@@ -41,14 +43,29 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
     block = document.in_deepspeed(f"zero_optimization.offload_{what}")
     device = document.in_deepspeed(f"zero_optimization.offload_{what}.device")
     device = device or document.in_accelerate(f"deepspeed_config.offload_{what}_device")
-    if isinstance(device, str) and device not in ("cpu", "nvme", "none", "auto"):
+    if device == "auto":
+        yield Finding.error(
+            code="config-unresolved-auto",
+            summary=f'the device of offload_{what} is "auto", so nothing is offloaded',
+            evidence="accelerate replaces it by none (DeepSpeedPlugin.__post_init__)",
+            remedy='Write "cpu" or "nvme", or remove it',
+        )
+    elif isinstance(device, str) and device not in ("cpu", "nvme", "none"):
         yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
     if isinstance(block, dict) and "device" not in block:
-        yield Finding.warning(
+        yield Finding.error(
             code="config-offload-stage",
             summary=f"offload_{what} names no device, so nothing is offloaded",
             evidence="its default is none (deepspeed/runtime/zero/offload_config.py)",
             remedy='Write "device": "cpu", or remove the block',
+        )
+    if device == "cpu" and not (isinstance(block, dict) and "pin_memory" in block):
+        in_json = "" if block else " in a DeepSpeed JSON: the YAML alone has no such key"
+        yield Finding.warning(
+            code="config-pin-memory",
+            summary=f"offload_{what} copies from and to pageable memory, which is slower",
+            evidence="pin_memory is false unless it is written (DeepSpeed's offload_config.py)",
+            remedy=f'Write "pin_memory": true{in_json}, or false where little memory can be locked',
         )
     if document.offload_devices.get(what) != "nvme":
         return
@@ -185,7 +202,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
         yield _ignored(
             "activation_checkpointing has no effect for a Hugging Face model",
             "it configures deepspeed.checkpointing, which they do not call",
-            "Give --gradient_checkpointing to the script",
+            f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script",
         )
 
 

@@ -206,8 +206,6 @@ AUTO = _names(
 # For these accelerate fills in its own default, which is rarely the intended value.
 AUTO_IS_OFF = {
     "zero_optimization.stage": "2",
-    "zero_optimization.offload_optimizer.device": '"none"',
-    "zero_optimization.offload_param.device": '"none"',
     "zero_optimization.offload_optimizer.nvme_path": '"none"',
     "zero_optimization.offload_param.nvme_path": '"none"',
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "false",

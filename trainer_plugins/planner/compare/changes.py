@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trainer_plugins import advice
+from trainer_plugins import advice, checkpointing
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import (
@@ -24,10 +24,10 @@ def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> l
     """Return what can be changed in this run."""
     source, optimizer = source_of(run), text_of(args.optim)
     found = [switches.FUSED_LOSS] if plan.breakdown.get("logits and loss") else []
-    if not args.gradient_checkpointing:
+    if not checkpointing.is_asked(args):
         found.append(switches.CHECKPOINTING)
-    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
-    if can_offload_activations(source.trainer) and "offload" not in kwargs:
+    offloads = "offload" in checkpointing.options(args)
+    if can_offload_activations(source.trainer) and not offloads:
         found.append(switches.OFFLOADED_ACTIVATIONS)
     if optimizer == "adamw_torch" and plan.moment == "optimizer step":
         found.append(switches.FUSED_OPTIMIZER)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer_plugins import checkpointing
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.cards import SPEEDS, Card, Speed
 from trainer_plugins.planner.compare import switches
@@ -138,7 +139,6 @@ def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | Non
         return None
     found: Any = source.config.get("text_config") or source.config
     layers = max((n for name in LAYER_COUNTS if isinstance(n := found.get(name), int)), default=0)
-    kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
     has_tokens = "length" in plan.planned
     strategy, file = plan.planned["strategy"], plan.planned.get("launch file", "")
     is_streamed = run.resident_layers is not None
@@ -153,7 +153,7 @@ def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | Non
         num_gpus=plan.num_gpus,
         speed=_speed_of(run.card) if has_tokens else None,
         checkpoints=plan.planned["checkpointing"] == "on",
-        offloads="offload" in kwargs,
+        offloads="offload" in checkpointing.options(args),
         reduces_each_time=reduces_each_time(args.accelerator_config),
         in_4_bits="4 bits" in plan.planned.get("quantised", ""),
         launch=switches.STREAMED_BASE.words if is_streamed else f"{strategy} {file}",

@@ -79,6 +79,7 @@ SWITCHES: dict[str, Switch] = {
 ALL = "all"
 _OTHER_NAMES = {
     "gradient_checkpointing": "checkpointing",
+    "activation_checkpointing": "checkpointing",
     "adamw_torch_fused": "fused-optimizer",
     "adamw_bnb_8bit": "8bit-optimizer",
     "chunked-loss": "liger",

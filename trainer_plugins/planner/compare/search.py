@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer_plugins import checkpointing
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import progress
 from trainer_plugins.planner.cards import Card
@@ -60,7 +61,7 @@ class _Way:
             run,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=rows // micro_batch,
-            gradient_checkpointing=self.gradient_checkpointing,
+            **{checkpointing.NAME: self.gradient_checkpointing},
         )
         source = replace(source_of(changed), sequence_length=self.sequence_length)
         changed = replace(changed, source=source, launch_file=self.launch_file)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainer_plugins.checkpointing import is_checkpointing, switch_off, switch_on
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
@@ -23,16 +24,6 @@ RESIDENT_LAYERS = 2  # how many layers of a streamed base stay on the card
 _OFFLOAD = "_activations_on_the_host"  # the attribute of a model that keeps its `Offload`
 
 
-def is_checkpointing(model: nn.Module) -> bool:
-    """Tell whether the model computes activations again in its backward."""
-    base = base_model(model)
-    # The second name is that of transformers before 5.
-    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
-        if hasattr(type(base), name):
-            return bool(getattr(base, name))
-    return False
-
-
 def climb(rung: str, model: nn.Module) -> bool:
     """Switch a rung on, unless the model has it on already, or lacks it; tell whether it was."""
     if rung == STREAM:
@@ -45,11 +36,7 @@ def climb(rung: str, model: nn.Module) -> bool:
         return True
     if is_checkpointing(model) or not getattr(base, "supports_gradient_checkpointing", False):
         return False
-    how = {"use_reentrant": False}
-    if hasattr(base, "activation_checkpointing_enable"):  # transformers 5
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    switch_on(base, {"use_reentrant": False})
     return True
 
 
@@ -65,7 +52,7 @@ def descend(rung: str, model: nn.Module) -> None:
     if rung == OFFLOAD:
         vars(base).pop(_OFFLOAD).remove()
         return
-    getattr(base, "activation_checkpointing_disable", base.gradient_checkpointing_disable)()
+    switch_off(base)
 
 
 def _stream(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import (
     Moved,
@@ -25,7 +26,7 @@ from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
 from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
-from trainer_plugins.survival.limit.ladder import CHECKPOINTING, is_checkpointing
+from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.training_run import TrainingRun

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
 from trainer_plugins.planner.compare.price import Step
@@ -82,7 +83,7 @@ class Variations:
 
     @property
     def _checkpoints(self) -> bool:
-        return bool(self._as_given.arguments["gradient_checkpointing"])
+        return is_asked(self._as_given.arguments)
 
     @property
     def _step(self) -> Step:

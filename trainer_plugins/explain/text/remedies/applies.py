@@ -100,7 +100,9 @@ _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
     advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival)),
-    advice.CHECKPOINTING: _none_of(_says(r"gradient_checkpointing[\"']?[ =:]{1,4}[Tt]rue")),
+    advice.CHECKPOINTING: _none_of(
+        _says(r"(?:gradient|activation)_checkpointing[\"']?[ =:]{1,4}[Tt]rue")
+    ),
     advice.REDUCED_EACH_TIME: _all_of(
         _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),

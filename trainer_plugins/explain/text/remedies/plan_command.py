@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
+from trainer_plugins import checkpointing
 from trainer_plugins.explain.text.command import shown
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
@@ -12,7 +13,7 @@ from trainer_plugins.units import GIB
 # The TrainingArguments that decide about memory; others need data or accounts.
 DECIDING = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-    "eval_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs", "optim",
+    "eval_accumulation_steps", checkpointing.NAME, checkpointing.OPTIONS, "optim",
     "optim_args", "optim_target_modules", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval",
     "use_liger_kernel", "torch_compile", "max_grad_norm", "label_smoothing_factor", "deepspeed",
     "fsdp", "fsdp_config", "eval_strategy", "do_eval", "prediction_loss_only",
@@ -31,14 +32,14 @@ _BITS = "bits|quantization_bit"
 _DOUBLE = "bnb_4bit_use_double_quant|double_quant|double_quantization|use_nested_quant"
 _DTYPES = "bfloat16|float16|float32"
 # Elsewhere than in a command line the names of the other arguments mean many things.
-_PLAIN = {"gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16", "optim"}
+_PLAIN = {"gradient_accumulation_steps", checkpointing.NAME, "bf16", "fp16", "optim"}
 _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_trainer")
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
 class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
-        self.text = f"{facts.command}\n{facts.text}"
+        self.text = checkpointing.spelled(f"{facts.command}\n{facts.text}")
         self.given = _arguments(shown(self.text))
 
     def value(self, names: str, values: str) -> str:

@@ -1,0 +1,66 @@
+"""checkpointing: what transformers calls it. 5.23 renamed it, and 6 will drop the old names."""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+# The Trainer of 5.23 reads the first names; the others are copies made at the start.
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")
+_OPTIONS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+_ANY = re.compile(r"(?<!\w)(?:activation|gradient)[-_]checkpointing([-_]kwargs)?")
+NAME, OPTIONS = _NAMES[1], _OPTIONS[1]  # as the installed transformers wants them
+with suppress(PackageNotFoundError):
+    if [int(number) for number in re.findall(r"\d+", version("transformers"))[:2]] >= [5, 23]:
+        NAME, OPTIONS = _NAMES[0], _OPTIONS[0]
+
+
+def spelled(text: str) -> str:
+    """Write flags, arguments and methods as the installed transformers names them.
+
+    >>> spelled("--activation_checkpointing_kwargs {}") == f"--{OPTIONS} {{}}"
+    True
+    >>> spelled("use_gradient_checkpointing fsdp_activation_checkpointing")  # of PEFT, accelerate
+    'use_gradient_checkpointing fsdp_activation_checkpointing'
+    """
+    return _ANY.sub(lambda found: OPTIONS if found[1] else NAME, text)
+
+
+def is_asked(arguments: object) -> bool:
+    """Return whether TrainingArguments, or a mapping of them, switch checkpointing on."""
+    return bool(_first(arguments, _NAMES))
+
+
+def options(arguments: object) -> dict[str, Any]:
+    """Return the options of checkpointing in TrainingArguments, or in a mapping of them."""
+    found = _first(arguments, _OPTIONS)
+    return found if isinstance(found, dict) else {}
+
+
+def _first(arguments: object, names: tuple[str, ...]) -> object:
+    values = arguments if isinstance(arguments, Mapping) else vars(arguments)
+    return next((value for name in names if (value := values.get(name)) is not None), None)
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Return whether a part of the model computes activations again in the backward pass."""
+    return any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules())
+
+
+def switch_on(model: Any, how: Mapping[str, object]) -> None:
+    """Let a model of transformers checkpoint, with the options of TrainingArguments."""
+    rest = dict(how)
+    placed = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(rest or None, **placed)
+    else:  # before 5.23
+        model.gradient_checkpointing_enable(rest or None, **placed)
+
+
+def switch_off(model: Any) -> None:
+    """Let a model of transformers keep its activations again."""
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
+    else:  # before 5.23
+        model.gradient_checkpointing_disable()
