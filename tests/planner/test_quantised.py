@@ -88,6 +88,7 @@ def of_experts(quantisation, gpu: str):
 REQUESTS = {
     "whole": planned(None, *CHECKPOINTING),
     "nf4": planned(NF4),
+    "unchecked": planned(NF4, "--gradient_checkpointing", "False"),
     "fp4": planned({**NF4, "bnb_4bit_quant_type": "fp4"}),
     "double": planned({**NF4, "bnb_4bit_use_double_quant": True}),
     "bf16 storage": planned({**NF4, "bnb_4bit_quant_storage": "bfloat16"}),
@@ -200,6 +201,11 @@ def test_what_prepares_the_model_is_said(outcomes):
 
     assert said("nf4")
     assert not said("not prepared")
+    on, off = outcomes["nf4"], outcomes["unchecked"]
+    assert on.planned["checkpointing"] == "on, by prepare_model_for_kbit_training"
+    assert off.planned["checkpointing"] == "off"
+    kept = LAYERS * 64 * WIDE * 2
+    assert off.allocated_peak_bytes > on.allocated_peak_bytes + kept
     assert any("outlier" in line for line in outcomes["int8"].assumptions)
 
 
