@@ -53,6 +53,8 @@ REQUESTS = {
     "eight cards": as_typed("grpo", *FOUR, *ONE_ROW, seq_length=64, cards=8),
     "sft": looped("sft", peft=LORA),
     "dpo": looped("dpo"),
+    "dpo, asked before": looped("dpo", "--precompute_ref_log_probs", "True"),
+    "kto, asked before": looped("kto", "--precompute_ref_log_probs", "True"),
     "kto": looped("kto"),
     "reward": looped("reward"),
     "grpo": looped("grpo", *FOUR),
@@ -114,6 +116,14 @@ def test_adapters_are_less_than_the_model(outcomes):
 def test_a_reference_is_a_second_model(outcomes, name):
     plan = plan_of(outcomes, name)
     assert plan.moments["load"].allocated_bytes > 1.9 * 4 * plan.num_parameters
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.all)])
+def test_a_reference_that_is_asked_before_the_training_is_not_loaded(outcomes, name):
+    kept, asked = plan_of(outcomes, name), plan_of(outcomes, f"{name}, asked before")
+    saved = kept.allocated_peak_bytes - asked.allocated_peak_bytes
+    assert saved > 0.9 * 4 * kept.num_parameters
+    assert any("before the training (precompute_ref_log_probs)" in s for s in asked.assumptions)
 
 
 def test_what_generates_says_how_a_row_is_made_up(outcomes):

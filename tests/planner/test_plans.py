@@ -376,6 +376,12 @@ def test_each_card_of_the_table_is_found_by_its_name():
         assert card.num_threads in (1024, 1536, 2048)
 
 
+def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_trainer):
+    plan = plan_run(make_trainer(bf16=True, use_cpu=True), gpu="l4")
+    assert plan.planned["dtype"].endswith("autocast to bf16")
+    assert plan.fits
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

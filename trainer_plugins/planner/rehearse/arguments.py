@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.lint.training import argument_names, nearest
@@ -62,8 +62,9 @@ def arguments_of(source: ConfigSource | TrainerSource, num_gpus: int = 1) -> HfA
 
 def _arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
     if isinstance(source, TrainerSource):
-        of_trainer: HfArguments = ship.loads(source.trainer)["args"]
-        return of_trainer
+        of_trainer: Any = ship.loads(source.trainer)["args"]
+        of_trainer.use_cpu = False  # without a card, transformers demands it for bf16
+        return cast(HfArguments, of_trainer)
     given: dict[str, object] = {}
     try:
         if isinstance(source.arguments, bytes):
