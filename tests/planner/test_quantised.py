@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,10 @@ def test_what_is_not_planned_is_said_in_one_line(outcomes, name, kind, words):
         (["--load-in-4bit", "--bnb-4bit-compute-dtype", "half"], {}, "float32, float16, bfloat16"),
         (["--load-in-8bit", "--bnb-4bit-use-double-quant"], {}, "belongs to --load-in-4bit"),
         (["--no-prepare-kbit"], {}, "for a quantised base"),
+        pytest.param(
+            *(["--engine", "dry", "--gpu", "8GiB", "--load-in-4bit"], {}, "pip install bitsandb"),
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="it is there"),
+        ),
         (["--load-in-4bit"], {"quantization_config": {"quant_method": "gptq"}}, "quantise it once"),
     ],
 )
