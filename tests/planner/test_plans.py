@@ -109,6 +109,12 @@ REQUESTS = {
     "contradiction": request(tiny(), "--bf16", "True", "--fp16", "True"),
     "dtype": request(tiny(), dtype="int8"),
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
+    "compile, too large": request("llama-3-8b", "--torch_compile", "True", gpu="rtx4090"),
+    "compile, divided": request(
+        *("llama-3-8b", "--torch_compile", "True", "--fsdp", "full_shard"),
+        gpu="rtx4090",
+        num_gpus=4,
+    ),
     "compile": request(tiny(), "--torch_compile", "True"),
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_3")),
@@ -293,6 +299,8 @@ def test_bad_input_is_one_line(outcomes, name, line):
     ("name", "what"),
     [
         ("compile", "torch.compile"),
+        ("compile, too large", "8.0 billion weights, 8.0 billion of them trained at 8 bytes"),
+        ("compile, divided", "at 16 bytes (weight, gradient, AdamW's states), are 29.9"),
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),
