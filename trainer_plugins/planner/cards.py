@@ -224,7 +224,7 @@ _CONTEXTS: Mapping[str, tuple[int, str]] = {
 }
 _UNIFIED = ("gb10",)  # what vLLM printed on one
 
-# Up to so many GiB, a card that is given by its size alone is taken to be as this one.
+# The usual card up to each size in GiB, whose kernels a card without a name is planned with.
 _USUAL = (
     (9, "rtx4060"), (14.4, "rtx4070"), (14.8, "t4"), (19, "rtx4080"), (28, "rtx4090"),
     (36, "rtx5090"), (43, "a100-40gb"), (60, "l40s"), (83, "h100-80gb"), (97, "rtxpro6000"),
@@ -264,7 +264,7 @@ _NO_NAME = re.compile(
     r"nvidia|amd|instinct|geforce|quadro|tesla|rtx|graphics|gpu|generation|blackwell|superchip|"
     r"workstation|server|edition|max-?q|sxm\d?|hbm\d?e?|(?<=\d)\s*gi?b\b"
 )
-"""Words of a card's name, as the driver and shops write it, that tell no card from another."""
+"""Words of a card's name, as drivers and shops write it, that do not distinguish cards."""
 
 
 def card_of(text: str) -> Card:
@@ -299,7 +299,7 @@ def card_of(text: str) -> Card:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Return the letters and numbers that tell a card from others, in no order.
+    """Return the letters and numbers that distinguish a card, sorted.
 
     >>> _parts("NVIDIA RTX PRO 6000 Blackwell Server Edition"), _parts("rtx5090laptop")
     (('6000', 'pro'), ('5090', 'laptop'))

@@ -47,7 +47,7 @@ _REHEARSED = {
 
 
 def arguments_of(source: ConfigSource | TrainerSource, num_gpus: int = 1) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given, for so many ranks.
+    """Return the user's TrainingArguments, as they were given, on this many ranks.
 
     TRL counts the rows of all ranks while it reads them.
     """

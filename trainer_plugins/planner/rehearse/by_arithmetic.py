@@ -21,7 +21,7 @@ def cannot_fit(request: PlanRequest) -> str:
     try:
         with torch.device("meta"):
             model, _ = model_of(source)
-    except Exception:  # noqa: BLE001 - of the refusal's kind or any other: it is said already
+    except Exception:  # noqa: BLE001 - the refusal stands, whatever fails here
         return ""
     parameters = [*model.parameters()]
     weights = sum(each.numel() for each in parameters)
