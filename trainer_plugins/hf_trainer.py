@@ -27,6 +27,7 @@ class HfArguments(Protocol):
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
     batch_eval_metrics: bool
+    bf16: bool
     ddp_timeout: int
     deepspeed: object
     device: torch.device
@@ -36,6 +37,7 @@ class HfArguments(Protocol):
     eval_do_concat_batches: bool
     eval_on_start: bool
     eval_strategy: object
+    fp16: bool
     fsdp: object
     gradient_accumulation_steps: int
     include_for_metrics: list[str]

@@ -12,13 +12,15 @@ from tests.planner.test_plans import Plans, request, tiny
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan, plan_run
 from trainer_plugins.planner.cards import card_of
-from trainer_plugins.planner.inputs import arguments_to_send
+from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, arguments_to_send, request_of
 from trainer_plugins.planner.request import TRL_TRAINERS, PlanRequest
+from trainer_plugins.report.plan_text import verdict
 
 pytestmark = pytest.mark.skipif(not HAS_HEAD, reason="this TRL has no head of its own")
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 FOUR = ("--num_generations", "4", "--max_completion_length", "40", "--beta", "0.04")
+ONE_ROW = ("--per_device_train_batch_size", "1")
 MORE_TOKENS = 1024
 EVALUATED = ("--do_eval", "True", "--per_device_eval_batch_size", "6", "--bf16", "False")
 VLLM = ("--use_vllm", "True", "--vllm_gpu_memory_utilization", "0.25")
@@ -36,9 +38,23 @@ def uncut(trainer) -> PlanRequest:
     return replace(asked, source=replace(asked.source, arguments=arguments))
 
 
+def as_typed(trainer, *flags, gpu="h100-80gb", seq_length=None, wide=64, cards=1) -> PlanRequest:
+    config = tiny(vocab_size=50_000, hidden_size=wide)
+    lora = LORA if trainer == "sft" else None
+    details = ConfigInputs(flags, seq_length, peft_config=lora, trainer=trainer)
+    return replace(request_of(config, details, RunInputs(gpu, num_gpus=cards)), proposes=wide > 64)
+
+
 REQUESTS = {
+    "as TRL cuts": as_typed("sft"),
+    "a length": as_typed("sft", seq_length=1500),
+    "a length that is cut": as_typed("sft", "--max-length=100", seq_length=1500),
+    "a base too large in float32": as_typed("sft", gpu="700MiB", seq_length=8, wide=512),
+    "eight cards": as_typed("grpo", *FOUR, *ONE_ROW, seq_length=64, cards=8),
     "sft": looped("sft", peft=LORA),
     "dpo": looped("dpo"),
+    "dpo, asked before": looped("dpo", "--precompute_ref_log_probs", "True"),
+    "kto, asked before": looped("kto", "--precompute_ref_log_probs", "True"),
     "kto": looped("kto"),
     "reward": looped("reward"),
     "grpo": looped("grpo", *FOUR),
@@ -84,7 +100,7 @@ def plan_of(outcomes, name: str) -> MemoryPlan:
 def test_each_loop_trains_and_says_what_it_took_for_granted(outcomes, name: str):
     plan = plan_of(outcomes, name)
     assert plan.planned["trainer"].casefold() == f"trl's {name}trainer"
-    assert plan.planned["dtype"] == "float32, autocast to bf16", "TRL's own defaults"
+    assert plan.planned["dtype"] == "float32 (TRL's default: see --dtype), autocast to bf16"
     assert plan.planned["checkpointing"] == "on"
     assert any("see --dtype" in line for line in plan.assumptions)
 
@@ -100,6 +116,14 @@ def test_adapters_are_less_than_the_model(outcomes):
 def test_a_reference_is_a_second_model(outcomes, name):
     plan = plan_of(outcomes, name)
     assert plan.moments["load"].allocated_bytes > 1.9 * 4 * plan.num_parameters
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.all)])
+def test_a_reference_that_is_asked_before_the_training_is_not_loaded(outcomes, name):
+    kept, asked = plan_of(outcomes, name), plan_of(outcomes, f"{name}, asked before")
+    saved = kept.allocated_peak_bytes - asked.allocated_peak_bytes
+    assert saved > 0.9 * 4 * kept.num_parameters
+    assert any("before the training (precompute_ref_log_probs)" in s for s in asked.assumptions)
 
 
 def test_what_generates_says_how_a_row_is_made_up(outcomes):
@@ -156,6 +180,27 @@ def test_vllm_takes_its_part_of_the_card(outcomes):
 def test_what_cannot_be_is_one_line(outcomes, name, line):
     assert line in str(outcomes[name])
     assert "\n" not in str(outcomes[name])
+
+
+def test_a_length_that_is_typed_is_the_length_that_is_planned(outcomes):
+    usual, typed = plan_of(outcomes, "as TRL cuts"), plan_of(outcomes, "a length")
+    cut = plan_of(outcomes, "a length that is cut")
+    lengths = [each.planned["length"] for each in (usual, typed, cut)]
+    assert lengths == ["1024 tokens", "1500 tokens", "100 tokens"]
+    assert cut.allocated_peak_bytes < usual.allocated_peak_bytes < typed.allocated_peak_bytes
+    assert verdict(cut).endswith("; rows of 1500 tokens are cut at 100 (max_length)")
+    assert "cut" not in verdict(typed)
+
+
+def test_where_trl_loads_float32_the_first_change_is_another_dtype(outcomes):
+    plan = plan_of(outcomes, "a base too large in float32")
+    assert plan.planned["dtype"].startswith("float32 (TRL's default: see --dtype)")
+    first = plan.proposals[0]
+    assert (first.flags, first.in_the_run) == ("--dtype bfloat16", "--dtype bfloat16")
+
+
+def test_the_rows_of_all_cards_are_shared_among_generations(outcomes):
+    assert plan_of(outcomes, "eight cards").num_gpus == 8
 
 
 def test_rows_are_cut_where_the_run_cuts_them(outcomes):

@@ -12,6 +12,7 @@ from tests.models import SMALL_GPT2
 from tests.schemas import read_answer
 from trainer_plugins.cli import app
 from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.report.plan_text import verdict
 from trainer_plugins.units import MIB
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -83,14 +84,16 @@ def test_the_report_for_people(tmp_path: Path):
         assert words in done.output
 
 
-def test_the_answer_is_five_lines_and_its_first_change_makes_the_run_fit(tmp_path: Path):
+def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, "vocab_size": 4096}))
     asked = ("--model", str(tmp_path), "--seq-length", "64", "--per_device_train_batch_size", "16")
     done = plan(*asked, "--gpu", "594MiB")
     assert done.exit_code == 3, done.output
-    verdict, peak, change, flags, sure = done.stdout.splitlines()
-    assert verdict.startswith("Does not fit on 594MiB: ")
-    assert verdict.endswith("short, in the backward pass")
+    first, planned, peak, change, flags, sure = done.stdout.splitlines()
+    assert first.startswith("Does not fit on 594MiB: ")
+    assert first.endswith("short, in the backward pass")
+    assert planned.startswith("Planned rows 16 at once x 1 x 1 GPU, 16 a step; length 64 tokens; ")
+    assert "card kernels of rtx4060 (sm_89), guessed by its size" in planned
     assert re.match(r"Peak    .* MiB logits and loss, .*context [\d.]+ MiB$", peak)
     assert re.match(r"Change  \d rows? x \d+: [\d.]+ MiB to spare. Price: the same tr", change)
     assert re.match(r"Sure    allocated within .*; \d assumptions: --verbose", sure)
@@ -176,6 +179,7 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     done = plan(*asked, *offload, '{"offload": true}', "--host-memory", "2MiB", "--json")
     assert done.exit_code == 3, done.output
     found = MemoryPlan.from_json(done.stdout)
+    assert verdict(found).startswith("Does not fit in main memory. It fits on t4 (14.56 GiB): ")
     assert (found.fits, found.fits_card) == (False, True)
     assert found.host_shortage is not None
     assert "of main memory on a machine, which has 2.0 MiB" in found.host_shortage

@@ -13,7 +13,7 @@ import transformers
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.cards import CARDS, card_of
 from trainer_plugins.planner.plan import CATEGORIES, MOMENTS
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
@@ -109,6 +109,12 @@ REQUESTS = {
     "contradiction": request(tiny(), "--bf16", "True", "--fp16", "True"),
     "dtype": request(tiny(), dtype="int8"),
     "allocator": request(tiny(), allocator="max_split_size_mb:3"),
+    "compile, too large": request("llama-3-8b", "--torch_compile", "True", gpu="rtx4090"),
+    "compile, divided": request(
+        *("llama-3-8b", "--torch_compile", "True", "--fsdp", "full_shard"),
+        gpu="rtx4090",
+        num_gpus=4,
+    ),
     "compile": request(tiny(), "--torch_compile", "True"),
     "8 bit": request(tiny(), "--optim", "adamw_torch_8bit"),
     "flash": request(tiny(attn_implementation="flash_attention_3")),
@@ -293,6 +299,8 @@ def test_bad_input_is_one_line(outcomes, name, line):
     ("name", "what"),
     [
         ("compile", "torch.compile"),
+        ("compile, too large", "8.0 billion weights, 8.0 billion of them trained at 8 bytes"),
+        ("compile, divided", "at 16 bytes (weight, gradient, AdamW's states), are 29.9"),
         ("8 bit", "the optimizer adamw_torch_8bit"),
         ("flash", "flash-attn"),
         ("deepspeed", "DeepSpeed without ZeRO (stage 0)"),
@@ -331,15 +339,55 @@ def test_a_prediction_that_takes_too_long_is_given_up():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("h100", "no card is named 'h100': is it h100-80gb?"),
+        ("h100", "no card is named 'h100': is it h100-80gb or h100-pcie or h100-nvl?"),
         ("a100", "is it a100-40gb or a100-80gb?"),
-        ("RTX 4090 D", "is it rtx4090?"),
+        ("RTX 4090 Ti", "or rtx4090?"),
+        ("rtx4090 48GB", "is it rtx4090"),
+        ("24GiB,sm_77", "no card here has the capability sm_77"),
         ("0GiB", "--gpu: a size is a positive number"),
     ],
 )
 def test_a_card_nobody_knows(text, line):
     with pytest.raises(PlanError, match=line.replace("?", r"\?")):
         card_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "capability"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", (8, 0)),
+        ("A100-PCIE-40GB", "a100-40gb", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb", (9, 0)),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper", (8, 9)),
+        ("rtx5090 laptop", "rtx5090laptop", (12, 0)),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtxpro6000", (12, 0)),
+        ("rtx 6000 pro", "rtxpro6000", (12, 0)),
+        ("a6000", "rtxa6000", (8, 6)),
+        ("NVIDIA A10G", "a10g", (8, 6)),
+        ("h200", "h200-141gb", (9, 0)),
+        ("b300", "b300", (10, 3)),
+        ("mi300x", "mi300x", (9, 0)),
+        ("15.99GiB", "15.99GiB", (8, 9)),
+        ("15.99 GiB, sm_80", "15.99 GiB, sm_80", (8, 0)),
+        ("80GiB,sm_100", "80GiB,sm_100", (10, 0)),
+    ],
+)
+def test_a_card_is_known_as_the_driver_and_shops_call_it(text, name, capability):
+    found = card_of(text)
+    assert (found.name, found.capability) == (name, capability)
+    assert ("kernels" in found.guess) is (text in ("15.99GiB", "mi300x"))
+
+
+def test_each_card_of_the_table_is_found_by_its_name():
+    for card in CARDS:
+        assert card_of(card.name) is card
+        assert card.num_threads in (1024, 1536, 2048)
+
+
+def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_trainer):
+    plan = plan_run(make_trainer(bf16=True, use_cpu=True), gpu="l4")
+    assert plan.planned["dtype"].endswith("autocast to bf16")
+    assert plan.fits
 
 
 @pytest.mark.parametrize(

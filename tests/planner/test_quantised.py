@@ -5,6 +5,7 @@ import os
 import sys
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def of_experts(quantisation, gpu: str):
 REQUESTS = {
     "whole": planned(None, *CHECKPOINTING),
     "nf4": planned(NF4),
+    "unchecked": planned(NF4, "--gradient_checkpointing", "False"),
     "fp4": planned({**NF4, "bnb_4bit_quant_type": "fp4"}),
     "double": planned({**NF4, "bnb_4bit_use_double_quant": True}),
     "bf16 storage": planned({**NF4, "bnb_4bit_quant_storage": "bfloat16"}),
@@ -200,6 +202,11 @@ def test_what_prepares_the_model_is_said(outcomes):
 
     assert said("nf4")
     assert not said("not prepared")
+    on, off = outcomes["nf4"], outcomes["unchecked"]
+    assert on.planned["checkpointing"] == "on, by prepare_model_for_kbit_training"
+    assert off.planned["checkpointing"] == "off"
+    kept = LAYERS * 64 * WIDE * 2
+    assert off.allocated_peak_bytes > on.allocated_peak_bytes + kept
     assert any("outlier" in line for line in outcomes["int8"].assumptions)
 
 
@@ -229,6 +236,10 @@ def test_what_is_not_planned_is_said_in_one_line(outcomes, name, kind, words):
         (["--load-in-4bit", "--bnb-4bit-compute-dtype", "half"], {}, "float32, float16, bfloat16"),
         (["--load-in-8bit", "--bnb-4bit-use-double-quant"], {}, "belongs to --load-in-4bit"),
         (["--no-prepare-kbit"], {}, "for a quantised base"),
+        pytest.param(
+            *(["--engine", "dry", "--gpu", "8GiB", "--load-in-4bit"], {}, "pip install bitsandb"),
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="it is there"),
+        ),
         (["--load-in-4bit"], {"quantization_config": {"quant_method": "gptq"}}, "quantise it once"),
     ],
 )

@@ -33,6 +33,8 @@ from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tracing.events import ALLOC, FREE, Event, Storage, Trace
 from trainer_plugins.planner.tried import is_safe
+from trainer_plugins.report.page import show
+from trainer_plugins.report.plans_text import search_report
 
 pytestmark = pytest.mark.slow
 
@@ -216,7 +218,9 @@ def test_cards_that_share_rows_have_one_batch_between_them() -> None:
 
 
 @pytest.mark.parametrize("fitting_tokens", [0, 1, 64, 300, 700, 5000, 24 * 256])
-def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fitting_tokens):
+def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(
+    fitting_tokens, capsys
+):
     """The search itself, on a card on which so many tokens fit, and one less when the run is predicted in full."""
     asked = SearchRequest(run=in_full(LLAMA, (4, False, 64), "t4"), lengths=(256, 64))
     tried: list[PlanRequest] = []
@@ -258,6 +262,12 @@ def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(fit
     assert (found.best.micro_batch_tokens if found.best is not None else 0) == best
     assert found.best is None or (found.best.in_full and not found.best.gradient_checkpointing)
     assert len(tried) <= 8 * 4 + 8 * 5, "it bisects"
+    show(search_report(found))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Nothing fits on t4" if found.best is None else "Best on t4")
+    assert sum(line.startswith("Not tried, see --json: ") for line in others) == bool(
+        found.not_tried
+    )
 
 
 @pytest.mark.all

@@ -78,7 +78,7 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
             device_bytes=card.capacity_bytes,
             device_free_bytes=card.capacity_bytes,
             # A size alone tells no kind.
-            capability=None if gpu.strip()[:1].isdigit() else card.capability,
+            capability=None if "kernels" in card.guess else card.capability,
         )
     seen = [
         (card.reading.free_bytes, card.reading.total_bytes, card.capability)

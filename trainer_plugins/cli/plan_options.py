@@ -47,7 +47,10 @@ class DataOptions:
 
     panel: ClassVar[str] = "Data and evaluation"
 
-    seq_length: int = option("Tokens in each row.", default=2048, panel=MOST_USED)
+    seq_length: int | None = option(
+        "Tokens in each row (default: 2048; with --trainer at most its max_length).",
+        panel=MOST_USED,
+    )
     target_length: int | None = option(
         "Tokens in each label of an encoder-decoder (default: --seq-length)."
     )
@@ -120,8 +123,8 @@ class MachineOptions:
     panel: ClassVar[str] = "Machine"
 
     gpu: str | None = option(
-        "The card: a name (t4, l4, rtx4090, a100-80gb, h100-80gb, ...), or what torch can use of it"
-        " as in 23.5GiB.",
+        "The card: a name (t4, rtx4090, a100-80gb, h100-80gb, ...), or what torch can use of it, as"
+        " in 23.5GiB or 23.5GiB,sm_89.",
         panel=MOST_USED,
     )
     num_gpus: int | None = option(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import typer
@@ -44,6 +45,8 @@ def search_batches(
     """Print the largest micro-batches that fit, and return whether there is one."""
     assert isinstance(run.source, ConfigSource)
     asked = _lengths(lengths) if lengths is not None else (run.source.sequence_length,)
+    if lengths is not None:
+        run = replace(run, source=replace(run.source, has_length=True))
     if run.card is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
     request = SearchRequest(run=run, lengths=asked)

@@ -19,12 +19,24 @@ GUESSED_CONTEXT_BYTES = 512 * MIB
 # an attention kernel, or what torch falls back to
 Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
 
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Threads of a multiprocessor; 2048 of what is not here (CUDA C++ Programming Guide, "Technical
-Specifications per Compute Capability")."""
-
 _MAX_HEAD = 256  # of flash and of cuDNN
 _AMPERE = (8, 0)
+
+_PER_MULTIPROCESSOR = {
+    (7, 5): (1024, 64), (7, 0): (2048, 96), (8, 0): (2048, 164), (8, 6): (1536, 100),
+    (8, 9): (1536, 100), (12, 0): (1536, 100), (12, 1): (1536, 100),
+}  # fmt: skip
+"""Threads and KiB of shared memory of a multiprocessor; (2048, 228) of what is not here (CUDA C++
+Programming Guide, "Technical Specifications per Compute Capability")."""
+
+
+class Speed(NamedTuple):
+    """Holds what a card can do at most."""
+
+    teraflops: float  # of dense bf16, of fp16 before Ampere, with sums in float32
+    memory: float  # bytes a second
+    bus: float  # bytes a second to main memory, one way: what is reached, not PCIe's own figure
+    link: float  # bytes a second to other cards, one way: NVLink, else the bus
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +50,19 @@ class Card:
     context_bytes: int = GUESSED_CONTEXT_BYTES  # of CUDA and its libraries in a process
     context_source: str | None = None  # who measured the context; None if it is a guess
     is_unified: bool = False  # whether its memory is the main memory of its machine
+    l2_mib: int = 50  # the second-level cache
+    speed: Speed | None = None  # None if it is not known
+    guess: str = ""  # what of the card is not known, in words
 
     @property
     def num_threads(self) -> int:
         """Return the threads of a multiprocessor."""
-        return _THREADS.get(self.capability, 2048)
+        return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[0]
+
+    @property
+    def shared_kib(self) -> int:
+        """Return the shared memory of a multiprocessor in KiB."""
+        return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[1]
 
 
 def about_context(card: Card) -> str:
@@ -72,7 +92,7 @@ def about_size(card: Card) -> str:
     >>> about_size(card_of("24GB")).partition(";")[0]
     '24GB is read as 24,000,000,000 bytes, which are 22.35 GiB'
     """
-    if not re.fullmatch(r"[\d.]+\s*[kmg]b", card.name.strip(), re.IGNORECASE):
+    if not re.match(r"[\d.]+\s*[kmg]b\b", card.name.strip(), re.IGNORECASE):
         return ""
     return (
         f"{card.name} is read as {card.capacity_bytes:,} bytes, which are"
@@ -81,100 +101,237 @@ def about_size(card: Card) -> str:
     )
 
 
-# Each capacity is from a published message of torch ("GPU 0 has a total capacity of 79.10 GiB").
-# Drivers and ECC differ, so it is the smallest that was found. The RTX 6000 Ada has that of the RTX
-# A6000, which has as many memory chips. Multiprocessors are those of NVIDIA's data sheets.
-CARDS = (
-    Card("t4", int(14.56 * GIB), (7, 5), 40, 141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
-    Card("v100-16gb", int(15.77 * GIB), (7, 0), 80),
-    Card("v100-32gb", int(31.73 * GIB), (7, 0), 80),
-    Card("rtx3090", int(23.68 * GIB), (8, 6), 82),
-    Card("rtx4090", int(23.51 * GIB), (8, 9), 128),
-    Card("rtx5090", int(31.36 * GIB), (12, 0), 170),
-    Card(
-        "rtxa6000",
-        int(47.40 * GIB),
-        (8, 6),
-        84,
-        750 * 10**6,
-        "what vramcalc 0.1.2 counts on an RTX A6000",
-    ),
-    Card("rtx6000ada", int(47.40 * GIB), (8, 9), 142),
-    Card("a10g", int(21.98 * GIB), (8, 6), 80),
-    Card("l4", int(21.95 * GIB), (8, 9), 58),
-    Card("l40s", int(44.34 * GIB), (8, 9), 142),
-    Card("a100-40gb", int(39.38 * GIB), (8, 0), 108),
-    Card("a100-80gb", int(79.14 * GIB), (8, 0), 108),
-    Card(
-        *("h100-80gb", int(79.10 * GIB), (9, 0), 132, 758 * MIB),
+# GiB: what a published message of torch says ("GPU 0 has a total capacity of 79.10 GiB"); drivers
+# and ECC differ, so it is the smallest that was found. ~24 is what a card is sold with: torch then
+# gets about 0.98 of it less 0.15 GiB, a little less than on every GeForce whose figure was found. A
+# card with the same memory chips has the figure of its sister (rtx6000ada, a10, a40, l20, l40; h800
+# and a800 are an H100 and an A100). Of b300 nvidia-smi's 275,040 MiB are known, less what a B200
+# loses. Capability, multiprocessors and L2 (MiB): NVIDIA's data sheets, and its white papers of
+# GA100, GA102, Ada, Hopper and both Blackwells.
+# Speeds: the same papers (SXM where there are several), which print twice the dense figure where
+# they count sparse matrices, and NVLink both ways. The bus of PCIe 5.0 is what docs/on_a_card.md
+# measured, that of 4.0 `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no figure for bf16.
+_TABLE = """
+name                GiB   sm   SMs  L2   TFLOPS  GB/s  bus  link
+t4                14.56   7.5   40   4       65   300   12    12
+v100-16gb         15.77   7.0   80   6      125   900   12   150
+v100-32gb         31.73   7.0   80   6      125   900   12   150
+rtx2080ti           ~11   7.5   68   6
+rtx3050              ~8   8.6   20   2
+rtx3060             ~12   8.6   28   3
+rtx3060laptop        ~6   8.6   30   3
+rtx3060ti            ~8   8.6   38   4
+rtx3070              ~8   8.6   46   4
+rtx3070laptop        ~8   8.6   40   4
+rtx3070ti            ~8   8.6   48   4
+rtx3070tilaptop      ~8   8.6   46   4
+rtx3080-10gb       9.78   8.6   68   5
+rtx3080-12gb        ~12   8.6   70   6
+rtx3080-8gblaptop    ~8   8.6   48   4
+rtx3080-16gblaptop  ~16   8.6   48   4
+rtx3080ti           ~12   8.6   80   6
+rtx3080tilaptop     ~16   8.6   58   4
+rtx3090           23.68   8.6   82   6       71   936   25    25
+rtx3090ti           ~24   8.6   84   6
+rtxa2000-6gb         ~6   8.6   26   3
+rtxa2000-12gb       ~12   8.6   26   3
+rtxa4000            ~16   8.6   48   4
+rtxa4500            ~20   8.6   56   6
+rtxa5000            ~24   8.6   64   6
+rtxa5500            ~24   8.6   80   6
+rtxa6000          47.40   8.6   84   6      155   768   25    25
+a2                  ~15   8.6   10   2
+a10               21.98   8.6   72   6
+a10g              21.98   8.6   80   6       70   600   25    25
+a16                 ~15   8.6   10   2
+a30               23.53   8.0   56  24
+a40               44.34   8.6   84   6
+a100-40gb         39.38   8.0  108  40      312  1555   25   300
+a100-80gb         79.14   8.0  108  40      312  2039   25   300
+a800-40gb         39.38   8.0  108  40      312  1555   25   200
+a800-80gb         79.14   8.0  108  40      312  2039   25   200
+rtx4050laptop        ~6   8.9   20  12
+rtx4060              ~8   8.9   24  24
+rtx4060laptop        ~8   8.9   24  32
+rtx4060ti-8gb        ~8   8.9   34  32
+rtx4060ti-16gb      ~16   8.9   34  32
+rtx4070             ~12   8.9   46  36
+rtx4070laptop        ~8   8.9   36  32
+rtx4070super        ~12   8.9   56  48
+rtx4070ti           ~12   8.9   60  48
+rtx4070tisuper      ~16   8.9   66  48
+rtx4080             ~16   8.9   76  64
+rtx4080laptop       ~12   8.9   58  48
+rtx4080super        ~16   8.9   80  64
+rtx4090           23.51   8.9  128  72      165  1008   25    25
+rtx4090d          23.51   8.9  114  72
+rtx4090laptop       ~16   8.9   76  64
+rtx2000ada          ~16   8.9   22  12
+rtx4000ada          ~20   8.9   48  48
+rtx4500ada          ~24   8.9   60  48
+rtx5000ada          ~32   8.9  100  72
+rtx5880ada          ~48   8.9  110  72
+rtx6000ada        47.40   8.9  142  96      364   960   25    25
+l4                21.95   8.9   58  48      121   300   25    25
+l20               44.34   8.9   92  96
+l40               44.34   8.9  142  96
+l40s              44.34   8.9  142  96      362   864   25    25
+h20-96gb            ~96   9.0   78  60
+h20-141gb        139.72   9.0   78  60
+h100-80gb         79.10   9.0  132  50      989  3350   55   450
+h100-pcie         79.10   9.0  114  50
+h100-nvl            ~94   9.0  132  60
+h200-141gb       139.72   9.0  132  50      989  4800   55   450
+h800              79.10   9.0  132  50      989  3350   55   200
+gh200-96gb        94.50   9.0  132  60
+gh200-144gb        ~144   9.0  132  60
+b200-180gb       178.35  10.0  148 126     2250  8000   55   900
+gb200            184.31  10.0  152 126
+b300             267.88  10.3  148 126
+gb300            267.88  10.3  152 126
+rtx5050              ~8  12.0   20  24
+rtx5060              ~8  12.0   30  32
+rtx5060laptop        ~8  12.0   26  32
+rtx5060ti-8gb        ~8  12.0   36  32
+rtx5060ti-16gb      ~16  12.0   36  32
+rtx5070             ~12  12.0   48  48
+rtx5070laptop        ~8  12.0   36  32
+rtx5070ti           ~16  12.0   70  48
+rtx5070tilaptop     ~12  12.0   46  48
+rtx5080             ~16  12.0   84  64
+rtx5080laptop       ~16  12.0   60  64
+rtx5090           31.36  12.0  170  96      209  1792   55    55
+rtx5090d          31.36  12.0  170  96
+rtx5090laptop       ~24  12.0   82  64
+rtxpro4000          ~24  12.0   70  48
+rtxpro4500          ~32  12.0   82  64
+rtxpro5000          ~48  12.0  110  96
+rtxpro6000        94.97  12.0  188 128
+gb10             121.69  12.1   48  24
+mi210             63.98   amd
+mi250x            63.98   amd
+mi300x           191.98   amd
+mi325x           255.98   amd
+mi355x           287.98   amd
+"""
+_CONTEXTS: Mapping[str, tuple[int, str]] = {
+    "t4": (141 * MIB, "published by fitcheck-llm 0.3.1, on a T4"),
+    "rtxa6000": (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
+    "h100-80gb": (
+        758 * MIB,
         "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/on_a_card.md)",
     ),
-    Card("h200-141gb", int(139.72 * GIB), (9, 0), 132),
-    Card("b200-180gb", int(178.35 * GIB), (10, 0), 148),
-    Card("gb10", int(121.69 * GIB), (12, 1), 48, is_unified=True),  # what vLLM printed on one
-)
+}
+_UNIFIED = ("gb10",)  # what vLLM printed on one
+
+# The usual card up to each size in GiB, whose kernels a card without a name is planned with.
+_USUAL = (
+    (9, "rtx4060"), (14.4, "rtx4070"), (14.8, "t4"), (19, "rtx4080"), (28, "rtx4090"),
+    (36, "rtx5090"), (43, "a100-40gb"), (60, "l40s"), (83, "h100-80gb"), (97, "rtxpro6000"),
+    (150, "h200-141gb"), (220, "b200-180gb"), (float("inf"), "b300"),
+)  # fmt: skip
+
+
+def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
+    """Make a card of a line of the table."""
+    sold = float(gib.removeprefix("~"))
+    capacity = 0.98 * sold - 0.15 if gib.startswith("~") else sold
+    context_bytes, source = _CONTEXTS.get(name, (GUESSED_CONTEXT_BYTES, None))
+    guess = f"capacity of {capacity:.2f} GiB, by the {sold:g} GB it is sold with"
+    card = Card(
+        *(name, int(capacity * GIB)),
+        context_bytes=context_bytes,
+        context_source=source,
+        is_unified=name in _UNIFIED,
+        guess=guess if gib.startswith("~") else "",
+    )
+    if capability == "amd":
+        return replace(card, guess="size alone is known; kernels of CUDA's sm_90")
+    major, minor = map(int, capability.split("."))
+    num_multiprocessors, l2_mib, *speeds = map(int, numbers)
+    if speeds:
+        speeds = [speeds[0], *(10**9 * each for each in speeds[1:])]
+        card = replace(card, speed=Speed(*speeds))
+    return replace(
+        *(card,), capability=(major, minor), num_multiprocessors=num_multiprocessors, l2_mib=l2_mib
+    )
+
+
+CARDS = tuple(_card(*line.split()) for line in _TABLE.strip().splitlines()[1:])
 _BY_NAME = {card.name: card for card in CARDS}
 
-
-class Speed(NamedTuple):
-    """Holds what a card can do at most."""
-
-    teraflops: float  # of dense bf16, of fp16 before Ampere, with sums in float32
-    memory: float  # bytes a second
-    bus: float  # bytes a second to main memory, one way: what is reached, not PCIe's own figure
-    link: float  # bytes a second to other cards, one way: NVLink, else the bus
-
-
-def _speed(teraflops: float, memory_gb: float, bus_gb: float, link_gb: float | None) -> Speed:
-    return Speed(teraflops, memory_gb * 1e9, bus_gb * 1e9, (link_gb or bus_gb) * 1e9)
-
-
-# NVIDIA's data sheets of the cards (SXM where there are several); of the RTX cards its white papers
-# of GA102, Ada and Blackwell. They print twice the dense figure where they count sparse matrices,
-# and NVLink both ways. The bus of PCIe 5.0 is what docs/on_a_card.md measured, that of 4.0
-# `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no figure for bf16.
-SPEEDS = {
-    "t4": _speed(65, 300, 12, None),
-    "v100-16gb": _speed(125, 900, 12, 150),
-    "v100-32gb": _speed(125, 900, 12, 150),
-    "rtx3090": _speed(71, 936, 25, None),
-    "rtx4090": _speed(165, 1008, 25, None),
-    "rtx5090": _speed(209, 1792, 55, None),
-    "rtxa6000": _speed(155, 768, 25, None),
-    "rtx6000ada": _speed(364, 960, 25, None),
-    "a10g": _speed(70, 600, 25, None),
-    "l4": _speed(121, 300, 25, None),
-    "l40s": _speed(362, 864, 25, None),
-    "a100-40gb": _speed(312, 1555, 25, 300),
-    "a100-80gb": _speed(312, 2039, 25, 300),
-    "h100-80gb": _speed(989, 3350, 55, 450),
-    "h200-141gb": _speed(989, 4800, 55, 450),
-    "b200-180gb": _speed(2250, 8000, 55, 900),
-}
+_NO_NAME = re.compile(
+    r"nvidia|amd|instinct|geforce|quadro|tesla|rtx|graphics|gpu|generation|blackwell|superchip|"
+    r"workstation|server|edition|max-?q|sxm\d?|hbm\d?e?|(?<=\d)\s*gi?b\b"
+)
+"""Words of a card's name, as drivers and shops write it, that do not distinguish cards."""
 
 
 def card_of(text: str) -> Card:
-    """Find a card by its name, or make one with a given size.
+    """Find a card by its name, or make one with a given size, as one of this generation.
 
-    >>> card_of("H100-80GB").capability, card_of("24GiB").capacity_bytes // MIB
-    ((9, 0), 24576)
+    >>> card_of("NVIDIA A100-SXM4-80GB").name, card_of("rtx 6000 pro").capability
+    ('a100-80gb', (12, 0))
+    >>> card_of("15.99GiB").capability, card_of("15.99GiB,sm_80").capability
+    ((8, 9), (8, 0))
     >>> card_of("61GiB unified").is_unified  # one memory for both, as of Jetson and Apple
     True
     """
-    name = re.sub(r"[\s_]", "", text).lower()
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    sized = re.match(r"([\d.]+\s*[kmg]i?b)([\s_-]unified)?$", text.strip(), re.IGNORECASE)
+    sized = re.fullmatch(
+        r"([\d.]+\s*[kmg]i?b)([\s_-]unified)?(?:[\s,]+sm_?(\d+)(\d))?", text.strip(), re.IGNORECASE
+    )
     if sized:
         try:
-            return Card(text, parse_size(sized[1]), is_unified=sized[2] is not None)
+            return _sized(text, parse_size(sized[1]), sized[2] is not None, sized[3], sized[4])
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
-    # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.
-    near = [each for each in _BY_NAME if name and name in each]
-    near = near or get_close_matches(name, _BY_NAME, n=1)
-    hint = f"is it {' or '.join(near)}?" if near else f"known cards are {', '.join(_BY_NAME)}."
+    asked = _parts(text)
+    for wanted in (asked, tuple(part for part in asked if part != "pcie")):
+        found = [card for card in CARDS if _parts(card.name) == wanted]
+        # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.
+        near = [card for card in CARDS if wanted and {*wanted} <= {*_parts(card.name)}]
+        if found or len(near) == 1:
+            return (found or near)[0]
+    names = [card.name for card in near]
+    names = names or get_close_matches(re.sub(r"[\s_]", "", text).lower(), _BY_NAME, n=3)
+    hint = f"is it {' or '.join(names)}?" if names else f"known cards are {', '.join(_BY_NAME)}."
     raise PlanError(f"no card is named {text!r}: {hint} You can also give a size, as in 24GiB")
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the letters and numbers that distinguish a card, sorted.
+
+    >>> _parts("NVIDIA RTX PRO 6000 Blackwell Server Edition"), _parts("rtx5090laptop")
+    (('6000', 'pro'), ('5090', 'laptop'))
+    """
+    text = _NO_NAME.sub(" ", name.lower()).replace("super", " super ").replace("laptop", " laptop ")
+    return tuple(sorted(re.findall(r"[a-z]+|\d+", text)))
+
+
+def _sized(text: str, capacity_bytes: int, is_unified: bool, major: str, minor: str) -> Card:
+    """Make a card of a size; without a capability, as the usual one of that size."""
+    usual = next(name for most, name in _USUAL if capacity_bytes <= most * GIB)
+    like = _BY_NAME[usual]
+    generation = f"sm_{like.capability[0]}{like.capability[1]}"
+    guess = (
+        f"kernels of {usual} ({generation}), guessed by its size; {text.strip()},sm_80 is another"
+    )
+    if major:
+        asked = (int(major), int(minor))
+        known = [card for card in CARDS if card.capability == asked]
+        if not known:
+            raise ValueError(f"no card here has the capability sm_{major}{minor}")
+        like, guess = min(known, key=lambda card: abs(card.capacity_bytes - capacity_bytes)), ""
+    return replace(
+        *(like,),
+        name=text,
+        capacity_bytes=capacity_bytes,
+        context_bytes=GUESSED_CONTEXT_BYTES,
+        context_source=None,
+        is_unified=is_unified,
+        speed=None,
+        guess=guess,
+    )
 
 
 def context_file(card_name: str) -> Path:

@@ -133,7 +133,8 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
-    length, file = details.seq_length, details.accelerate_config
+    file, length = details.accelerate_config, details.seq_length
+    usual = getattr(details.training_args, "max_length", None) or DEFAULT_SEQUENCE_LENGTH
     arguments = arguments_to_send(details.training_args)
     if isinstance(given_fields := details.training_args, Mapping):
         _check_flags([f"--{name}={value}" for name, value in given_fields.items()])
@@ -150,7 +151,8 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
         source=ConfigSource(
             config=config,
             arguments=arguments,
-            sequence_length=DEFAULT_SEQUENCE_LENGTH if length is None else length,
+            sequence_length=usual if length is None else length,
+            has_length=length is not None,
             target_length=details.target_length,
             dtype=details.dtype,
             peft=peft,

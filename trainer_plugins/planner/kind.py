@@ -166,7 +166,7 @@ def planned_of(
         if source.trainer is not None:
             planned["trainer"] = f"TRL's {type(trainer).__name__}"
         if getattr(base, "main_input_name", "input_ids") == "input_ids":
-            planned["length"] = f"{source.sequence_length} tokens"
+            planned |= _length(source, args)
             if source.target_length is not None:
                 planned["length"] += f", labels {source.target_length}"
     if kind.is_quantised:
@@ -175,14 +175,17 @@ def planned_of(
         if bits := quantised.bits_of(base):
             planned["quantised"] = f"{bits} bits, by bitsandbytes"
     # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
+    is_on = "on" if is_asked(args) else "on, by prepare_model_for_kbit_training"
     checkpoints = is_asked(args) or is_checkpointing(base)
     planned |= {
-        "dtype": _dtype(base, args),
+        "dtype": _dtype(base, args, source),
         "optimizer": kind.optimizer,
         "adapter": _adapter(model),
-        "checkpointing": "on" if checkpoints else "off",
+        "checkpointing": is_on if checkpoints else "off",
         "strategy": _strategy(request, kind),
     }
+    if request.card is not None and request.card.guess:
+        planned["card"] = request.card.guess
     if request.launch_file is not None:
         planned["launch file"] = Path(request.launch_file).name
     if request.allocator:
@@ -192,8 +195,25 @@ def planned_of(
     return planned
 
 
-def _dtype(model: object, args: HfArguments) -> str:
+def _length(source: ConfigSource, args: Any) -> dict[str, str]:
+    """Say how long rows are: TRL cuts them, and fills those that it packs."""
+    length, most = source.sequence_length, getattr(args, "max_length", None)
+    if (
+        source.trainer is None
+        or not most
+        or (length <= most and not getattr(args, "packing", False))
+    ):
+        return {"length": f"{length} tokens"}
+    said = {"length": f"{most} tokens"}
+    if source.has_length and most < length:
+        said["cut"] = f"rows of {length} tokens are cut at {most} (max_length)"
+    return said
+
+
+def _dtype(model: object, args: HfArguments, source: ConfigSource | TrainerSource) -> str:
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    if isinstance(source, ConfigSource) and source.trainer is not None and source.dtype is None:
+        dtype += " (TRL's default: see --dtype)"
     used = next((name for name in ("bf16", "fp16") if getattr(args, name, False)), None)
     return f"{dtype}, autocast to {used}" if used else dtype
 

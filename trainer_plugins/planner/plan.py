@@ -115,6 +115,7 @@ class Proposal:
     changes: tuple[str, ...]  # what changes, in words: "1 row x 16", "checkpointing"
     price: str
     flags: str  # what to add to the plan's command; if a flag is given twice, the last one counts
+    in_the_run: str = ""  # the same as your script, `exec` or the launcher take it
     micro_batch: int  # rows of one forward pass on one card (`per_device_train_batch_size`)
     accumulation_steps: int
     sequence_length: int

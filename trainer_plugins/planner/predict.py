@@ -192,8 +192,10 @@ def _results(
         if is_late and not _all_answered(work.results, len(requests)):
             raise PlanError(
                 f"the prediction was given up after {timeout_seconds:.0f} s, when it was "
-                f"{progress.step}{_it_was_at(said)}; give it more time, fewer layers or shorter "
-                "rows"
+                f"{progress.step}{_it_was_at(said)}; allow more time"
+                f" (--timeout {3 * timeout_seconds:.0f}, in Python timeout_seconds), plan shorter"
+                " rows (--seq-length), or two copies of the config with few layers"
+                " (num_hidden_layers): each layer adds the same"
             )
         if code and not is_late:
             raise PlanError(_how_it_ended(code, said))

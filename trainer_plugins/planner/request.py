@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trainer_plugins.launch.main_memory import HostLimits
@@ -48,6 +49,7 @@ class ConfigSource:
     # flags; or the class of TrainingArguments and its fields, pickled
     arguments: tuple[str, ...] | bytes
     sequence_length: int = DEFAULT_SEQUENCE_LENGTH
+    has_length: bool = False  # whether the user has given that length
     target_length: int | None = None  # tokens of an encoder-decoder's labels; None: as the rows
     dtype: str | None = None  # of the loaded weights; None is what `from_pretrained` chooses
     peft: Mapping[str, object] | None = None  # the content of an adapter_config.json
@@ -68,6 +70,24 @@ class ConfigSource:
     def asks_for_pictures(self) -> bool:
         """Return whether the number or the size of pictures is given."""
         return self.images_per_row is not None or self.image_size is not None
+
+    @property
+    def kbit_checkpoints(self) -> bool:
+        """Return whether PEFT switches checkpointing on while it prepares a quantised base.
+
+        It does by default, whatever the TrainingArguments say: a flag that the user typed counts.
+        """
+        return str(self.typed("gradient_checkpointing")).lower() not in ("false", "0", "no")
+
+    def typed(self, name: str) -> str | None:
+        """Return the text of a flag of TrainingArguments; None if it is not on the command line."""
+        flags = self.arguments if isinstance(self.arguments, tuple) else ()
+        found = None  # of a flag given twice, the last one counts
+        for flag, following in pairwise((*flags, "")):
+            spelt, equals, value = flag.partition("=")
+            if spelt.startswith("--") and spelt[2:].replace("-", "_") == name:
+                found = value if equals else following
+        return found
 
     def __post_init__(self) -> None:
         _check_layers(self.config)

@@ -71,7 +71,10 @@ def answer(request: PlanRequest | SearchRequest) -> Answer:
             return {"search": asdict(_searched(request))}
         return {"plan": asdict(predict(request))}
     except NotPredicted as refusal:
-        return {"not_predicted": str(refusal).removeprefix("not predicted: ")}
+        from trainer_plugins.planner.rehearse.by_arithmetic import cannot_fit
+
+        why = "" if isinstance(request, SearchRequest) else cannot_fit(request)
+        return {"not_predicted": str(refusal).removeprefix("not predicted: ") + why}
     except PlanError as error:
         return {"error": str(error)}
     # an unexpected error of one run must not lose the answers of the others

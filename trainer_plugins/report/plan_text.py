@@ -1,21 +1,26 @@
 """Renders a plan for the terminal: in five lines, or with everything that is known."""
 
+from collections.abc import Mapping
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.planner.plan import MemoryPlan, at_least, peak_until_resume
+from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least, peak_until_resume
 from trainer_plugins.report.page import Indented, plain_table, to_paste
 from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
+_SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # of what was planned
 SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
-    """Render the answer in five lines: the verdict, what fills the card, what to do, how sure."""
+    """Render the answer: the verdict, what was planned, what fills the card, what to do."""
     parts = [*_verdicts(plan), *map(Text, _weights_alone(plan))]
+    if shown := {name: plan.planned[name] for name in _SHOWN if name in plan.planned}:
+        parts.append(_labelled("Planned", _listed(shown)))
     parts.append(_labelled("Peak", filled_by(plan)))
     parts += _what_to_do(plan)
     if plan.not_predicted:
@@ -57,7 +62,14 @@ def _labelled(label: str, text: str) -> Indented:
 
 
 def verdict(plan: MemoryPlan) -> str:
-    """Say in one short line whether the run fits; without a card, how much its tensors need."""
+    """Say in one line whether the run fits; without a card, how much its tensors need."""
+    said = _verdict_of_card(plan)
+    if plan.host_shortage is not None and plan.fits_card is not False:
+        said = f"Does not fit in main memory. It {said[0].lower()}{said[1:]}"
+    return f"{said}; {plan.planned['cut']}" if "cut" in plan.planned else said
+
+
+def _verdict_of_card(plan: MemoryPlan) -> str:
     if plan.capacity_bytes is None or plan.margin_bytes is None:
         return f"Needs {size(plan.allocated_peak_bytes)}, in the {moment_of(plan)}"
     named = plan.gpu or "the card"
@@ -92,11 +104,19 @@ def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:
         return [
             _labelled("Change", f"{words}. Price: {first.price}{more}"),
             to_paste(f"        {first.flags}"),
+            *_for_the_run(first, 8),
         ]
     if plan.tried_without_success:
         tried = "; ".join(plan.tried_without_success)
         return [_labelled("Change", f"nothing that was tried fits: {tried}")]
     return [_labelled("Largest", _most_rows(plan))] if plan.most_rows else []
+
+
+def _for_the_run(proposal: Proposal, indent: int) -> list[Text]:
+    """Render how a change is typed in the run itself, if not as for its plan."""
+    if proposal.in_the_run == proposal.flags:
+        return []
+    return [to_paste(f"{' ' * indent}In the run: {proposal.in_the_run}")]
 
 
 def _most_rows(plan: MemoryPlan) -> str:
@@ -153,8 +173,11 @@ def moment_of(plan: MemoryPlan) -> str:
 
 def planned(plan: MemoryPlan) -> str:
     """Say in one line what was planned, without the command."""
-    named = ((name, text) for name, text in plan.planned.items() if name != "command")
-    return "; ".join(f"{name} {text}" for name, text in named)
+    return _listed({name: text for name, text in plan.planned.items() if name != "command"})
+
+
+def _listed(named: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} {text}" for name, text in named.items())
 
 
 def _proposals(plan: MemoryPlan) -> list[Text]:
@@ -172,6 +195,7 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
         lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
         lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]
+        lines += _for_the_run(each, 2)
     if plan.tried_without_success:
         heading = "Too little" if plan.proposals else "Nothing that was tried fits"
         lines.append(Text(f"{heading}: {'; '.join(plan.tried_without_success)}"))

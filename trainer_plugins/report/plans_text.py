@@ -1,5 +1,6 @@
 """Renders several plans for the terminal: side by side, next to a run, what a search found."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -81,23 +82,36 @@ _HEADINGS = (
 )
 
 
+_CRITERION = (
+    "Best is what has the most tokens in a forward pass of one card, preferably without offload;"
+    " among equals, without checkpointing. Speed is not predicted"
+)
+
+
 def search_report(result: SearchResult) -> RenderableType:
-    """Render the table of a search, the flags of its best line, and what was not predicted."""
+    """Render the best way to run and its flags, then the table, and what is not in it."""
     rows = f"{result.effective_batch} rows between optimizer steps"
     cards = f" on {result.num_gpus} GPUs" if result.num_gpus > 1 else ""
     card = f"{result.gpu} ({size(result.capacity_bytes)})"
-    parts: list[RenderableType] = [
-        Text(f"The largest micro-batches on {card}; {rows}{cards}, in every line", style="bold"),
-        lines_table(result.lines, result.best, [name for name, _ in result.refused]),
-    ]
+    parts: list[RenderableType] = []
     if result.best is not None:
+        parts.append(Text(f"Best on {card}: {line_in_words(result.best)}", style="bold green"))
         parts += map(Text, _to_copy(result.best))
     elif result.lines:
-        parts.append(Text("Nothing fits, not even the smallest micro-batch", style="bold"))
+        words = f"Nothing fits on {card}, not even the smallest micro-batch"
+        parts.append(Text(words, style="bold red"))
     else:
         parts.append(Text("No way to run could be predicted", style="bold"))
+    heading = f"The largest micro-batch of each way; {rows}{cards}, in every line"
+    names = [name for name, _ in result.refused]
+    parts += [Text(heading, style="bold"), lines_table(result.lines, result.best, names)]
     parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
-    parts += [Text(f"not tried: {way}: {reason}") for way, reason in result.not_tried]
+    if result.best is not None:
+        parts.append(Text(_CRITERION))
+    if result.not_tried:
+        why = Counter(reason for _, reason in result.not_tried)
+        reasons = "; ".join(f"{number} as {reason}" for reason, number in why.items())
+        parts.append(Text(f"Not tried, see --json: {reasons}"))
     return Group(*parts)
 
 
@@ -144,11 +158,8 @@ def line_in_words(line: SearchLine) -> str:
 
 
 def _to_copy(best: SearchLine) -> list[str]:
-    """Return the best line's settings, and why it is the best: by memory, not speed."""
+    """Return the best line's settings, as the run takes them."""
     lines = [
-        "Best: the most tokens in a forward pass of one card, preferably without offload; among"
-        " equals, without checkpointing, then the simplest strategy, then the longest rows. Speed"
-        " is not predicted",
         f"  flags   {best.flags}",
         f"  Hydra   {best.hydra_overrides}",
         f"  length  {best.sequence_length} tokens in each row",
@@ -156,7 +167,7 @@ def _to_copy(best: SearchLine) -> list[str]:
     if not best.is_safe:
         lines.append("  It may fail: the margin is below the planner's known error")
     if best.strategy == STREAMED:
-        lines.append(f"  stream  the callback StreamBase; {at_least(best.copy_seconds_per_step)}")
+        lines.append("  stream  trainer-plugins exec --memory-stream-base always -- COMMAND")
     elif best.strategy != AS_GIVEN:
         launch = f"trainer-plugins configs copy {best.strategy}"
         lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")

@@ -18,6 +18,10 @@ _AXOLOTL = {
     "bf16": "auto",
 }
 _LLAMA_FACTORY = {"cutoff_len": 2048, "stage": "sft", "finetuning_type": "lora"}
+_RUN_IT = (
+    " loss is not TRL's of this machine. Run it on cards that compute nothing: trainer-plugins plan"
+    " --gpu CARD --"
+)
 _NOT_LORA = "only LoRA and full fine-tuning are planned"
 
 
@@ -25,7 +29,7 @@ def of_axolotl(values: Mapping[str, Any]) -> Reading:
     """Understand axolotl's YAML."""
     reading = Reading({**_AXOLOTL, **{k: v for k, v in values.items() if v is not None}})
     _axolotl_precision(reading)
-    _axolotl_trainer(reading)
+    _refuse_its_losses(reading)
     adapter = reading.take("adapter")
     if adapter is None:
         reading.forget("lora_")
@@ -72,19 +76,12 @@ def _axolotl_precision(reading: Reading) -> None:
     reading.flags |= {"bf16": brain and not full, "fp16": half and not brain}
 
 
-def _axolotl_trainer(reading: Reading) -> None:
-    method, reading.trainer = reading.take("rl"), None
-    if method in ("dpo", "ipo", "kto", "orpo", "grpo"):
-        reading.trainer = "dpo" if method == "ipo" else method
-    elif method == "simpo":
-        reading.trainer = "cpo"
-    elif method is not None:
-        reading.refuse("rl", f"{method}: no Trainer of TRL that is planned")
-    if reading.is_on("reward_model"):
-        reading.trainer = "reward"
-        reading.take("num_labels")
-    if reading.trainer is not None:
-        _plan_as_trls(reading, "axolotl")
+def _refuse_its_losses(reading: Reading) -> None:
+    """Refuse what axolotl trains by a loss of its own, or by that of the TRL that it brings."""
+    for name in ("rl", "reward_model"):
+        value = reading.take(name)
+        if value is not None and is_true(value):
+            reading.refuse(name, f"{value}: axolotl's{_RUN_IT} axolotl train FILE")
 
 
 def _axolotl_data(reading: Reading) -> None:
@@ -94,7 +91,7 @@ def _axolotl_data(reading: Reading) -> None:
     if evaluates and any(is_true(each) for each in asks):
         reading.flags["eval_strategy"] = "steps"
         reading.values.setdefault("per_device_eval_batch_size", rows)
-    if reading.is_on("sample_packing") and reading.trainer is None:
+    if reading.is_on("sample_packing"):
         _pack(reading)
 
 
@@ -124,15 +121,8 @@ def of_llama_factory(values: Mapping[str, Any]) -> Reading:
     """Understand LLaMA-Factory's YAML, or its flags."""
     reading = Reading({**_LLAMA_FACTORY, **{k: v for k, v in values.items() if v is not None}})
     stage, kind = reading.take("stage"), reading.take("finetuning_type")
-    trainers = {"sft": None, "pt": None, "dpo": "dpo", "kto": "kto", "rm": "reward"}
-    if stage not in trainers:
-        reading.refuse("stage", f"{stage}, which generates in a way of its own")
-    loss = reading.take("pref_loss", "sigmoid")
-    reading.trainer = "orpo" if loss == "orpo" and stage == "dpo" else trainers[stage]
-    if loss == "simpo" and stage == "dpo":
-        reading.trainer = "cpo"
-    if reading.trainer is not None:
-        _plan_as_trls(reading, "LLaMA-Factory")
+    if stage not in ("sft", "pt"):
+        reading.refuse("stage", f"{stage}: LLaMA-Factory's{_RUN_IT} llamafactory-cli train FILE")
     if kind not in ("lora", "full"):
         reading.refuse("finetuning_type", f"{kind}: {_NOT_LORA}")
     brain = reading.is_on("bf16")
@@ -177,11 +167,6 @@ def _llama_factory_base(reading: Reading, compute: str) -> None:
     reading.values |= {"bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
     reading.values["prepare_kbit"] = False
     reading.said.append("norms and embeddings are in the dtype of the base (LLaMA-Factory)")
-
-
-def _plan_as_trls(reading: Reading, program: str) -> None:
-    reading.values["max_length"] = reading.values["seq_length"]
-    reading.said.append(f"planned as TRL's Trainer for {reading.trainer}; {program} has its own")
 
 
 def _pack(reading: Reading) -> None:

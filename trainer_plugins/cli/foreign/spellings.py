@@ -79,7 +79,7 @@ NO_INFLUENCE = names(
     loss_watchdog_threshold lr_quadratic_warmup mask_history max_eval_samples
     max_predict_samples max_samples max_span_length max_train_samples media_dir merge_and_save
     mlm_probability model_revision model_type output_dir overwrite_cache overwrite_output_dir
-    pad_to_max_length pad_to_sequence_len pad_token plm_probability plot_loss pref_beta
+    pad_to_max_length pad_to_sequence_len pad_token plm_probability plot_loss pref_beta pref_loss
     preprocessing_num_workers pretraining_dataset push_dataset_to_hub push_to_hub
     push_to_hub_model_id question_column ray_init_kwargs reinit_weights report_to
     resize_token_embeddings_to_32x resume_from_checkpoint rl_beta run_name
@@ -118,6 +118,10 @@ NOT_PLANNED: Mapping[str, str] = {
     "use_llama_pro": "a model of which only added layers are trained",
     "mixture_of_depths": "a mixture of depths",
     "shift_attn": "shifted attention",
+    **dict.fromkeys(
+        ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "chunked_cross_entropy"),
+        "a loss of that program's own: run the command after --",
+    ),
     "neat_packing": "rows in which a mask of LLaMA-Factory's own tells texts apart",
     "ray_num_workers": "workers of Ray: say how many cards train (--num-gpus)",
     "tiled_mlp": "a tiled MLP",

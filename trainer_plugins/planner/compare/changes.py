@@ -24,7 +24,10 @@ def possible_changes(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> l
     """Return what can be changed in this run."""
     source, optimizer = source_of(run), text_of(args.optim)
     found = [switches.FUSED_LOSS] if plan.breakdown.get("logits and loss") else []
-    if not checkpointing.is_asked(args):
+    if source.dtype is None and plan.planned["dtype"].startswith("float32") and not args.fp16:
+        is_frozen = args.bf16 and source.peft is not None
+        found.insert(0, switches.FROZEN_IN_BF16 if is_frozen else switches.WEIGHTS_IN_BF16)
+    if plan.planned["checkpointing"] == "off":
         found.append(switches.CHECKPOINTING)
     offloads = "offload" in checkpointing.options(args)
     if can_offload_activations(source.trainer) and not offloads:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer_plugins import checkpointing
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.planner.cards import SPEEDS, Card, Speed
+from trainer_plugins.planner.cards import Speed, card_of
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
 from trainer_plugins.planner.plan import MemoryPlan
@@ -25,7 +25,7 @@ _STEP_BYTES = 28  # AdamW reads four numbers of 4 bytes for a weight, and writes
 # DeepSpeed's AdamW takes 2.4 s for 8 billion weights (ZeRO-Offload, arXiv:2101.06840, table 4).
 _BYTES_PER_SECOND_OF_CPU = 94e9
 _ONLY_COMPUTES = Speed(1e-6, *[float("inf")] * 3)  # the ratio is that of any card
-_USUAL = SPEEDS["a100-80gb"]  # puts changes in order where the card is not known
+_USUAL = card_of("a100-80gb").speed  # puts changes in order where the card is not known
 
 _IN_4_BITS = {switches.QLORA.words, switches.BASE_IN_4_BITS.words}
 _ADAPTERS = {switches.ADAPTER.words, *_IN_4_BITS}
@@ -151,17 +151,13 @@ def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | Non
         layers=layers,
         width=found.get("hidden_size") or found.get("d_model") or 0,
         num_gpus=plan.num_gpus,
-        speed=_speed_of(run.card) if has_tokens else None,
-        checkpoints=plan.planned["checkpointing"] == "on",
+        speed=run.card.speed if run.card and has_tokens else None,
+        checkpoints=plan.planned["checkpointing"] != "off",
         offloads="offload" in checkpointing.options(args),
         reduces_each_time=reduces_each_time(args.accelerator_config),
         in_4_bits="4 bits" in plan.planned.get("quantised", ""),
         launch=switches.STREAMED_BASE.words if is_streamed else f"{strategy} {file}",
     )
-
-
-def _speed_of(card: Card | None) -> Speed | None:
-    return SPEEDS.get(card.name) if card else None
 
 
 def _idle(config: Any, layers: int) -> int:

@@ -313,6 +313,7 @@ class Proposer:
                 rows=self._rows,
                 length=half if is_half else source.sequence_length,
                 values={"time": time, "length": half},
+                trainer=source.trainer,
                 times=self._step.times(tried.changes, self._rows_now, tried.rows)
                 if self._step and not self._only_evaluation_is_short()
                 else None,

@@ -39,6 +39,12 @@ class Switch:
     # 0: the same training; 1: states rounded; 2: an adapter; 3: on a rounded base; 4: other data
     changes_result: int = 0
     costs_time: bool = False  # alone: a multiple of a step's time says it better
+    in_the_run: str = ""  # as the run's script takes it; empty: as the plan does
+    with_trl: str = ""  # the same for TRL's scripts; empty: as any script does
+
+    def typed(self, trainer: str | None) -> str:
+        """Return how it is typed in the run, with a Trainer of TRL or transformers' own."""
+        return (self.with_trl if trainer else "") or self.in_the_run or self.flags
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -78,11 +84,13 @@ def proposal_of(
     length: int,
     values: Mapping[str, object] | None = None,
     times: float | None = None,
+    trainer: str | None = None,
 ) -> Proposal:
     """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
 
     The run as it is has `now` rows at once; `length` is in tokens; `values` are what the texts of
-    changes leave open, `time` and `length`; `times` is how many times as long a step takes.
+    changes leave open, `time` and `length`; `times` is how many times as long a step takes;
+    `trainer` is one of TRL's.
     """
     values = values or {}
     words = [each.words for each in changes]
@@ -90,17 +98,20 @@ def proposal_of(
         _filled(each.price, values) for each in changes if times is None or not each.costs_time
     ]
     flags = [_filled(each.flags, values) for each in changes]
+    in_the_run = [_filled(each.typed(trainer), values) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
         if times is None:
             prices.insert(0, "the same training in smaller steps")
-        flags.insert(0, as_flags(batch_flags(micro_batch, rows)))
+        for each in (flags, in_the_run):
+            each.insert(0, as_flags(batch_flags(micro_batch, rows)))
     if times is not None:
         prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
     return Proposal(
         changes=tuple(words),
         price="; ".join(prices),
         flags=" ".join(flags),
+        in_the_run=" ".join(in_the_run) if in_the_run == flags else ", ".join(in_the_run),
         micro_batch=micro_batch,
         accumulation_steps=rows // micro_batch,
         sequence_length=length,
@@ -233,6 +244,8 @@ HALF_LENGTH = Switch(
     {"activations": 0.5, "logits and loss": 0.5},
     subject="length",
     changes_result=4,
+    in_the_run="your tokenizer's max_length={length}",
+    with_trl=advice.SHORTER_ROWS.flag(Door.TRL, length="{length}"),
 )
 ADAPTER = Switch(
     "LoRA",
@@ -242,6 +255,8 @@ ADAPTER = Switch(
     _OF_WEIGHTS,
     subject="adapter",
     changes_result=2,
+    in_the_run=advice.ADAPTER.flag(Door.CODE),
+    with_trl=advice.ADAPTER.flag(Door.TRL),
 )
 ADAPTER_IN_SCRIPT = replace(ADAPTER, flags=advice.ADAPTER.flag(Door.CODE))
 # On an H100 a step took 1.02 to 1.46 times as long (docs/on_a_card.md), where the bus is fastest.
@@ -253,6 +268,7 @@ STREAMED_BASE = Switch(
     {"frozen weights": 0.9},
     subject="launch",
     costs_time=True,
+    in_the_run="trainer-plugins exec --memory-stream-base always -- COMMAND",
 )
 BASE_IN_4_BITS = Switch(
     "base in 4 bits",
@@ -262,9 +278,13 @@ BASE_IN_4_BITS = Switch(
     {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
     subject="adapter",
     changes_result=3,
+    in_the_run=advice.FOUR_BITS.flag(Door.CODE),
+    with_trl=advice.FOUR_BITS.flag(Door.TRL),
 )
 QLORA = replace(
     BASE_IN_4_BITS,
+    in_the_run=f"{BASE_IN_4_BITS.in_the_run}, {ADAPTER.in_the_run}",
+    with_trl=f"{BASE_IN_4_BITS.with_trl} --lora_r 16 --lora_target_modules all-linear",
     words="QLoRA",
     price=advice.FOUR_BITS.price,
     flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",
@@ -276,6 +296,25 @@ UNPREPARED = Switch(
     not_prepared,
     {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
     subject="preparation",
+    in_the_run=advice.UNPREPARED.flag(Door.CODE),
+)
+# Autocast makes the same numbers of a frozen weight in each step, except in norms and embeddings.
+WEIGHTS_IN_BF16 = Switch(
+    "weights in bfloat16",
+    advice.HALF_PRECISION_WEIGHTS.price,
+    advice.HALF_PRECISION_WEIGHTS.flag(Door.PLAN),
+    lambda run: replace(run, source=replace(source_of(run), dtype="bfloat16")),
+    {"weights": 0.5, "frozen weights": 0.5, "gradients": 0.5, "optimizer states": 0.5},
+    subject="dtype",
+    changes_result=1,
+    in_the_run=advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE),
+    with_trl=advice.HALF_PRECISION_WEIGHTS.flag(Door.TRL),
+)
+FROZEN_IN_BF16 = replace(
+    WEIGHTS_IN_BF16,
+    price="the frozen norms and embeddings are rounded too",
+    frees={"frozen weights": 0.5, "autocast copies of weights": 1.0},
+    changes_result=0,
 )
 
 
@@ -360,4 +399,5 @@ def launched_by(words: str, price: str, name: str, of: Sequence[Category], share
         dict.fromkeys(of, share),
         subject="launch",
         costs_time=True,
+        in_the_run=f"accelerate launch --config_file {path}",
     )

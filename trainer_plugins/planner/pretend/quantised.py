@@ -339,7 +339,7 @@ def _make(module: torch.nn.Module, name: str, device: torch.device) -> None:
     setattr(module, name, value)
 
 
-def prepared(model: Any) -> Any:
+def prepared(model: Any, checkpoints: bool) -> Any:
     """Let PEFT prepare a quantised model for training.
 
     PEFT recognises packed weights by their dtype or the name of their class, which no fake tensor
@@ -350,7 +350,7 @@ def prepared(model: Any) -> Any:
     packed = [part for part in model.modules() if isinstance(part, Linear4bit)]
     for layer in packed:
         layer.weight.data = layer.weight.data.view(torch.uint8)
-    model = peft.prepare_model_for_kbit_training(model)
+    model = peft.prepare_model_for_kbit_training(model, checkpoints)
     for layer in packed:
         layer.weight.data = layer.weight.data.view(layer.quant_storage)
     return model

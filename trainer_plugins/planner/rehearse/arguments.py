@@ -1,14 +1,16 @@
 """Read the user's TrainingArguments, and change them for a short run that writes nothing."""
 
 import contextlib
+import dataclasses
 import io
 import pickle
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.lint.training import argument_names, nearest
+from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line
@@ -44,11 +46,25 @@ _REHEARSED = {
 }
 
 
-def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given."""
+def arguments_of(source: ConfigSource | TrainerSource, num_gpus: int = 1) -> HfArguments:
+    """Return the user's TrainingArguments, as they were given, on this many ranks.
+
+    TRL counts the rows of all ranks while it reads them.
+    """
+    from transformers import TrainingArguments
+
+    if num_gpus == 1:
+        return _arguments_of(source)
+    with Patches() as patches:
+        patches.set(TrainingArguments, "world_size", property(lambda _: num_gpus))
+        return _arguments_of(source)
+
+
+def _arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
     if isinstance(source, TrainerSource):
-        of_trainer: HfArguments = ship.loads(source.trainer)["args"]
-        return of_trainer
+        of_trainer: Any = ship.loads(source.trainer)["args"]
+        of_trainer.use_cpu = False  # without a card, transformers demands it for bf16
+        return cast(HfArguments, of_trainer)
     given: dict[str, object] = {}
     try:
         if isinstance(source.arguments, bytes):
@@ -62,7 +78,7 @@ def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
             for flag, text in pairwise(source.arguments)
             if flag.startswith("--")
         }
-        _check_deepspeed(_value_of("--deepspeed", source.arguments))
+        _check_deepspeed(source.typed("deepspeed"))
         made = _parsed(source)
         parsed = {name: value for name, value in fields_of(made).items() if name in given}
         check_kinds(type(made), parsed)
@@ -100,7 +116,7 @@ def _parsed(source: ConfigSource) -> HfArguments:
     try:
         with contextlib.redirect_stderr(errors):
             args, unknown = parser.parse_args_into_dataclasses(
-                [*source.arguments], return_remaining_strings=True
+                [*source.arguments, *_row_length(source, kind)], return_remaining_strings=True
             )
     except SystemExit as exit_:
         lines = errors.getvalue().strip().splitlines()
@@ -119,13 +135,12 @@ def _parsed(source: ConfigSource) -> HfArguments:
     return made
 
 
-def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    for text, following in zip(arguments, (*arguments[1:], None), strict=False):
-        if text == flag:
-            return following
-        if text.startswith(f"{flag}="):
-            return text.partition("=")[2]
-    return None
+def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
+    """Let TRL cut rows at the length that the user has given, and not at its own default."""
+    if not source.has_length or source.trainer is None or source.typed("max_length") is not None:
+        return ()
+    takes_it = "max_length" in {field.name for field in dataclasses.fields(kind)}
+    return ("--max_length", str(source.sequence_length)) if takes_it else ()
 
 
 def _check_deepspeed(given: object) -> None:

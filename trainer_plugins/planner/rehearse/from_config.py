@@ -15,6 +15,10 @@ from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
 from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.wrapped import base_model
 
+_BY_A_TRAINER = (
+    "a Trainer trains it, and lets the outputs go once it has the loss: a loop of your own that"
+    " keeps them holds the logits too, and plan -- COMMAND runs it"
+)
 PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 
@@ -47,6 +51,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     rows = args.per_device_train_batch_size
     check_rows(args)
     model, assumptions = build.model_of(source, build.home, build.kind.sizes.get("tp_size", 1))
+    assumptions.append(_BY_A_TRAINER)
     if has_padding is None:
         has_padding = rows > 1
         if has_padding:

@@ -23,6 +23,11 @@ from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
 # A mask tells texts of a row apart, and a kernel has a block for each; with one there is no mask.
 TEXTS_OF_A_PACKED_ROW = 2
+_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+_PASS_BEFORE = (
+    "the reference is asked before the training (precompute_ref_log_probs): that pass, without"
+    " gradients, is not planned"
+)
 
 
 def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
@@ -36,7 +41,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     model, assumptions = build.model_of(source, build.home, 1)
     models = iter([model])  # the one that is trained is built once
     trainer, said = _make(
-        *(loop, source, own_args),
+        *(loop, source, own_args, build.has_stand_ins),
         lambda: next(models, None) or build.model_of(source, build.home, 1)[0],
     )
     if build.has_padding is None:
@@ -64,14 +69,17 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
 
 
 def _make(
-    loop: Loop, source: ConfigSource, args: Any, model_of: Callable[[], torch.nn.Module]
+    loop: Loop,
+    source: ConfigSource,
+    args: Any,
+    has_stand_ins: bool,
+    model_of: Callable[[], torch.nn.Module],
 ) -> tuple[Any, list[str]]:
     """Make the Trainer of a loop, and say what was assumed; `model_of` also builds a reference."""
     from datasets import Dataset
 
-    refused = "padding_free" if loop.name == "SFT" else "precompute_ref_log_probs"
-    if getattr(args, refused, False):
-        raise NotPredicted(f"{refused} with --trainer {source.trainer}: {GIVE_A_TRAINER}")
+    if loop.name == "SFT" and getattr(args, "padding_free", False):
+        raise NotPredicted(f"padding_free with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     length, said = _length(loop, source, args)
     rows, rewards = args.per_device_train_batch_size, {}
     if getattr(args, "packing", False) and args.max_length:  # TRL refuses packing without it
@@ -98,6 +106,9 @@ def _make(
     try:
         with Patches() as patches:
             _without_files(patches, loop, model_of)
+            if has_stand_ins and getattr(args, "precompute_ref_log_probs", False):
+                _with_known_references(patches, loop)
+                said.append(_PASS_BEFORE)
             made = loop.trainer(
                 model=model_of(),
                 args=args,
@@ -129,6 +140,16 @@ def _without_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn
         for name, answer in answers.items():
             if home.startswith("trl.") and hasattr(sys.modules[home], name):
                 patches.set(sys.modules[home], name, answer)
+
+
+def _with_known_references(patches: Patches, loop: Loop) -> None:
+    """Add the reference's columns, without the pass over all rows that makes them."""
+
+    def known(_: object, dataset: Any, *__: object) -> Any:
+        return dataset.map(lambda _: dict.fromkeys(_REFERENCES, 0.0))
+
+    patches.set(sys.modules[loop.trainer.__module__], "hash_module", lambda _: "")
+    patches.set(loop.trainer, "_precompute_ref_logps", known)
 
 
 def _no_reward(**_: object) -> list[float]:

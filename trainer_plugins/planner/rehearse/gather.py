@@ -17,7 +17,7 @@ from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.kind import text_of
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.liger import refuse_liger, replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
@@ -52,6 +52,10 @@ def request_of(
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
+    if getattr(args, "use_cpu", False) and card is None and torch.accelerator.is_available():
+        raise NotPredicted(
+            "training on the CPU (use_cpu) beside a card: name a card to plan for it"
+        )
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     device = args.device.type if args.device.type == _SIMGPU else "cuda"
     with undisturbed(trainer):

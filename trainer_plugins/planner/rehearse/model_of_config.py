@@ -301,9 +301,9 @@ def _quantised(
         return loaded
     assumptions.append(
         "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
-        "float32, and switches gradient checkpointing on; see --no-prepare-kbit"
+        f"float32, with use_gradient_checkpointing={source.kbit_checkpoints}; see --no-prepare-kbit"
     )
-    prepared: torch.nn.Module = quantised.prepared(loaded)
+    prepared: torch.nn.Module = quantised.prepared(loaded, source.kbit_checkpoints)
     return prepared
 
 

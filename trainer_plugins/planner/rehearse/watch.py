@@ -67,7 +67,7 @@ def read_arguments(request: PlanRequest) -> HfArguments:
     """Make the TrainingArguments of a request. They ask the card what it can do."""
     _make_ready(request.device)
     with environment_restored(), in_world(World(device=request.device, has_flash_attn=False)):
-        return arguments_of(request.source)
+        return arguments_of(request.source, request.num_gpus)
 
 
 @environment_restored()
@@ -85,7 +85,7 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         triton.kernels_do_nothing()
         replace_again(source.replaced)
     with tempfile.TemporaryDirectory() as folder, in_world(world) as tracker:
-        args = arguments_of(source)
+        args = arguments_of(source, request.num_gpus)
         kind = kind_of(request, args)
         refusals.refuse_arguments(args, kind, request.card)
         strategy, streaming = _strategy_of(request, args, kind), _streaming_of(request, kind)

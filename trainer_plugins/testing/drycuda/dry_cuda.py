@@ -35,26 +35,6 @@ from trainer_plugins.testing.nvml import ScriptedNvml
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
 
-_SHARED_BYTES = {
-    (7, 0): 96,
-    (7, 5): 64,
-    (8, 0): 164,
-    (8, 6): 100,
-    (8, 9): 100,
-    (12, 0): 100,
-    (12, 1): 100,
-}
-"""Shared memory of a multiprocessor in KiB; 228 of what is not here (CUDA C++ Programming Guide,
-"Technical Specifications per Compute Capability")."""
-
-_L2_MIB = {
-    "t4": 4, "v100-16gb": 6, "v100-32gb": 6, "rtx3090": 6, "rtx4090": 72, "rtx5090": 96,
-    "rtxa6000": 6, "rtx6000ada": 96, "a10g": 6, "l4": 48, "l40s": 96, "a100-40gb": 40,
-    "a100-80gb": 40, "h100-80gb": 50, "h200-141gb": 50, "b200-180gb": 126, "gb10": 24,
-}  # fmt: skip
-"""The second-level cache in MiB, from NVIDIA's data sheets."""
-
-
 def unavailable_reason() -> str | None:
     """Say why the dry card cannot be had here; None if it can. Builds nothing."""
     try:
@@ -105,15 +85,14 @@ class DryCuda:
         for each in self.cards:
             self._nvml = self._nvml.card_from_file(each.path, reserved_bytes=0, name=name)
         self._nvml.write()
-        shared_kib = _SHARED_BYTES.get(card.capability, 228)
         described = {
             "name": name,
             "major": card.capability[0],
             "minor": card.capability[1],
             "multiprocessors": card.num_multiprocessors,
-            "l2_bytes": _L2_MIB.get(card.name, 50) << 20,
-            "shared_bytes": shared_kib << 10,
-            "shared_optin_bytes": (shared_kib - 1) << 10,
+            "l2_bytes": card.l2_mib << 20,
+            "shared_bytes": card.shared_kib << 10,
+            "shared_optin_bytes": (card.shared_kib - 1) << 10,
             "max_threads": card.num_threads,
             "context_bytes": card.context_bytes,
             "has_numbers": int(numbers),

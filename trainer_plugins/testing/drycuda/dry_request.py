@@ -7,12 +7,13 @@ import json
 import pickle
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import GPUS_PER_NODE, PlanRequest, TrainerSource
+from trainer_plugins.planner.request import GPUS_PER_NODE, ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.testing.drycuda.dry_plan import dry_plan
 from trainer_plugins.testing.drycuda.dry_run import DryRun
 
@@ -50,6 +51,9 @@ def why_not(request: PlanRequest) -> str:
         return f"a plan for {request.device}"
     if request.card is None:
         return "a plan without a card (--gpu)"
+    is_quantised = isinstance(request.source, ConfigSource) and request.source.quantisation
+    if is_quantised and find_spec("bitsandbytes") is None:
+        return "a base in 4 or 8 bits without its package (pip install bitsandbytes)"
     if request.resident_layers is not None:
         return "a streamed base"
     if request.host != HostLimits() or request.card.is_unified:

@@ -31,6 +31,7 @@ from trainer_plugins.testing.drycuda.wall import Allowed, explain_refusal
 from trainer_plugins.units import size
 
 _LAST_LINES = 12
+_CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
 
 _CATEGORIES: Mapping[HeldAs, Category] = {
     "parameters": "weights",
@@ -206,6 +207,8 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     for line in lines[max(0, end - _LAST_LINES) : end]:
         tell(f"    {printable(line)}")
     last = f": {lines[end - 1].strip()}" if lines else ", and wrote nothing"
+    causes = [line.partition(_CAUSE)[2] for line in lines if _CAUSE in line]
+    last += f" ({causes[-1]})" if causes else ""
     if code == 0:
         last = (
             ": a plan is of a training by transformers' Trainer; other programs run on dry cards"

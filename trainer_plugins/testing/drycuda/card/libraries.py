@@ -91,12 +91,17 @@ def libraries_in(folder: Path) -> list[Path]:
 
 
 def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
-    """Yield the compiled code of other packages that needs the same CUDA as torch."""
+    """Yield the compiled code of other packages that needs the same CUDA as torch.
+
+    It may need a library that torch does not load: bitsandbytes 0.49 is linked to nvJitLink.
+    """
+    known = {name.partition(".so")[0] for name in torchs}
     for name in _WITH_LIBRARIES:
         folders = (folder / name for folder in (site, *map(Path, sys.path)))
         for folder in dict.fromkeys(filter(Path.is_dir, folders)):
             for path in sorted(folder.rglob("*.so")):
-                if set(needs_of([path])) <= set(torchs):
+                needed = needs_of([path])
+                if all(each in torchs or each.partition(".so")[0] not in known for each in needed):
                     yield path
 
 

@@ -114,7 +114,7 @@ def _loaded(
         if source.quantisation is not None and source.prepares_kbit:
             import peft
 
-            model = peft.prepare_model_for_kbit_training(model)
+            model = peft.prepare_model_for_kbit_training(model, source.kbit_checkpoints)
         model = of_config.with_peft(model, source.peft)
     return model, assumptions
 
