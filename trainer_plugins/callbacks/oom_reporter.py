@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -107,6 +108,7 @@ class OOMReporter(RunCallback):
                 words=first_line(error),
                 record="" if found is None else self._record(trainer, call, error, found),
                 num_oom_kills=HostDevice().facts().num_oom_kills,
+                host=socket.gethostname(),
             )
             self.timeline_for(trainer.args).add(failure)
             self.end_run()

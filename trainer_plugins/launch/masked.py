@@ -25,8 +25,8 @@ _NAMES = re.compile(
     r"|(?:tokenizer|config|dataset)(?:_name|_file|_config|_split)?|(?:train|validation|test)_file"
     r"|(?:data|cache|nvme)_(?:path|dir)|template|stage|lr|epochs|(?:torch_)?dtype|attn_implementation"
     r"|(?:(?:micro_)?batch|block)_size|(?:cutoff|sequence)_len|trainer_plugins|preset|capacity|device"
-    r"|(?:lora|bnb_4bit|num|max|load_in|llm_int8|offload|use|fsdp|rope|quant)_\w+|layer_types|hidden_act"
-    r"|(?:(?:task|peft|finetuning)_)?type|(?:machine|node)_rank|(?:main_process|master)_port|nnodes"
+    r"|(?:lora|bnb_4bit|num|max|load_in|llm_int8|offload|use|fsdp|rope|quant|quantization)_\w+"
+    r"|layer_types|hidden_act|(?:(?:task|peft|finetuning)_)?type|(?:machine|node)_rank|(?:main_process|master)_port|nnodes"
     r"|nproc_per_node|standalone|multi_gpu|mixed_precision|zero_stage|deepspeed_config_file"
     r"|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
 )

@@ -27,7 +27,20 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     facts = known[-1] if known and known[-1].time_seconds > began_seconds - 60 else None
     if facts is not None and is_running(facts, here):
         return None
+    if history.cut_off >= {*last.silent_ranks}:
+        return _without_room(last)
     return _cut_off(last, facts, here)
+
+
+def _without_room(run: Run) -> Finding:
+    silent = run.silent_ranks
+    return Finding.warning(
+        code="timeline-cut-off",
+        summary=f"how the run ended is unknown: the disk had no room for the last entries of"
+        f" {_names(run, silent)}",
+        evidence="; ".join(_evidence(run, silent)),
+        remedy="Look at the end of its log, and free some space in output_dir before the next run.",
+    )
 
 
 def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
@@ -53,8 +66,7 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
             )
         evidence.append("its process is gone, and this container has no new oom_kill")
     is_part = len(silent) < len(run.timelines)
-    ranks = ", ".join(map(str, silent))
-    who = f"rank {ranks} of {len(run.timelines)}" if is_part else "the run"
+    who = _names(run, silent) if is_part else "the run"
     return Finding(
         code="run-cut-off",
         severity=Severity.WARNING,
@@ -63,6 +75,13 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
         remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
         " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",
     )
+
+
+def _names(run: Run, ranks: list[int]) -> str:
+    """Name ranks and, if that is known, their machines."""
+    hosts = ", ".join(dict.fromkeys(run.hosts[rank] for rank in ranks if rank in run.hosts))
+    named = f"rank {', '.join(map(str, ranks))} of {len(run.timelines)}"
+    return f"{named} (on {hosts})" if hosts else named
 
 
 def _evidence(run: Run, silent: list[int]) -> list[str]:
