@@ -27,6 +27,7 @@ from trainer_plugins.record.timeline import (
 )
 
 T = TypeVar("T")
+GONE = ".gone"  # of an empty file beside the timeline of a rank whose process ended before others
 _APART_SECONDS = 10.0  # between the ranks of a launch of which each dies before it trains
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
@@ -179,6 +180,17 @@ def _files(run_dir: Path) -> list[tuple[int, Path]]:
         for path in place.glob("memory/rank-*")
     )
     return sorted(((int(match[1]), path) for match, path in found if match), key=lambda one: one[0])
+
+
+def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
+    """Return the rank of which another one noted first that its process had ended, if any did."""
+    found = [
+        (path.stat().st_mtime, int(match[1]))
+        for place in places_of_run(run_dir)
+        for path in place.glob(f"memory/rank-*{GONE}")
+        if (match := re.fullmatch(r"rank-([0-9]+)", path.stem))
+    ]
+    return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 
 class RunSplitter:

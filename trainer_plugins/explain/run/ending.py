@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, first_that_ended
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Sample
 
@@ -29,7 +29,9 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
         return None
     if history.cut_off >= {*last.silent_ranks}:
         return _without_room(last)
-    return _cut_off(last, facts, here)
+    silent = last.silent_ranks
+    first = first_that_ended(folder, began_seconds) if len(silent) == len(last.timelines) else None
+    return _cut_off(last, facts, here, silent if first not in silent else [first])
 
 
 def _without_room(run: Run) -> Finding:
@@ -43,9 +45,8 @@ def _without_room(run: Run) -> Finding:
     )
 
 
-def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
+def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -> Finding:
     """Judge a run that has no end; kills count on its machine, boot and container only."""
-    silent = run.silent_ranks
     evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
         num_kills = here.num_oom_kills - facts.place.num_oom_kills
