@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from rich.console import Group
 from typer.testing import CliRunner
 
 from tests.callbacks.test_memory_watchdog import Takes
+from tests.test_thinning import STRATEGY
 from tests.test_timeline import ENTRIES, READING
 from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog, StrategyInForce
 from trainer_plugins.cli import app
 from trainer_plugins.devices import GpuProcess
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
-from trainer_plugins.record.timeline import Entry, Remark, Sample, to_line
+from trainer_plugins.record.timeline import Beginning, Entry, Failure, Remark, Sample, to_line
 from trainer_plugins.report.text import history_report
 from trainer_plugins.units import GIB
 
@@ -206,8 +208,50 @@ def test_only_a_run_that_ended_is_good_news(tmp_path: Path) -> None:
     write(tmp_path, 0, run_of(range(3), seconds=200))
     write(tmp_path, 0, run_of(range(3), seconds=300))
     text = report(tmp_path)
-    assert text.count("rank 0: the timeline has no end of training: its process was killed") == 1
+    assert (
+        text.count("rank 0: the timeline has no end of training: its process was killed, or") == 1
+    )
     assert styles() == ["", "", "green"]
+
+
+def test_a_launch_that_dies_on_each_rank_before_it_trains_is_one_run(tmp_path: Path) -> None:
+    for rank, seconds in ((0, 100.0), (1, 103.5), (0, 120.0), (1, 121.0)):
+        words = "ValueError: no such file"
+        failure = Failure(step=0, words=words, time_seconds=seconds, host=f"node{rank}")
+        path = write(tmp_path, rank, [])
+        with path.open("a") as file:  # each of a process of its own
+            file.write(json.dumps({**json.loads(to_line(failure)), "run": str(seconds)}) + "\n")
+
+    found = blocks(report(tmp_path))
+    assert [each[0][:10] for each in found] == ["Run 2 of 2", "Run 1 of 2"]
+    for each in found:
+        assert [line for line in each if "ValueError" in line] == [
+            f"rank {rank} on node{rank}, step 0: ValueError: no such file" for rank in (0, 1)
+        ]
+
+
+def test_the_machine_of_each_rank_is_named_and_ranks_that_wrote_elsewhere_too(
+    tmp_path: Path,
+) -> None:
+    """Each of three machines has an output_dir of its own; copied into one they are one run."""
+    strategy = replace(STRATEGY, world_size=6)
+    for rank in range(6):
+        where = {"host": f"node{rank // 2}", "job": "Slurm 4242"}
+        began = Beginning(step=0, strategy=strategy, time_seconds=100.2, **where)
+        folder = tmp_path / str(rank // 2)
+        write(folder, rank, [*run_of(range(2), seconds=100)[:1], began])
+
+    text = report(tmp_path / "1")
+    assert "Slurm 4242, ranks 2 to 3 on node1\n" in text
+    assert "4 ranks of 0 to 5 wrote nothing here. If each machine has an output_dir" in text
+    assert "wrote nothing here" not in report(tmp_path / "1", "--rank", "2")
+    for other in ("0", "2"):
+        shutil.copytree(tmp_path / other, tmp_path / "1", dirs_exist_ok=True)
+    text = report(tmp_path / "1")
+    assert "Slurm 4242, ranks 0 to 1 on node0, ranks 2 to 3 on node1, ranks 4 to 5 on node2" in text
+    assert "wrote nothing here" not in text
+    (run,) = json.loads(report(tmp_path / "1", "--json"))["runs"]
+    assert (run["hosts"]["5"], run["jobs"], run["missing_ranks"]) == ("node2", ["Slurm 4242"], [])
 
 
 def test_two_launches_at_the_same_time_are_told_apart(tmp_path: Path) -> None:

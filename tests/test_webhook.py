@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -117,9 +118,11 @@ def test_an_error_finding_and_the_end_are_posted(make_trainer, simgpu, server, c
     assert {name: finding[name] for name in ("run", "step", "rank", "code")} == {
         "run": "run", "step": 3, "rank": 0, "code": "memory-pressure",
     }  # fmt: skip
-    assert str(finding["content"]).startswith("run, rank 0, step 3: [memory-pressure] ")
+    here = finding["host"]
+    assert here == socket.gethostname()
+    assert str(finding["content"]).startswith(f"run, rank 0 on {here}, step 3: [memory-pressure] ")
     assert finding["text"] == finding["content"]
-    assert ended["content"] == "run, rank 0, step 4: training has ended"
+    assert ended["content"] == f"run, rank 0 on {here}, step 4: training has ended"
     assert said(caplog) == []
 
 
@@ -130,6 +133,26 @@ def test_nothing_is_posted_unless_the_variable_is_set(
     make_trainer(MemoryWatchdog(), Fills(), max_steps=4).train()
 
     assert server.codes() == []
+
+
+def test_a_dry_run_posts_nothing_and_writes_nothing_where_the_real_run_would(
+    make_trainer, simgpu, server, monkeypatch, tmp_path
+) -> None:
+    """Not even if a script names its folder after its arguments were made."""
+    monkeypatch.setenv("TRAINER_PLUGINS_DRYCUDA", str(tmp_path / "dry"))
+    watchdog = MemoryWatchdog(prometheus_dir=tmp_path / "node")
+    trainer = make_trainer(watchdog, OOMReporter(), Fills(), max_steps=2, logging_strategy="steps")
+    trainer.args.output_dir = str(tmp_path / "real")
+    trainer.args.logging_steps = 1
+    trainer.train()
+    with pytest.raises(TypeError):
+        trainer.predict(7)
+
+    assert server.codes() == []
+    assert [each for each in ("real", "node") if (tmp_path / each).exists()] == []
+    ours = tmp_path / "dry" / "output"
+    assert (ours / "real" / "_trainer_plugins" / "memory" / "rank-0.jsonl").exists()
+    assert (ours / "node" / "trainer_plugins-rank-0.prom").exists()
 
 
 def test_a_run_that_dies_of_oom_says_so_and_the_error_goes_on(

@@ -20,9 +20,15 @@ class CompileError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Return `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins` if it is not set."""
-    chosen = os.environ.get("TRAINER_PLUGINS_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "trainer_plugins"
+    """Return `$TRAINER_PLUGINS_CACHE`, else `$XDG_CACHE_HOME/trainer_plugins`, else in `~/.cache`.
+
+    A path that is not absolute is no XDG_CACHE_HOME, as the XDG Base Directory Specification says.
+    """
+    if chosen := os.environ.get("TRAINER_PLUGINS_CACHE"):
+        return Path(chosen)
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    caches = shared if shared.is_absolute() else Path.home() / ".cache"
+    return caches / "trainer_plugins"
 
 
 def c_compiler() -> str | None:

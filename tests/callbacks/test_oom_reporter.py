@@ -251,14 +251,13 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     kwargs = json.dumps({"inner": [{"token": "swordfish"}]})
     command = ["--hub_token", secret, f"--x.api_key={secret}x", "--lr=1", "--kwargs", kwargs]
-    command += ["++a={hub_token:swordfish,seed:1}", "--api_keys", "swordfish", "-swordfish"]
+    command += ["++a={hub_token:swordfish,seed:1}", "--keys.api", "swordfish", "-swordfish"]
     monkeypatch.setattr("sys.argv", ["/home/me/train.py", *command])
     trainer = long_rows(make_trainer(OOMReporter(), **TOO_MANY, hub_token=secret))
     trainer.model.config.tracker = {
         "passwords": ["swordfish"],
         "url": "https://me:sword@fish@host/",
     }
-    trainer.model.config.pad_token = "<pad>"
     died(trainer)
 
     for name in ("run.json", "oom-rank0.json"):
@@ -269,8 +268,11 @@ def test_no_secret_is_written(make_trainer, small, tmp_path, monkeypatch) -> Non
         assert "fish@" not in text
     facts = json.loads((tmp_path / "run" / "_trainer_plugins" / "run.json").read_text())
     assert facts["command"][1:5] == ["--hub_token", "(hidden)", "--x.api_key=(hidden)", "--lr=1"]
-    assert facts["command"][7] == "++a={hub_token:(hidden),seed:1}"
-    assert facts["model_config"]["pad_token"] == "<pad>"
+    assert facts["command"][7] == "++a=(hidden)"
+    assert facts["arguments"]["per_device_train_batch_size"] == 64
+    assert facts["arguments"]["hub_token"] == "(hidden)"
+    assert facts["model_config"]["hidden_act"] == "silu"
+    assert facts["model_config"]["tracker"] == "(hidden)"
 
 
 def test_the_error_is_the_same_and_holds_nothing_back(make_trainer, small, tmp_path) -> None:

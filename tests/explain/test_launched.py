@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launched import LOOKED_AT, command, ended, start
+from tests import processes
+from tests.distributed.launched import LOOKED_AT, command, ended, environment, start, torchrun
 from trainer_plugins import OOMReporter
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.case import Case
@@ -87,6 +88,37 @@ def test_the_settings_of_a_launch_are_written_without_secrets(make_trainer, monk
     assert launch.deepspeed == {**named, "aio": {"access_key": "(hidden)"}}
     assert launch.environment["ACCELERATE_LOG_TOKEN"] == "(hidden)"
     assert "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in launch.environment
+
+
+KILLS_RANK_1 = """
+import os, select, signal, sys
+from pathlib import Path
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from tests.models import tiny_llama, token_rows
+from trainer_plugins import MemoryWatchdog, OOMReporter
+class Kills(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while not Path("out/_trainer_plugins/memory/rank-1.gone").exists():
+                select.select([], [], [], 0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+args = TrainingArguments("out", max_steps=4, report_to="none", save_strategy="no", use_cpu=True)
+callbacks = [MemoryWatchdog(), OOMReporter(), Kills()]
+Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks).train()
+"""
+
+
+@pytest.mark.slow
+def test_of_ranks_that_are_all_silent_the_one_that_ended_first_is_named(tmp_path) -> None:
+    """Its launcher ends the others, which are in the middle of a step."""
+    (tmp_path / "train.py").write_text(KILLS_RANK_1)
+    processes.run([*torchrun(2), "train.py"], cwd=tmp_path, environ=environment(), fresh=LOOKED_AT)
+
+    said = explain_run(tmp_path / "out")
+    assert said.causes[0].summary.startswith("rank 1 of 2 ended without a word")
 
 
 @pytest.mark.all

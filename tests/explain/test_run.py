@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from tests.explain.planted import run, watched, with_rows
@@ -187,10 +189,11 @@ def test_a_later_run_that_went_well_is_told(died, make_trainer, tmp_path) -> Non
     assert "1 later run(s) into this folder left no such record" in said.facts
 
 
-def killed(make_trainer, tmp_path, **place_of_run) -> Path:
+def killed(make_trainer, tmp_path, *callbacks, **place_of_run) -> Path:
     """A run whose timeline stops, and whose process is gone."""
     folder = tmp_path / "run"
-    make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=3, dataloader_num_workers=0).train()
+    callbacks = (MemoryWatchdog(), OOMReporter(), *callbacks)
+    make_trainer(*callbacks, max_steps=3, dataloader_num_workers=0).train()
     path = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"end"' not in line))
@@ -221,6 +224,41 @@ def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
     assert "rank 1 raised in step 3: RuntimeError: Connection reset by peer" in (
         said.causes[0].evidence
     )
+
+
+class FillsTheDisk(TrainerCallback):
+    """Leaves room for half a line of the timeline, until training has ended."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            path = folder_of_run(Path(args.output_dir)) / "memory" / "rank-0.jsonl"
+            self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (path.stat().st_size + self.room, self.before[1])
+            )
+
+    def on_train_end(self, args, state, control, **kwargs):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.mark.parametrize("room", [0, 50])
+def test_a_run_that_a_full_disk_has_cut_off_was_not_killed(make_trainer, tmp_path, room) -> None:
+    full = FillsTheDisk()
+    full.room = room
+    folder = killed(make_trainer, tmp_path, full, num_oom_kills=place().num_oom_kills - 2)
+    assert report(folder).startswith(
+        "[timeline-cut-off] how the run ended is unknown: the disk had"
+    )
+    assert "was killed" not in report(folder)
+    said = explain_run(folder)
+    assert said.causes == said.remedies == ()
+    assert said.facts[0].startswith("[timeline-cut-off]")
+
+    make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=1).train()
+    assert "cut-off" not in report(folder)
+    (folder / "_trainer_plugins" / "memory" / "rank-0.jsonl").unlink()
+    shutil.rmtree(folder)
+    assert report(killed(make_trainer, tmp_path)).startswith("[run-cut-off]")
 
 
 def test_kills_that_the_container_counted_are_told(make_trainer, tmp_path) -> None:

@@ -15,6 +15,7 @@ from tests.planner.test_closed_loop import EVALUATES, llama, rows
 from tests.schemas import read_answer
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
+from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner import Calibration, PlanError, calibrate
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.cards import Card, context_file, keep_context, with_measured_context
@@ -28,12 +29,9 @@ CONTEXT = 300 * MIB
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache of its own that has the compiled libraries of the usual one."""
-    usual = Path(
-        os.environ.get("TRAINER_PLUGINS_CACHE") or Path.home() / ".cache" / "trainer_plugins"
-    )
     folder = tmp_path / "cache"
     folder.mkdir()
-    for library in usual.glob("*.so"):
+    for library in cache_folder().glob("*.so"):
         (folder / library.name).symlink_to(library)
     monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(folder))
     return folder

@@ -342,8 +342,10 @@ def test_a_script_that_cannot_be_is_refused_where_it_is_written(tmp_path):
         script.card_from_file(tmp_path / "card").process(100, GIB)
 
 
-def test_it_is_compiled_once_and_by_many_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path))
+@pytest.mark.parametrize("variable", ["TRAINER_PLUGINS_CACHE", "XDG_CACHE_HOME"])
+def test_it_is_compiled_once_and_by_many_at_once(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv("TRAINER_PLUGINS_CACHE", "")
+    monkeypatch.setenv(variable, str(tmp_path))
     code = "from trainer_plugins.testing.nvml import build; print(build())"
     builders = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -351,6 +353,7 @@ def test_it_is_compiled_once_and_by_many_at_once(tmp_path, monkeypatch):
     ]
     outputs = {builder.communicate()[0].strip() for builder in builders}
     assert outputs == {str(build())}
+    assert ("trainer_plugins" in build().relative_to(tmp_path).parts) == (variable[0] == "X")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["libnvidia-ml.so.1"]
     built = build().stat().st_mtime_ns
     assert build().stat().st_mtime_ns == built

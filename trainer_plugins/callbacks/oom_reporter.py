@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +36,7 @@ from trainer_plugins.record.oom_record import read_oom_record
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.peers import watch_peers
 from trainer_plugins.upkeep.post_mortem import (
     Scene,
     first_line,
@@ -90,6 +92,9 @@ class OOMReporter(RunCallback):
             self._facts = self._gather(trainer)
             if args.process_index == 0:
                 _write(Path(args.output_dir), self._facts)
+            if args.world_size > 1:
+                memory = folder_of_run(Path(args.output_dir)) / "memory"
+                self.undo.callback(watch_peers(memory))
         if self.snapshot:
             self.undo.callback(forget_history)
             with self.harmless():
@@ -107,6 +112,7 @@ class OOMReporter(RunCallback):
                 words=first_line(error),
                 record="" if found is None else self._record(trainer, call, error, found),
                 num_oom_kills=HostDevice().facts().num_oom_kills,
+                host=socket.gethostname(),
             )
             self.timeline_for(trainer.args).add(failure)
             self.end_run()

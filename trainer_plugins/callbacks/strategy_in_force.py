@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -13,6 +14,7 @@ from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, needed, read_locks
 from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.launch.place import job
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.record.timeline import Beginning, Remark
 from trainer_plugins.strategy import Strategy
@@ -56,7 +58,8 @@ class StrategyInForce(RunCallback):
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped
             strategy = strategy_of(wrapper, event.get("optimizer"), args)
             timeline = self.timeline_for(args)
-            timeline.add(Beginning(step=state.global_step, strategy=strategy))
+            where = {"host": socket.gethostname(), "job": job(os.environ)}
+            timeline.add(Beginning(step=state.global_step, strategy=strategy, **where))
             found = [*verify(_asked(args), strategy)]
             if (wrong := allocator.check()) is not None:
                 found.append(wrong)

@@ -11,6 +11,8 @@ import typer
 
 from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_options
+from trainer_plugins.plug_in.reported import VARIABLE as MARKS
+from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -85,8 +87,8 @@ def exec_(
     fits, it is not run, and the exit code is 3. --fit=ask stops after its answer, with exit code 0
     if it would run the command.
 
-    The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
-    it cannot be run.
+    Signals and the exit code are passed on: 127 if the command is not found, 126 if it cannot be
+    run. If no Trainer under it had callbacks, a line on stderr says so in the end.
     """
     given, words = ExecCommand.given(context.params), assigned(command or ())
     if not words:
@@ -107,12 +109,23 @@ def exec_(
         ExecCommand.refuse("--gpu, --num-gpus, --may and --allow-... are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
+    _run(words, os.environ | settings | chosen | attached)
+
+
+def _run(words: list[str], environ: dict[str, str]) -> None:
+    """Run the command, say at its end if no Trainer had callbacks, and end as it did."""
+    from trainer_plugins.cli.exec_child import end_as, run_as_child
+
     try:
-        os.execvpe(words[0], words, os.environ | settings | chosen | attached)
+        with folder_for_marks() as folder:
+            code = run_as_child(words, environ | {MARKS: folder})
+            if lack := describe_lack(folder):
+                sys.stderr.write(f"{ExecCommand.prog}: {lack}\n")
     except OSError as error:
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+    end_as(code)
 
 
 def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:

@@ -7,6 +7,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import psutil
@@ -16,6 +17,7 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.units import KIB
 
 _WORKER = "pt_data_worker"  # torch/utils/data/_utils/worker.py
+ROOM_EVERY_SECONDS = 1.0  # it takes most of the time of a reading: four files for each limit
 _NO_LIMIT = 1 << 60  # cgroup v1 writes the largest multiple of a page below 2**63
 
 
@@ -42,16 +44,18 @@ class HostDevice:
         self._limits = _limits_around(proc, cgroups)
         self._peak_bytes = 0
         self._kernel_peak = True  # whether we may reset the kernel's peak; else readings count
+        self._room = (0, 0)  # total and free, if this process held nothing
+        self._ask_for_room_at = 0.0
 
     def read(self) -> MemoryReading:
+        """Read what this process holds, and at most once a second what all others do."""
         resident_bytes = self.resident_bytes()
-        machine = psutil.virtual_memory()
-        total_bytes, free_bytes = machine.total, machine.available
-        for limit in self._limits:
-            limit_bytes = limit.limit_bytes()
-            if limit_bytes is not None:
-                total_bytes = min(total_bytes, limit_bytes)
-                free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
+        if monotonic() >= self._ask_for_room_at:
+            self._ask_for_room_at = monotonic() + ROOM_EVERY_SECONDS
+            total_bytes, free_bytes = self._total_and_free()
+            self._room = (total_bytes, free_bytes + resident_bytes)
+        total_bytes = self._room[0]
+        free_bytes = min(total_bytes, max(0, self._room[1] - resident_bytes))
         if self._kernel_peak:
             self._peak_bytes = _high_water_bytes()
         self._peak_bytes = max(self._peak_bytes, resident_bytes)
@@ -63,6 +67,16 @@ class HostDevice:
             allocated_bytes=resident_bytes,
             peak_allocated_bytes=self._peak_bytes,
         )
+
+    def _total_and_free(self) -> tuple[int, int]:
+        machine = psutil.virtual_memory()
+        total_bytes, free_bytes = machine.total, machine.available
+        for limit in self._limits:
+            limit_bytes = limit.limit_bytes()
+            if limit_bytes is not None:
+                total_bytes = min(total_bytes, limit_bytes)
+                free_bytes = min(free_bytes, max(0, limit_bytes - limit.working_set_bytes()))
+        return total_bytes, free_bytes
 
     def reset_peak(self) -> None:
         self._peak_bytes = 0

@@ -15,7 +15,7 @@ import torch
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.launcher import launch_of
-from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
+from trainer_plugins.launch.masked import declared, masked_command, masked_fields, masked_text
 from trainer_plugins.launch.place import installed_versions, place
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
@@ -94,7 +94,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         model_config=tried(lambda: _config(model), {}),
         adapter=tried(lambda: _adapter(model), {}),
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
-        arguments=tried(lambda: masked_fields(args.to_dict()), {}),
+        arguments=tried(lambda: masked_fields(args.to_dict(), declared(type(args))), {}),
         override=tried(lambda: override_of(vars(args)), ""),
         num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
@@ -115,7 +115,9 @@ def _config(model: object) -> dict[str, object]:
     as_dict: dict[str, object] = getattr(config, "to_dict", dict)()
     if (attention := getattr(config, "_attn_implementation", None)) is not None:
         as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
-    return masked_fields(as_dict)
+    # A config of texts and pictures holds one of each.
+    configs = [config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))]
+    return masked_fields(as_dict, {name for each in configs for name in declared(type(each))})
 
 
 def _adapter(model: Any) -> dict[str, object]:
@@ -123,7 +125,7 @@ def _adapter(model: Any) -> dict[str, object]:
     if not isinstance(configs, dict) or len(configs) != 1:
         return {}
     (config,) = configs.values()
-    fields = masked_fields(config.to_dict())
+    fields = masked_fields(config.to_dict(), declared(type(config)))
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -81,7 +81,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     return Launch(
         file="" if file is None else masked_text(os.fspath(file)),
         words=masked_command(launched_by()),
-        environment={name: str(text) for name, text in masked_fields(exported).items()},
+        environment={name: str(text) for name, text in masked_fields(exported, exported).items()},
         deepspeed=masked_fields(document.deepspeed or {}),
     )
 

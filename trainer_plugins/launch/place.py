@@ -21,7 +21,6 @@ from trainer_plugins.launch.masked import masked_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 
 _LIMITS = (
-    "SLURM_JOB_ID",
     "SLURM_MEM_PER_NODE",
     "SLURM_MEM_PER_CPU",
     "SLURM_MEM_PER_GPU",
@@ -33,6 +32,13 @@ _PACKAGES = (
 )  # fmt: skip
 # Files in every container of Docker and Podman (podman-run(1), "/run/.containerenv").
 _CONTAINERS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+_JOBS = {
+    "SLURM_JOB_ID": "Slurm",
+    "PBS_JOBID": "PBS",
+    "LSB_JOBID": "LSF",
+    "RAY_JOB_ID": "Ray",
+    "AZUREML_RUN_ID": "Azure ML",
+}
 _SCHEDULERS = {
     "SLURM_JOB_ID": "Slurm",
     "KUBERNETES_SERVICE_HOST": "Kubernetes",
@@ -49,12 +55,20 @@ def place() -> Place:
         limits["WSL"] = platform.release()
     return Place(
         pid=os.getpid(),
+        host=socket.gethostname(),
+        job=job(os.environ),
         kernel=kernel(),
         num_oom_kills=facts.num_oom_kills,
         main_memory_bytes=host.read().total_bytes,
         shm_bytes=facts.shm_total_bytes,
         limits=limits,
     )
+
+
+def job(environ: Mapping[str, str]) -> str:
+    """Name the scheduler's job that this process belongs to; empty without one."""
+    found = (f"{name} {environ[each]}" for each, name in _JOBS.items() if each in environ)
+    return masked_text(next(found, ""))
 
 
 def kernel() -> str:

@@ -22,6 +22,7 @@ from trainer_plugins.plug_in.options import (
     callbacks_from_args,
     memory_arguments,
 )
+from trainer_plugins.plug_in.reported import report_trainer
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -76,6 +77,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     present[behind:behind] = missing
     for each in missing:
         each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    report_trainer()
     return missing
 
 
@@ -183,8 +185,8 @@ def attached_callbacks(make: "Callable[[], list[TrainerCallback]]") -> Iterator[
             _attach(before)
 
 
-def say_at_exit(with_children: bool = False) -> None:
-    """Write to stderr when this process ends, if neither it nor a child of it built a Trainer."""
+def say_at_exit() -> None:
+    """Write to stderr when this process ends, if it built no Trainer."""
     if _state.says_at_exit:
         return
     _state.says_at_exit = True
@@ -198,13 +200,10 @@ def say_at_exit(with_children: bool = False) -> None:
         processes = sys.modules.get("multiprocessing.process")
         if processes is not None and processes.parent_process() is not None:
             return  # a worker process
-        spent = os.times()
-        of_children = spent.children_user + spent.children_system
-        if not with_children or of_children <= spent.user + spent.system:
-            sys.stderr.write(
-                "trainer_plugins: nothing was attached: this process built no transformers.Trainer,"
-                " and a custom training loop takes no callbacks\n"
-            )
+        sys.stderr.write(
+            "trainer_plugins: nothing was attached: this process built no transformers.Trainer,"
+            " and a custom training loop takes no callbacks\n"
+        )
 
     atexit.register(say)
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
 T = TypeVar("T")
 
 NAME = "_trainer_plugins"  # `Trainer.push_to_hub` leaves out what begins with `_`
+DRY = "TRAINER_PLUGINS_DRYCUDA"  # in a dry run the environment has its folder
 _LONGEST_BYTES = 16 << 20
 
 # A FIFO would block until another process opens its other end, and a terminal would become our
@@ -27,9 +28,15 @@ _LONGEST_BYTES = 16 << 20
 _DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
+def place_to_write(folder: Path) -> Path:
+    """Return the folder itself, or in a dry run one of its own: a plan leaves the user's alone."""
+    dry = os.environ.get(DRY)
+    return Path(dry, "output", folder.name) if dry else folder
+
+
 def folder_of_run(output_dir: Path) -> Path:
     """Return the folder in which we keep what we write about the runs of an output_dir."""
-    return output_dir / NAME
+    return place_to_write(output_dir) / NAME
 
 
 def output_dir_of(folder: Path) -> Path:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import open_regular, places_of_run
+from trainer_plugins.record.folder import NAME, open_regular, places_of_run
 from trainer_plugins.record.oom_record import read_oom_record
 from trainer_plugins.record.timeline import (
+    CUT_OFF,
     LONGEST_LINE_BYTES,
     Beginning,
     Entry,
@@ -26,6 +27,8 @@ from trainer_plugins.record.timeline import (
 )
 
 T = TypeVar("T")
+GONE = ".gone"  # of an empty file beside the timeline of a rank whose process ended before others
+_APART_SECONDS = 10.0  # between the ranks of a launch of which each dies before it trains
 Kind = TypeVar("Kind", Sample, Flush, Remark, Beginning, Failure)
 Timelines = Mapping[int, Sequence[Entry]]  # by rank; one or more, each with an entry
 
@@ -35,6 +38,7 @@ class Run:
     """Holds one run: a training with the evaluations around it, or evaluations alone."""
 
     timelines: Timelines
+    is_part: bool = False  # whether ranks were left out on purpose
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -47,6 +51,24 @@ class Run:
         """Return the times of the first and last entry, in seconds since the Unix epoch."""
         times = [entry.time_seconds for entry in self._entries()]
         return min(times), max(times)
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Return the name of the machine of each rank, as far as it is known."""
+        known = (each for kind in (Beginning, Failure) for each in entries_of(self.timelines, kind))
+        return {rank: entry.host for rank, entry in known if entry.host}
+
+    @property
+    def jobs(self) -> list[str]:
+        """Return the scheduler's jobs that the run belongs to; a resumed one may have several."""
+        return [*dict.fromkeys(e.job for _, e in entries_of(self.timelines, Beginning) if e.job)]
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks of the last strategy that wrote nothing here."""
+        sizes = [e.strategy.world_size for _, e in entries_of(self.timelines, Beginning)]
+        world_size = sizes[-1] if sizes and not self.is_part else 0
+        return sorted({*range(world_size)} - {*self.timelines})
 
     @property
     def silent_ranks(self) -> list[int]:  # they noted neither an end of training nor an error
@@ -64,6 +86,7 @@ class History:
     runs: Sequence[Run]  # the runs, oldest first
     files: Mapping[int, Path]  # the timeline files, by rank
     num_passed_over: Mapping[int, int]  # lines that are no entries: cut off, damaged, later
+    cut_off: frozenset[int] = frozenset()  # the ranks whose last entries the disk had no room for
 
     def of_rank(self, rank: int) -> "History":
         """Return the history of one rank, or raise ValueError."""
@@ -71,10 +94,37 @@ class History:
             known = ", ".join(map(str, self.files))
             raise ValueError(f"rank {rank} wrote nothing here; ranks with a file: {known}")
         return History(
-            [Run({rank: run.timelines[rank]}) for run in self.runs if rank in run.timelines],
+            [
+                Run({rank: run.timelines[rank]}, is_part=True)
+                for run in self.runs
+                if rank in run.timelines
+            ],
             {rank: self.files[rank]},
             {rank: self.num_passed_over[rank]},
+            self.cut_off & {rank},
         )
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks shortly, however many there are.
+
+    >>> ranks_in_words((0,)), ranks_in_words((0, 1, 2, 3)), ranks_in_words((0, 2, 7))
+    ('rank 0', 'ranks 0 to 3', '3 ranks of 0 to 7')
+    """
+    first, last = min(ranks), max(ranks)
+    if first == last:
+        return f"rank {first}"
+    many = "ranks" if len(ranks) == last - first + 1 else f"{len(ranks)} ranks of"
+    return f"{many} {first} to {last}"
+
+
+def missing_in_words(run: Run) -> str:
+    """Say which ranks wrote nothing here, and how to bring them together."""
+    return (
+        f"{ranks_in_words(run.missing_ranks)} wrote nothing here. If each machine has an output_dir"
+        f" of its own, copy the folder {NAME} of each into one output_dir: no two have a file of"
+        " the same name"
+    )
 
 
 def entries_of(timelines: Timelines, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
@@ -112,7 +162,9 @@ def read_history(run_dir: Path) -> History:
         num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
     spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
-    return History([Run(each) for each in joined_by_time(spans)], files, num_passed_over)
+    cut_off = {rank for rank, path in _files(run_dir) if path.with_suffix(CUT_OFF).exists()}
+    joined = joined_by_time(spans)
+    return History([Run(each) for each in joined], files, num_passed_over, frozenset(cut_off))
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
@@ -128,6 +180,17 @@ def _files(run_dir: Path) -> list[tuple[int, Path]]:
         for path in place.glob("memory/rank-*")
     )
     return sorted(((int(match[1]), path) for match, path in found if match), key=lambda one: one[0])
+
+
+def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
+    """Return the rank of which another one noted first that its process had ended, if any did."""
+    found = [
+        (path.stat().st_mtime, int(match[1]))
+        for place in places_of_run(run_dir)
+        for path in place.glob(f"memory/rank-*{GONE}")
+        if (match := re.fullmatch(r"rank-([0-9]+)", path.stem))
+    ]
+    return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 
 class RunSplitter:
@@ -166,11 +229,11 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
 
 
 def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
-    """Join parts (rank, times of first and last entry, content) that overlap in time."""
+    """Join parts (rank, times of first and last entry, content) that overlap in time, or nearly."""
     joined: list[dict[int, T]] = []
     last_seconds = 0.0
     for rank, began, ended, run in sorted(runs, key=itemgetter(1)):
-        if not joined or rank in joined[-1] or began > last_seconds:
+        if not joined or rank in joined[-1] or began > last_seconds + _APART_SECONDS:
             joined.append({})
             last_seconds = 0.0
         joined[-1][rank] = run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import replacing
+from trainer_plugins.record.folder import place_to_write, replacing
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import GIB
 
@@ -75,7 +75,7 @@ class PrometheusFile:
     """
 
     def __init__(self, folder: Path, rank: int, device: str) -> None:
-        self.path = folder / f"trainer_plugins-rank-{rank}.prom"
+        self.path = place_to_write(folder) / f"trainer_plugins-rank-{rank}.prom"
         # Escapes in label values: https://prometheus.io/docs/instrumenting/exposition_formats
         escaped = device.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'{{rank="{rank}",device="{escaped}"}}'

@@ -15,6 +15,8 @@ class Place:
     """Says where a process runs and what limits it there."""
 
     pid: int
+    host: str = ""  # the machine's name; empty if an earlier version wrote this
+    job: str = ""  # the scheduler's: `Slurm 4242`; empty without one
     kernel: str  # machine, boot and control group; counts compare only where it is equal
     num_oom_kills: int = 0  # processes of this container killed for main memory so far
     main_memory_bytes: int = 0  # the machine's, or the container's limit if that is lower

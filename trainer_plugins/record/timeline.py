@@ -5,6 +5,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from io import BufferedReader, FileIO
 from itertools import islice
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 8 << 20  # a longer file is thinned to about two thirds
 LONGEST_LINE_BYTES = 1 << 20
 _YEAR_10000_SECONDS = 253_402_300_800
+
+CUT_OFF = ".cut-off"  # of a file beside the timeline: empty, so that a full disk has room for it
 
 PROCESS = token_hex(4)  # its name here: two launches may write into one folder at a time
 
@@ -73,6 +76,8 @@ class Beginning:
 
     step: int
     strategy: Strategy
+    host: str = ""  # the machine's name; empty in earlier versions' timelines
+    job: str = ""  # the scheduler's: `Slurm 4242`; empty without one
     time_seconds: float = field(default_factory=time)
 
 
@@ -84,6 +89,7 @@ class Failure:
     words: str  # the class of the error and the first line of its message
     record: str = ""  # the out-of-memory record's path; empty for other errors
     num_oom_kills: int = 0  # of the container's processes, for memory, by then
+    host: str = ""  # the machine's name
     time_seconds: float = field(default_factory=time)
 
 
@@ -185,6 +191,7 @@ class Timeline:
         self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
         self._logged: set[str] = set()
+        self._may_be_cut_off = True  # by an earlier process
         self.listener: Callable[[Entry], None] | None = None  # gets new entries
 
     def add(self, entry: Entry) -> None:
@@ -236,7 +243,13 @@ class Timeline:
                 if self._num_taken == len(line):
                     self._unwritten.popleft()
                     self._num_taken = 0
+            if self._may_be_cut_off:
+                path.with_suffix(CUT_OFF).unlink(missing_ok=True)
+                self._may_be_cut_off = False
         except OSError as error:
+            self._may_be_cut_off = True
+            with suppress(OSError):
+                path.with_suffix(CUT_OFF).touch()
             self._warn_once(
                 "the memory timeline cannot be written to %s (%s): training goes on, and the"
                 " entries stay in memory until they can be. Free some space, or set output_dir to a"

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import DRY
 from trainer_plugins.record.timeline import Entry, Failure, Remark, Sample
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class Webhook:
             thread.join(_END_SECONDS)
 
     def _post(self, step: int, code: str, words: str) -> None:
-        line = f"{self._run}, rank {self._rank}, step {step}: {words}"
+        host = socket.gethostname()
+        line = f"{self._run}, rank {self._rank} on {host}, step {step}: {words}"
         text = printable(line)[:_LONGEST_CHARACTERS]
         message = {
             "content": text,  # Discord
@@ -77,6 +80,7 @@ class Webhook:
             "run": self._run,
             "step": step,
             "rank": self._rank,
+            "host": host,
             "code": code,
         }
         with self._lock:
@@ -139,6 +143,6 @@ def _seconds(retry_after: str) -> float:
 
 
 def webhook_of_run(output_dir: str, rank: int) -> Callable[[Entry], None] | None:
-    """Return what posts entries of this rank's timeline; None if no URL is set."""
+    """Return what posts entries of this rank's timeline; None without a URL, and in a dry run."""
     url = os.environ.get(VARIABLE, "").strip()
-    return Webhook(url, output_dir, rank).tell if url else None
+    return Webhook(url, output_dir, rank).tell if url and DRY not in os.environ else None

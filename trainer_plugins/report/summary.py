@@ -58,6 +58,9 @@ class RunSummary:
     steps: tuple[int, int]  # completed before the run, and at its end
     seconds: tuple[float, float]  # since the Unix epoch
     ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]  # that the strategy has, and that wrote nothing here
+    hosts: Mapping[int, str]  # the machine of each rank, as far as it is known
+    jobs: tuple[str, ...]  # the scheduler's
     has_end: bool  # whether all ranks noted the end of training
     failures: tuple[Failure, ...]
     failed_ranks: tuple[int, ...]  # the rank of each failure
@@ -93,6 +96,9 @@ def _summed_up(run: Run) -> RunSummary:
         steps=run.steps,
         seconds=run.seconds,
         ranks=tuple(timelines),
+        missing_ranks=tuple(run.missing_ranks),
+        hosts=run.hosts,
+        jobs=tuple(run.jobs),
         has_end=all(map(has_end, timelines.values())),
         failures=tuple(failure for _, failure in failures),
         failed_ranks=tuple(rank for rank, _ in failures),
@@ -214,4 +220,4 @@ def with_records(run: Run, records: Sequence[OomRecord]) -> Run:
                 if record.last_sample is not None:
                     entries.insert(at, record.last_sample)
                 break
-    return Run(timelines)
+    return replace(run, timelines=timelines)

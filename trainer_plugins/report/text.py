@@ -1,6 +1,5 @@
 """Renders a memory report of the runs in a folder, as short tables for the terminal."""
 
-from collections.abc import Sequence
 from datetime import datetime
 from shlex import quote
 
@@ -12,7 +11,15 @@ from rich.text import Text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
-from trainer_plugins.record.history import History, Run, Timelines, has_end, has_failed
+from trainer_plugins.record.history import (
+    History,
+    Run,
+    Timelines,
+    has_end,
+    has_failed,
+    missing_in_words,
+    ranks_in_words,
+)
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
     failures_of,
@@ -38,7 +45,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
             parts.append(Text(str(ending), style=STYLES[ending.severity]))
         else:
             parts += _endless(run, is_last=number == num_runs)
-        parts += [*_failures(run, history), memory_report(run.timelines)]
+        parts += [*_failures(run, history), memory_report(run.timelines), *_places(run)]
     if not history.runs:
         parts.append(Text("The files have no entries"))
     for rank, num in history.num_passed_over.items():
@@ -84,10 +91,25 @@ def when(run: Run) -> str:
     return f"{steps_in_words(*run.steps)}, {began} to {ended}"
 
 
+def _places(run: Run) -> list[Text]:
+    """Name the machines and the job of a run, and the ranks that wrote elsewhere."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in sorted(run.hosts.items()):
+        hosts.setdefault(host, []).append(rank)
+    places = [f"{ranks_in_words(ranks)} on {host}" for host, ranks in hosts.items()]
+    lines = [Text(printable(", ".join([*run.jobs, *places])))] if places else []
+    return [*lines, *([Text(missing_in_words(run), "yellow")] if run.missing_ranks else [])]
+
+
 def _failures(run: Run, history: History) -> list[Text]:
     failures = failures_of(run.timelines)
+    has_several = len({*run.hosts.values()}) > 1
+    hosts = {rank: f" on {host}" for rank, host in run.hosts.items() if has_several}
     lines = [
-        Text(printable(f"rank {rank}, step {failure.step}: {failure.words}"), style="red")
+        Text(
+            printable(f"rank {rank}{hosts.get(rank, '')}, step {failure.step}: {failure.words}"),
+            style="red",
+        )
         for rank, failure in failures
     ]
     if any(failure.record for _, failure in failures):
@@ -97,7 +119,7 @@ def _failures(run: Run, history: History) -> list[Text]:
 
 
 def _releases(timelines: Timelines) -> Text:
-    given, who = releases(timelines), _ranks([*timelines])
+    given, who = releases(timelines), ranks_in_words([*timelines])
     if not given.num:
         return Text(f"{who}: no cached memory was released")
     longest = " on the slowest rank" if len(timelines) > 1 else ""
@@ -110,10 +132,10 @@ def _findings(timelines: Timelines) -> list[Text]:
     found = repeated(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
-        return [Text(f"{_ranks([*timelines])}: no findings", "green" if in_order else "")]
+        return [Text(f"{ranks_in_words([*timelines])}: no findings", "green" if in_order else "")]
     return [
         Text(
-            f"{_ranks(each.ranks)}, {steps_in_words(each.first_step, each.last_step)}"
+            f"{ranks_in_words(each.ranks)}, {steps_in_words(each.first_step, each.last_step)}"
             f"{f', x {each.times}, at worst' if each.times > 1 else ''}: {each.finding}",
             style=STYLES[each.finding.severity],
         )
@@ -125,20 +147,10 @@ def _endless(run: Run, is_last: bool) -> list[Text]:
     """Name the ranks whose timeline has neither an end nor an error."""
     if not run.silent_ranks:
         return []
-    why = "it still runs" if is_last else "its process was killed"
+    why = "it still runs" if is_last else "its process was killed, or its disk was full"
     return [
-        Text(f"{_ranks(run.silent_ranks)}: the timeline has no end of training: {why}", "yellow")
+        Text(
+            f"{ranks_in_words(run.silent_ranks)}: the timeline has no end of training: {why}",
+            "yellow",
+        )
     ]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks shortly, however many there are.
-
-    >>> _ranks((0,)), _ranks((0, 1, 2, 3)), _ranks((0, 2, 7))
-    ('rank 0', 'ranks 0 to 3', '3 ranks of 0 to 7')
-    """
-    first, last = min(ranks), max(ranks)
-    if first == last:
-        return f"rank {first}"
-    many = "ranks" if len(ranks) == last - first + 1 else f"{len(ranks)} ranks of"
-    return f"{many} {first} to {last}"

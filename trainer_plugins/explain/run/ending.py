@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.record.history import History, Run
+from trainer_plugins.record.history import History, Run, first_that_ended
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Sample
 
@@ -27,12 +27,26 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     facts = known[-1] if known and known[-1].time_seconds > began_seconds - 60 else None
     if facts is not None and is_running(facts, here):
         return None
-    return _cut_off(last, facts, here)
+    if history.cut_off >= {*last.silent_ranks}:
+        return _without_room(last)
+    silent = last.silent_ranks
+    first = first_that_ended(folder, began_seconds) if len(silent) == len(last.timelines) else None
+    return _cut_off(last, facts, here, silent if first not in silent else [first])
 
 
-def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
-    """Judge a run that has no end; kills count on its machine, boot and container only."""
+def _without_room(run: Run) -> Finding:
     silent = run.silent_ranks
+    return Finding.warning(
+        code="timeline-cut-off",
+        summary=f"how the run ended is unknown: the disk had no room for the last entries of"
+        f" {_names(run, silent)}",
+        evidence="; ".join(_evidence(run, silent)),
+        remedy="Look at the end of its log, and free some space in output_dir before the next run.",
+    )
+
+
+def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -> Finding:
+    """Judge a run that has no end; kills count on its machine, boot and container only."""
     evidence = _evidence(run, silent)
     if facts is not None and facts.place is not None and facts.place.kernel == here.kernel:
         num_kills = here.num_oom_kills - facts.place.num_oom_kills
@@ -53,8 +67,7 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
             )
         evidence.append("its process is gone, and this container has no new oom_kill")
     is_part = len(silent) < len(run.timelines)
-    ranks = ", ".join(map(str, silent))
-    who = f"rank {ranks} of {len(run.timelines)}" if is_part else "the run"
+    who = _names(run, silent) if is_part else "the run"
     return Finding(
         code="run-cut-off",
         severity=Severity.WARNING,
@@ -63,6 +76,13 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place) -> Finding:
         remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
         " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",
     )
+
+
+def _names(run: Run, ranks: list[int]) -> str:
+    """Name ranks and, if that is known, their machines."""
+    hosts = ", ".join(dict.fromkeys(run.hosts[rank] for rank in ranks if rank in run.hosts))
+    named = f"rank {', '.join(map(str, ranks))} of {len(run.timelines)}"
+    return f"{named} (on {hosts})" if hosts else named
 
 
 def _evidence(run: Run, silent: list[int]) -> list[str]:

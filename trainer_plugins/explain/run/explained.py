@@ -17,7 +17,13 @@ from trainer_plugins.explain.shared import cause, said, with_numbers
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, entries_of, read_history
+from trainer_plugins.record.history import (
+    History,
+    Run,
+    entries_of,
+    missing_in_words,
+    read_history,
+)
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
@@ -171,9 +177,10 @@ def _numbers(case: Case) -> Numbers:
 
 def _facts(case: Case) -> tuple[str, ...]:
     record, run = case.record, case.record.run
+    host = f", on {run.place.host}" if run.place is not None and run.place.host else ""
     found = [
         f"rank {record.rank} of {run.world_size} ran out of memory in {record.where}, in"
-        f" {record.call}(): {record.error_class}"
+        f" {record.call}(): {record.error_class}{host}"
     ]
     if case.total:
         found.append(
@@ -221,12 +228,14 @@ def _ranks(records: Sequence[OomRecord], history: History | None) -> tuple[str, 
         for each in records[1:]
     ]
     failed = {each.rank for each in records}
-    timelines = history.runs[-1].timelines if history and history.runs else {}
-    for rank, entries in timelines.items():
+    run = history.runs[-1] if history and history.runs else Run({})
+    for rank, entries in run.timelines.items():
         if rank not in failed:
             last = entries[-1]
             words = f": {last.words}" if isinstance(last, Failure) else ""
             found.append(f"rank {rank} only waited, after step {last.step}{words}")
+    if run.missing_ranks:
+        found.append(missing_in_words(run))
     return tuple(printable(each) for each in found)
 
 
@@ -250,6 +259,9 @@ def _without_record(
     if dead is not None:
         found = _of_worker(dead, facts)
     elif (finding := how_it_ended(history, folder)) is not None:
+        if finding.code == "timeline-cut-off":
+            subject = printable(folder)
+            return Explanation(subject=subject, causes=(), remedies=(), facts=(str(finding),))
         found = _of_kill(finding)
     else:
         return None

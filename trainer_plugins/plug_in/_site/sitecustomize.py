@@ -13,11 +13,12 @@ def _attach():  # type: () -> None
     try:
         import json
 
-        from trainer_plugins.plug_in.attachment import attach, is_attached, say_at_exit
+        from trainer_plugins.plug_in.attachment import attach, is_attached
+        from trainer_plugins.plug_in.reported import report_import
 
         if not is_attached():  # what the program attached itself has precedence
             attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
-        say_at_exit(with_children=True)
+        report_import()
     except Exception as error:  # noqa: BLE001 # the program is not ours to break
         _say(error)
 

@@ -29,8 +29,7 @@ It differs from a CUDA card:
 Importing this module does nothing. Enabling affects the process and cannot be undone; it sets
 `ACCELERATE_TORCH_DEVICE`, and `teach.py` names the three functions of other libraries that it
 changes, and why. Enabling needs a C++ compiler once for each torch (about ten seconds; the result
-is kept in `$TRAINER_PLUGINS_CACHE`, or `~/.cache/trainer_plugins`). Before that, everything else
-here raises RuntimeError.
+is kept in the cache). Before that, everything else here raises RuntimeError.
 """
 
 import atexit

@@ -1,0 +1,63 @@
+"""Runs a command as a child that behaves as if it had replaced this process."""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NOT_TO_PASS_ON = {
+    *(signal.SIGKILL, signal.SIGSTOP),  # which no process can
+    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT),  # the shell's
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE),
+}
+
+
+def run_as_child(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a command, pass signals on to it, and return its exit code; -N if signal N ended it.
+
+    A signal that the terminal or the kernel sends reaches the command without us. If this
+    process is killed, the kernel kills the command.
+
+    Raises:
+        OSError: the command cannot be run.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ignored = {each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN}
+    passed_on = signal.valid_signals() - ignored - _NOT_TO_PASS_ON
+    # Until this process ends: a signal that also reaches it must not cut off its last line.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+    prepare = _prepare(before, ctypes.CDLL(None), os.getpid())
+    # As after `execve`, the command has what descriptors this process would hand on.
+    child = subprocess.Popen(words, env=environ, close_fds=False, preexec_fn=prepare)
+    while (code := child.poll()) is None:
+        received = signal.sigwaitinfo(passed_on)
+        if received.si_signo != signal.SIGCHLD and received.si_code <= 0:  # a process sent it
+            child.send_signal(received.si_signo)
+    return code
+
+
+def _prepare(mask: set[int], libc: Any, parent: int) -> Callable[[], None]:
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGKILL)
+
+    return prepare
+
+
+def end_as(code: int) -> None:
+    """End this process as the command ended, also by a signal."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    raise SystemExit(code)

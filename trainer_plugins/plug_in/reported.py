@@ -1,0 +1,66 @@
+"""How `exec` knows whether a Trainer had callbacks: each process under it leaves a mark."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+
+from trainer_plugins.compiled import cache_folder
+
+VARIABLE = "TRAINER_PLUGINS_EXEC"
+"""The environment variable with the folder for the marks of one `exec`."""
+
+_IMPORTED, _TRAINER = "imported", "trainer"
+
+_LOST = (
+    "Either the program builds no Trainer (a custom training loop takes no callbacks), or its"
+    f" Python lost PYTHONPATH, TRAINER_PLUGINS_ATTACH or {VARIABLE}: `env -i`, `sbatch"
+    " --export=NONE`, a job that sets PYTHONPATH itself, `python -I`, a container or another"
+    " machine. Pass them on, or put `python -m trainer_plugins.run` in front of the script"
+)
+_NOT_BUILT = (
+    "The program imported transformers.Trainer and built none that takes our callbacks, as a"
+    " custom training loop does"
+)
+
+
+def report_import() -> None:
+    """Tell the `exec` above, if there is one, that a program has imported the Trainer."""
+    _leave(_IMPORTED)
+
+
+def report_trainer() -> None:
+    """Tell the `exec` above, if there is one, that a Trainer has our callbacks."""
+    _leave(_TRAINER)
+
+
+def _leave(mark: str) -> None:
+    if folder := os.environ.get(VARIABLE):
+        with suppress(OSError):  # the folder is another machine's, or its `exec` is gone
+            Path(folder, mark).touch()
+
+
+@contextmanager
+def folder_for_marks() -> Iterator[str]:
+    """Make the folder of one `exec`, empty if there is no room; it speaks for one around it too."""
+    report_trainer()
+    with ExitStack() as stack:
+        folder = ""
+        # First where machines of a cluster meet, and where nothing is deleted after some days.
+        for place in (lambda: cache_folder() / "exec", lambda: Path(gettempdir())):
+            with suppress(OSError, RuntimeError):  # the second: this user has no home
+                (parent := place()).mkdir(parents=True, exist_ok=True)
+                made = TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
+                folder = stack.enter_context(made)
+                break
+        yield folder
+
+
+def describe_lack(folder: str) -> str:
+    """Say that no Trainer had callbacks, and why that may be; empty if one had."""
+    marks = Path(folder)
+    if not folder or (marks / _TRAINER).exists():
+        return ""
+    why = _NOT_BUILT if (marks / _IMPORTED).exists() else _LOST
+    return f"nothing was protected: no Trainer under this command reported. {why}"
