@@ -1,0 +1,1 @@
+"""Accumulation: what more micro-batches of fewer rows do to the gradient of a step."""
