@@ -9,13 +9,12 @@ means. Across ranks, `average_tokens_across_devices` multiplies such a loss by t
 
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import nn
 
-from trainer_plugins.accumulation.loss_code import Code, Reading, Use, read_code
+from trainer_plugins.accumulation import Accumulation, Effect
+from trainer_plugins.accumulation.loss_code import Code, Reading, Use, read_code, uses_labels
 from trainer_plugins.accumulation.modules import coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.wrapped import base_model
@@ -34,31 +33,8 @@ _OVER_LABELS = (  # an answer that lies outside its row does not count
     "ForTokenClassification",
     "ForQuestionAnswering",
 )
+_ANSWERS = ("start_positions", "end_positions")
 _COMPARES_ROWS = ("KTOTrainer", "BCOTrainer", "SentenceTransformerTrainer")
-
-
-class Effect(Enum):
-    """Says what becomes of a step's gradient if its rows come in more micro-batches."""
-
-    SAME = "same"  # except for rounding
-    SCALED = "scaled"  # multiplied by the number of micro-batches
-    OTHER = "other"  # weighted in another way, or the loss compares rows: `why` says it
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulation:
-    """Describes what gradient accumulation does to the gradient of one run, and why."""
-
-    effect: Effect
-    why: str
-    is_multiplied_by_ranks: bool = False  # whether the Trainer multiplies a scaled loss by them
-
-    def factor(self, num_steps: int, num_ranks: int = 1) -> int:
-        """Return how many times too large the gradient of a step is; 1 unless it is scaled."""
-        if self.effect is not Effect.SCALED:
-            return 1
-        return num_steps * (num_ranks if self.is_multiplied_by_ranks else 1)
 
 
 def judge_accumulation(
@@ -68,7 +44,16 @@ def judge_accumulation(
 
     `batch_names` are the names in a batch of the data collator, if you know them.
     """
-    model = base_model(trainer.model)
+    try:
+        return _judge(trainer, base_model(trainer.model), batch_names)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of objects we know not
+        why = f"the code of its loss could not be read ({type(error).__name__}: {error})"
+        return Accumulation(Effect.UNKNOWN, why)
+
+
+def _judge(
+    trainer: HfTrainer, model: nn.Module, batch_names: Collection[str] | None
+) -> Accumulation:
     if why := _what_compares_rows(trainer, model):
         return Accumulation(Effect.OTHER, why)
     own_step = _owner(trainer, "training_step")
@@ -76,32 +61,58 @@ def judge_accumulation(
         return Accumulation(Effect.UNKNOWN, f"{own_step.__name__}.training_step is your own")
     if _is_said_by_trl(trainer):
         return Accumulation(Effect.SAME, "TRL divides its loss, or has the Trainer divide it")
-    is_counted = _is_counted(trainer, batch_names)
+    # `survive_oom` puts its own on the object, which asks that of the class.
+    code = Code(None, trainer, None, model).method("compute_loss")
+    read = read_code(code)
+    is_counted = _is_counted(trainer, code, read, batch_names)
     if is_counted is None:
         return Accumulation(Effect.UNKNOWN, "whether its batches have `labels` is not known")
-    # `survive_oom` puts its own on the object, which asks that of the class.
-    read = read_code(Code(None, trainer, None, model).method("compute_loss"))
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # from transformers 5.19 on
     if is_scaled is None:
         is_scaled = is_counted or trainer.compute_loss_func is not None
     if is_scaled:
-        return _judge_undivided(trainer, read, is_counted)
+        return _judge_undivided(trainer, model, read, is_counted)
     return _judge_divided(trainer, model, read, is_counted)
 
 
-def _judge_undivided(trainer: HfTrainer, read: Reading, is_counted: bool) -> Accumulation:
+def _judge_undivided(
+    trainer: HfTrainer, model: Any, read: Reading, is_counted: bool
+) -> Accumulation:
     """Judge a loss that the Trainer trusts to be divided already."""
     if read.use is Use.UNKNOWN:
         return Accumulation(Effect.UNKNOWN, f"what {read.where} does is not known")
     if read.use is Use.DIVIDES and is_counted:
+        if _adds_router_loss(trainer, model):
+            why = "each micro-batch adds the whole router_aux_loss_coef of its experts"
+            return Accumulation(Effect.OTHER, why)
         return Accumulation(Effect.SAME, f"{read.where} divides by the labels of the whole step")
-    if not read.is_mean:
+    if read.reduction == "sum":
+        return Accumulation(Effect.SAME, f"{read.where} returns a sum over its micro-batch")
+    if read.reduction != "mean":
         return Accumulation(
             Effect.UNKNOWN, f"{read.where} ignores num_items_in_batch; whether it is a mean is open"
         )
     is_multiplied = read.is_by_trainer and trainer.args.average_tokens_across_devices
     why = f"{read.where} ignores num_items_in_batch, and returns a mean over its micro-batch"
-    return Accumulation(Effect.SCALED, why, is_multiplied and is_counted)
+    return Accumulation(Effect.SCALED, why, is_multiplied and is_counted, _cure(trainer))
+
+
+def _cure(trainer: HfTrainer) -> str:
+    """Say what makes a scaled gradient the mean that was meant."""
+    if trainer.compute_loss_func is not None:
+        return "divide a sum by num_items_in_batch in your compute_loss_func"
+    if getattr(trainer, "loss_is_scaled_for_ga", None):
+        return "set trainer.loss_is_scaled_for_ga = False"
+    return "set trainer.model_accepts_loss_kwargs = False"
+
+
+def _adds_router_loss(trainer: HfTrainer, model: Any) -> bool:
+    """Tell whether a mixture of experts adds a mean over its micro-batch, which is not divided."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    is_on = getattr(text, "output_router_logits", False) is True
+    is_trls = _library(_owner(trainer, "compute_loss")) == "trl"  # which divides it
+    return is_on and not is_trls and bool(getattr(text, "router_aux_loss_coef", 0))
 
 
 def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bool) -> Accumulation:
@@ -113,7 +124,7 @@ def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bo
     if is_stock and loss_type in _OVER_ROWS:
         return Accumulation(Effect.SAME, "it averages the means of equally many rows")
     if is_stock and loss_type in _OVER_LABELS:
-        why = "it averages means over the labels of each micro-batch, however many they are"
+        why = "it averages the means of micro-batches, however many labels each of them has"
         return Accumulation(Effect.OTHER, why)
     return Accumulation(Effect.UNKNOWN, f"what {read.where} averages over is not known")
 
@@ -128,15 +139,24 @@ def _what_compares_rows(trainer: HfTrainer, model: nn.Module) -> str:
     return next(coupled_modules(model), "")
 
 
-def _is_counted(trainer: HfTrainer, batch_names: Collection[str] | None) -> bool | None:
+def _is_counted(
+    trainer: HfTrainer, code: Code, read: Reading, batch_names: Collection[str] | None
+) -> bool | None:
     """Tell whether the Trainer counts labels; None if whether there are any is not known."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         return False
     if batch_names is not None:
         return "labels" in batch_names
-    if _library(_owner(trainer, "compute_loss")) == "transformers":
-        return "labels" in (getattr(trainer, "label_names", None) or ())
-    return None
+    library = _library(_owner(trainer, "compute_loss"))
+    if library == "trl" and read.use is Use.DIVIDES:
+        return True
+    if library == "trl" or (library != "transformers" and not uses_labels(code)):
+        return None
+    names = (
+        getattr(trainer, "label_names", None) or inspect.signature(code.model.forward).parameters
+    )
+    has_targets = any(name in names for name in ("labels", *_ANSWERS))
+    return "labels" in names if has_targets else None
 
 
 def _is_said_by_trl(trainer: HfTrainer) -> bool:

@@ -19,6 +19,7 @@ from torch.nn.modules.loss import _Loss
 _ITEMS = "num_items_in_batch"
 _LIBRARIES = ("accelerate", "liger_kernel", "peft", "torch", "transformers", "trl")
 _DEEPEST = 8  # calls that are followed from `compute_loss` to the place where a loss is divided
+_SMOOTHER = "LabelSmoother.__call__"  # a mean over labels, before transformers 5.15 in any case
 _ABOUT_LOSS = ("loss", "label", "target", "cross_entropy", "criterion")
 
 
@@ -36,7 +37,7 @@ class Reading:
 
     use: Use
     where: str  # the function that decides, by its qualified name
-    is_mean: bool = False  # whether a loss that ignores the number is surely a mean
+    reduction: str = ""  # of a loss that ignores the number: `mean`, `sum`; empty if unknown
     is_by_trainer: bool = False  # whether `Trainer.compute_loss` gets the number, and acts on it
 
 
@@ -65,9 +66,12 @@ class Code:
 
 def code_of(receiver: Any, name: str, model: nn.Module | None = None) -> Code:
     """Return a method of an object as it runs: its class's, or one that was put on the object."""
-    if name in vars(receiver):
-        return Code(_inner(vars(receiver)[name]), receiver, None, model)
-    return Code(None, receiver, None, model).method(name)
+    if name not in vars(receiver):
+        return Code(None, receiver, None, model).method(name)
+    function = _inner(vars(receiver)[name])  # of the class, if a library has only wrapped it
+    kinds = type(receiver).__mro__
+    owner = next((kind for kind in kinds if _inner(vars(kind).get(name)) is function), None)
+    return Code(function, receiver, owner, model)
 
 
 def read_code(code: Code, depth: int = 0) -> Reading:
@@ -82,9 +86,15 @@ def read_code(code: Code, depth: int = 0) -> Reading:
     for use in (Use.DIVIDES, Use.UNKNOWN):
         if told := [one for one in found if one.use is use]:
             return told[0]
-    passed_on = [one for one in found if one.use is Use.IGNORES]
-    is_by_trainer = any(one.is_by_trainer for one in passed_on)
-    return Reading(Use.IGNORES, code.name, function.is_mean(), is_by_trainer)
+    last = found[0] if found else Reading(Use.IGNORES, code.name)  # where it is passed on to
+    return replace(last, reduction=function.reduction())
+
+
+def uses_labels(code: Code) -> bool:
+    """Tell whether a `compute_loss` takes `labels` from its batch, or a loss that needs them."""
+    tree = _parse(code.function)
+    text = "" if tree is None else ast.unparse(tree)
+    return any(sign in text for sign in ("'labels'", "super().compute_loss", ".loss", "'loss'"))
 
 
 def _called_by_trainer(code: Code) -> Code | None:
@@ -179,11 +189,15 @@ class _Function:
 
     def _value(self, names: list[str]) -> Any:
         first, *rest = names
-        if first == "self":
+        if self._is_self(first):
             return functools.reduce(getattr, rest, self.code.receiver)
         seen = inspect.getclosurevars(self.code.function)
         value = {**seen.builtins, **seen.globals, **seen.nonlocals}[first]
         return functools.reduce(getattr, rest, value)
+
+    def _is_self(self, name: str) -> bool:
+        own = self.code.receiver is not None and self.tree.args.args
+        return bool(own) and name == own[0].arg
 
     def _concerns_loss(self, call: ast.Call) -> bool:
         """Tell whether a call is named for a loss, or may be given labels."""
@@ -196,30 +210,55 @@ class _Function:
             return True
         return any(part in name.lower() for name in names for part in _ABOUT_LOSS)
 
-    def is_mean(self) -> bool:
-        """Tell whether the loss that is computed here, or by what is called, is surely a mean."""
+    def reduction(self) -> str:
+        """Return `mean` or `sum` if the loss computed here, or by what is called, surely is one."""
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        if not _is_of_library(self.code.function) and any(map(_is_sum, calls)):
-            return False
-        return any(map(self._makes_mean, calls))
+        if self.code.name == _SMOOTHER:
+            return "mean"
+        is_own = not _is_of_library(self.code.function)
+        if is_own and any(_ends_in(each, "sum") for each in calls):
+            return ""
+        if "gradient_accumulation_steps" in ast.unparse(self.tree):  # it may divide by it
+            return ""
+        found = {self._reduction_of(call) for call in calls} - {""}
+        if found == {"none"} and any(_ends_in(each, "mean") for each in calls):
+            return "mean"
+        return found.pop() if len(found) == 1 else ""
 
-    def _makes_mean(self, call: ast.Call) -> bool:
-        if _is_sum(call) or _reduction(call) == "none":
-            return False
-        name = ast.unparse(call.func).rpartition(".")[2]
-        if name == "mean" or _is_torchs_loss(name):
-            return True
+    def _reduction_of(self, call: ast.Call) -> str:
+        given = next((each.value for each in call.keywords if each.arg == "reduction"), None)
+        if _ends_in(call, "mean"):
+            return "mean" if self._concerns_loss(call) else ""
+        if _is_torchs_loss(call):
+            return self._spelled(given)
         called = self._resolve(call)
         if not isinstance(called, Code) or self.depth > _DEEPEST:
-            return False
+            return ""
         if isinstance(called.receiver, _Loss):
-            return called.receiver.reduction == "mean"
+            return called.receiver.reduction
+        if called.function.__module__ == nn.functional.__name__:
+            return self._spelled(given)
         called = _called_by_trainer(called) or called
         tree = _parse(called.function)
-        return tree is not None and _Function(called, tree, self.depth + 1).is_mean()
+        return "" if tree is None else _Function(called, tree, self.depth + 1).reduction()
+
+    def _spelled(self, given: ast.expr | None) -> str:
+        """Read the argument `reduction` of a loss of torch, which is `mean` without it."""
+        if given is None:
+            return "mean"
+        if isinstance(given, ast.Constant):
+            return str(given.value)
+        first, *rest = ast.unparse(given).split(".")
+        if self._is_self(first):  # a setting of the model
+            return str(
+                functools.reduce(lambda it, name: getattr(it, name, ""), rest, self.code.receiver)
+            )
+        # A variable of transformers, which is "sum" only where `num_items_in_batch` is given.
+        return "mean" if _is_of_library(self.code.function) else "?"
 
 
-def _is_torchs_loss(name: str) -> bool:
+def _is_torchs_loss(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).rpartition(".")[2]
     kind = getattr(nn, name, None)
     if isinstance(kind, type):
         return issubclass(kind, _Loss)
@@ -227,14 +266,8 @@ def _is_torchs_loss(name: str) -> bool:
     return is_named and hasattr(nn.functional, name)
 
 
-def _reduction(call: ast.Call) -> object:
-    given = [each.value for each in call.keywords if each.arg == "reduction"]
-    return getattr(given[0], "value", "unknown") if given else "mean"
-
-
-def _is_sum(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).rpartition(".")[2]
-    return name == "sum" or _reduction(call) in ("sum", "unknown")
+def _ends_in(call: ast.Call, name: str) -> bool:
+    return ast.unparse(call.func).rpartition(".")[2] == name
 
 
 def _is_super(target: ast.expr) -> bool:
