@@ -236,7 +236,7 @@ class _Function:
             return ""
         if isinstance(called.receiver, _Loss):
             return called.receiver.reduction
-        if called.function.__module__ == nn.functional.__name__:
+        if given is not None or called.function.__module__ == nn.functional.__name__:
             return self._spelled(given)
         called = _called_by_trainer(called) or called
         tree = _parse(called.function)
