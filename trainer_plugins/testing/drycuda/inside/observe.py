@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import (
     beginnings_of,
@@ -89,6 +90,9 @@ class Seen:
 
     planned: dict[str, str] = field(default_factory=dict)
     """What runs, in words, where a request and not a command says it."""
+
+    accumulation: dict[str, object] = field(default_factory=dict)
+    """What more micro-batches of fewer rows do to the gradient."""
 
     named: dict[int, tuple[str, str]] = field(default_factory=dict)
     """The category and the name of allocations, by the numbers of their events."""
@@ -172,6 +176,7 @@ class _Observer:
         notes.extend(about.get("notes", ()))
         planned = about.get("planned", {})
         self._seen = Seen(arguments=_plain(trainer.args), notes=notes, planned=planned)
+        self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
