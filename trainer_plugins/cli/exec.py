@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -69,9 +70,10 @@ def exec_(
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
-    With --fit it is planned first. The rows between optimizer steps stay the same. Where nothing
-    fits, it is not run, and the exit code is 3. --fit=ask stops after its answer, with exit code 0
-    if it would run the command.
+    With --fit it is planned first. Batch size, steps and schedule stay: SurviveOOM divides each
+    micro-batch into what fits. Where nothing fits, nothing is run, and the exit code is 3; with
+    --preset survive it trains anyway, and is divided where it fails. --fit=ask stops after its
+    answer, with exit code 0 if it would run the command.
 
     The command replaces this process, so its exit code is passed on: 127 if it is not found, 126 if
     it cannot be run.
@@ -81,18 +83,22 @@ def exec_(
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    chosen: dict[str, str] = {}
-    if fit or fit_ask:
-        given = {**given, "preset": given.get("preset", "survive")}
-        chosen = _chosen(words, gpu, num_gpus, may or (), sys.stdout if fit_ask else sys.stderr)
+    fits = fit or fit_ask
+    anyway = "preset" in given  # then the user has said so
+    given = {**given, "preset": given.get("preset", "survive")} if fits else given
+    settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
+    if fits:
+        answer = sys.stdout if fit_ask else sys.stderr
+        plan = partial(_fitted, words, given, settings, gpu, num_gpus, may or (), answer)
+        given, changes = plan(anyway=anyway)
+        settings |= changes
         if fit_ask:
             return
     elif gpu or num_gpus or may:
         ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
-    settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     try:
-        os.execvpe(words[0], words, os.environ | settings | chosen | attached)
+        os.execvpe(words[0], words, os.environ | settings | attached)
     except OSError as error:
         # As shells, env and timeout do: a launcher may check for these two.
         exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
@@ -129,19 +135,39 @@ def _python_path() -> str:
     return os.pathsep.join([*_site.__path__, *theirs])
 
 
-def _chosen(
-    words: list[str], gpu: str | None, num_gpus: int | None, may: Sequence[str], answer: TextIO
-) -> dict[str, str]:
-    """Return the variables with which the command fits, or end with a line that says why not."""
-    from trainer_plugins.cli.exec_fit import DoesNotFit, variables_to_fit
+def _fitted(
+    words: list[str],
+    given: dict[str, object],
+    settings: dict[str, str],
+    gpu: str | None,
+    num_gpus: int | None,
+    may: Sequence[str],
+    answer: TextIO,
+    *,
+    anyway: bool,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the options and variables with which the command fits, or end and say why not."""
+    from trainer_plugins.cli.exec_fit import DoesNotFit, choose_to_fit
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.plug_in.options import memory_arguments
 
     try:
-        return variables_to_fit(words, gpu, num_gpus, may, answer)
-    except PlanError as error:
+        memory_arguments(**{**given, "rows_at_once": 1})  # it must have the callback
+        chosen = choose_to_fit(words, given, settings, gpu, num_gpus, may, answer)
+    except (PlanError, ValueError) as error:
         ExecCommand.refuse(f"--fit: {error}; nothing was started")
     except DoesNotFit as error:
-        ExecCommand.refuse(f"--fit: {error}; nothing was started", _DOES_NOT_FIT)
+        if not anyway:
+            ExecCommand.refuse(
+                f"--fit: {error}; nothing was started. A plan is of the worst: to train anyway, and"
+                " divide what runs out of memory, add --preset survive",
+                _DOES_NOT_FIT,
+            )
+        line = f"trainer-plugins exec --fit: {error}; it trains under the preset {given['preset']}"
+        print(printable(line), file=answer, flush=True)
+        return given, {}
+    rows = {"rows_at_once": chosen.rows_at_once} if chosen.rows_at_once else {}
+    return {**given, **rows}, chosen.variables
 
 
 def _has_guards(given: dict[str, object]) -> bool:

@@ -45,6 +45,15 @@ class Card:
         return _THREADS.get(self.capability, 2048)
 
 
+def of_size(name: str, total_bytes: int, *, is_unified: bool = False) -> Card:
+    """Return a card of which only the size is known; a test's may be too small for a context."""
+    if total_bytes > GUESSED_CONTEXT_BYTES:
+        return Card(name, total_bytes, is_unified=is_unified)
+    return Card(
+        name, total_bytes, context_bytes=0, context_source="none has room in so small a card"
+    )
+
+
 def about_context(card: Card) -> str:
     """Say in one line where the context of a plan comes from."""
     if card.context_source is not None:
@@ -160,6 +169,8 @@ def card_of(text: str) -> Card:
     ((9, 0), 24576)
     >>> card_of("61GiB unified").is_unified  # one memory for both, as of Jetson and Apple
     True
+    >>> card_of("64MiB").context_bytes
+    0
     """
     name = re.sub(r"[\s_]", "", text).lower()
     if name in _BY_NAME:
@@ -167,7 +178,7 @@ def card_of(text: str) -> Card:
     sized = re.match(r"([\d.]+\s*[kmg]i?b)([\s_-]unified)?$", text.strip(), re.IGNORECASE)
     if sized:
         try:
-            return Card(text, parse_size(sized[1]), is_unified=sized[2] is not None)
+            return of_size(text, parse_size(sized[1]), is_unified=sized[2] is not None)
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
     # A part of a name may stand for several: a100 is sold with 40 and with 80 GB.
