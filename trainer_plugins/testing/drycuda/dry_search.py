@@ -239,6 +239,8 @@ class Variations:
         """Yield changes, rows and a plan that fits, and say of the others what is missing."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
         short = self.plan if sizes == [self._now] and () in ways else None
+        if short is not None:
+            failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
             if changes in tried_ways or not self._may_help(changes, short):
@@ -256,9 +258,12 @@ class Variations:
                 yield changes, rows, tried
                 continue
             short = short or tried
-            left = self.spare_bytes(tried)
-            missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
-            failed.append(f"{words}, {rows_in_words(rows, self._rows)}: {missing}")
+            failed.append(f"{words}, {self._missing(rows, tried)}")
+
+    def _missing(self, rows: int, plan: MemoryPlan) -> str:
+        left = self.spare_bytes(plan)
+        missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
+        return f"{rows_in_words(rows, self._rows)}: {missing}"
 
     def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
         """Return whether all that changes free of a plan that is short, if it were gone, is enough.
