@@ -6,10 +6,12 @@ import os
 from accelerate.state import AcceleratorState
 from torch import nn
 
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
+from trainer_plugins.check.arguments import summed_gradient
 from trainer_plugins.finding import Finding
-from trainer_plugins.hf_trainer import HfArguments, HfState
+from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, read_locks
 from trainer_plugins.launch.in_force import read_in_force
@@ -26,8 +28,9 @@ class StrategyInForce(RunCallback):
     Asked is what the file and flags of `accelerate launch`, the environment, TrainingArguments and
     the allocator's variables say. In force is what the objects of this process show: the wrapper,
     the ranks, the ZeRO stage, the fraction of parameters that is really sharded, where each part
-    lives, and the allocator's own settings. The first rank logs the findings; the strategy and the
-    findings go into the timeline of every rank.
+    lives, and the allocator's own settings. Where no Preflight does, it also reads in the code of
+    the loss whether the gradients of micro-batches add up instead of averaging. The first rank logs
+    the findings; the strategy and the findings go into the timeline of every rank.
 
     When a Trainer with DeepSpeed has been built, and so before DeepSpeed compiles anything, it also
     reports an extension of torch on which this run would wait forever because an earlier build was
@@ -58,12 +61,24 @@ class StrategyInForce(RunCallback):
             found = [*verify(_asked(args), strategy)]
             if (wrong := allocator.check()) is not None:
                 found.append(wrong)
+            if trainer is not None and (wrong := _summed_gradient(trainer)) is not None:
+                found.append(wrong)
             if args.process_index == 0:
                 logger.info("training runs as %s", strategy)
             for finding in found:
                 _log_on_first_rank(finding, args)
             for finding in (*self._found_before, *found):  # the first were logged already
                 timeline.add(Remark(step=state.global_step, finding=finding))
+
+
+def _summed_gradient(trainer: HfTrainer) -> Finding | None:
+    """Warn of a gradient that is a multiple of what was meant, unless a Preflight does so."""
+    callbacks = trainer.callback_handler.callbacks
+    if any(type(each).__name__ == "Preflight" for each in callbacks):
+        return None
+    args = trainer.args
+    found = judge_accumulation(trainer)
+    return summed_gradient(found, args.gradient_accumulation_steps, args.world_size)
 
 
 def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import GpuProcess, HostFacts
@@ -152,6 +153,7 @@ class DataFacts:
     pads_in_rows: int = 0  # padding tokens in the sampled rows
     is_packed: bool = False  # whether batches have no padding, because the collator joins rows
     batch_bytes: int = 0  # the size of a batch of the longest sampled rows
+    batch_names: tuple[str, ...] | None = None  # what it has; None if no batch could be made
     collator_error: str = ""  # what the collator raised for that batch
     unseen: str = ""  # why no rows could be sampled
     longest_target: int = 0  # the most tokens of a row that get logits: of labels, if they differ
@@ -215,6 +217,7 @@ class Facts:
     model: ModelFacts | None = None
     data: DataFacts | None = None
     run: RunSettings | None = None
+    accumulation: Accumulation | None = None  # what it does to the gradient; None if unread
     plan: MemoryPlan | None = None
     streamed_plan: MemoryPlan | None = None  # with its frozen base streamed, if it does not fit
     no_plan: str = ""  # why there is no plan, if one was requested

@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import nn
 
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.check.facts import (
     CardFacts,
     DataFacts,
@@ -55,12 +56,15 @@ def gather_trainer(
     notes = Notes()
     facts = _around(notes, device)
     run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings(values={}))
+    data = notes.tried("the data", partial(_data, trainer, model, run), None)
+    read_loss = partial(judge_accumulation, trainer, data.batch_names if data else None)
     read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
     return replace(
         facts,
         run=run,
         model=notes.tried("the model", read_model, None),
-        data=notes.tried("the data", partial(_data, trainer, model, run), None),
+        data=data,
+        accumulation=notes.tried("the loss", read_loss, None),
         failed=tuple(notes.failed),
     )
 
@@ -263,7 +267,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
         longest = sorted(lengths, key=lambda index: -lengths[index])
         longest = longest[: run.number("per_device_train_batch_size", 8)]
-        batch_bytes, error = _collated(model, dataset, collate, longest)
+        batch, error = _collated(model, dataset, collate, longest)
         longest_target = _longest_target(model, read)
     inner = getattr(collate, "data_collator", collate)
     return replace(
@@ -273,7 +277,8 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
         pads_in_rows=pads,
         is_packed=getattr(inner, "padding_free", False) is True
         or "Flattening" in type(inner).__name__,
-        batch_bytes=batch_bytes,
+        batch_bytes=_tensor_bytes(batch),
+        batch_names=tuple(batch) if isinstance(batch, Mapping) else None,
         collator_error=error,
         longest_target=longest_target,
     )
@@ -311,12 +316,15 @@ def _mask_of(row: object) -> list[int]:
     return [int(value) for value in values] if isinstance(values, (list, tuple)) else []
 
 
-def _collated(model: nn.Module, dataset: Any, collate: Any, indices: list[int]) -> tuple[int, str]:
+def _collated(
+    model: nn.Module, dataset: Any, collate: Any, indices: list[int]
+) -> tuple[object, str]:
+    """Return a batch of these rows, or what the collator raised for it."""
     if collate is None or not indices:
-        return 0, ""
+        return None, ""
     try:  # the collator is copied, since it may keep a generator; a model that it keeps is not
         collate = copy.deepcopy(collate, {id(module): module for module in model.modules()})
-        return _tensor_bytes(collate([dataset[index] for index in indices])), ""
+        return collate([dataset[index] for index in indices]), ""
     except Exception as error:
         logger.debug("the collator failed", exc_info=True)
-        return 0, f"{type(error).__name__}: {error}"
+        return None, f"{type(error).__name__}: {error}"

@@ -115,6 +115,7 @@ def _judge_card(request: PlanRequest, watched: Watched, rules: AllocatorRules) -
         groups_at_peak=_groups(live),
         planned={**planned, "engine": "fake tensors"},
         streamed=watched.streamed,
+        accumulation=watched.accumulation,
         moments=shown.moments,
         num_flushes=on_card.num_flushes if on_card is not None else 0,
         failed_request_bytes=on_card.failed_request_bytes if on_card is not None else None,

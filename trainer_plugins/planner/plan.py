@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar, get_args
 
+from trainer_plugins.accumulation import Accumulation
+
 Moment = Literal[
     "load",
     "forward",
@@ -221,6 +223,8 @@ class MemoryPlan:
     groups_at_peak: tuple[TensorsAtPeak, ...] = ()  # what takes most, equal tensors as one entry
     # what was planned, by name: the model, rows, length, dtype, optimizer, launch, command
     planned: Mapping[str, str] = field(default_factory=dict)
+    # what more micro-batches of fewer rows do to the gradient; None if an older version planned
+    accumulation: Accumulation | None = None
     streamed: Streamed | None = None  # how the frozen base is streamed, if it is
     most_rows: int = 0  # the largest micro-batch that fits as it is, if asked for; 0 if unknown
     # changes with which the run would fit, if asked for; the least costly first

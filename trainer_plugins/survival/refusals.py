@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.accumulation.modules import coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
-from trainer_plugins.survival.exact.modules import coupled_modules
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.wrapped import base_model, is_compiled
 

@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 from trainer_plugins import advice
+from trainer_plugins.accumulation import Effect
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.launch import configs
@@ -92,8 +93,7 @@ def proposal_of(
     flags = [_filled(each.flags, values) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
-        if times is None:
-            prices.insert(0, "the same training in smaller steps")
+        prices = [*_price_of_rows(plan, is_timed=times is not None), *prices]
         flags.insert(0, as_flags(batch_flags(micro_batch, rows)))
     if times is not None:
         prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
@@ -109,6 +109,13 @@ def proposal_of(
         margin_bytes=plan.margin_bytes or 0,
         host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
     )
+
+
+def _price_of_rows(plan: MemoryPlan, *, is_timed: bool) -> list[str]:
+    """Say what becomes of the training with fewer rows at once; nothing if its time says enough."""
+    if plan.accumulation is None or (is_timed and plan.accumulation.effect is Effect.SAME):
+        return []
+    return [plan.accumulation.price]
 
 
 def _filled(text: str, values: Mapping[str, object]) -> str:

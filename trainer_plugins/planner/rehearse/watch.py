@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_plugins.accumulation import Accumulation
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.main_memory import HostNeed
 from trainer_plugins.planner import progress
@@ -50,6 +52,7 @@ class Watched:
     assumptions: tuple[str, ...]
     planned: Mapping[str, str]  # what was rehearsed, by name, for people
     streamed: Streamed | None
+    accumulation: Accumulation
 
 
 @contextmanager
@@ -100,6 +103,7 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         trace = tracker.trace()
         parameters = [*rehearsed.trainer.model.parameters()]
         planned = planned_of(request, rehearsed.trainer, args, kind)
+        accumulation = judge_accumulation(rehearsed.trainer)
     return Watched(
         trace=trace,
         num_gpus=request.num_gpus,
@@ -116,6 +120,7 @@ def watch(request: PlanRequest, loaded: Callable[[int], None] = lambda _: None) 
         assumptions=(*rehearsed.assumptions, *_assumed(request, rehearsed, tracker)),
         planned=planned,
         streamed=streaming.figures(rehearsed.trainer) if streaming is not None else None,
+        accumulation=accumulation,
     )
 
 

@@ -67,7 +67,7 @@ class State:
             kept.restore()
 
     def moved(self) -> dict[str, Moved]:
-        """Return what has changed since, except frequencies, which `exact/modules.py` judges."""
+        """Return what has changed since, but frequencies (`accumulation/modules.py` judges)."""
         moved = {}
         for place in self._places():
             if place.is_frequency:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer_plugins.accumulation.modules import rope_boundary
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
-from trainer_plugins.survival.exact.modules import rope_boundary
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
 from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.wrapped import base_model

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.planner.cards import about_context
 from trainer_plugins.planner.plan import (
     MOMENTS,
@@ -20,6 +21,7 @@ from trainer_plugins.planner.plan import (
     TensorsAtPeak,
     part_of,
 )
+from trainer_plugins.record.folder import from_json
 from trainer_plugins.testing.drycuda.dry_run import DryResult, DryRun, ran
 from trainer_plugins.units import GIB, size
 
@@ -104,7 +106,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
-    outside = max(fullest["outside_bytes"])
+    outside, found = max(fullest["outside_bytes"]), fullest["accumulation"]
     return MemoryPlan(
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
@@ -129,6 +131,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         num_trainable_parameters=fullest["num_trainable_parameters"],
         versions=fullest["versions"],
         cards=_cards(fullest),
+        accumulation=from_json(Accumulation, found) if found else None,
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
         planned=fullest["planned"]
         or {

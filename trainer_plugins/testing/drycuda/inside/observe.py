@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.testing.drycuda.inside import alone
 from trainer_plugins.testing.drycuda.inside.drawn import (
     beginnings_of,
@@ -29,7 +30,12 @@ from trainer_plugins.testing.drycuda.inside.drawn import (
     timeline_of,
 )
 from trainer_plugins.testing.drycuda.inside.later import later_training
-from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
+from trainer_plugins.testing.drycuda.inside.named import (
+    Names,
+    count_parameters,
+    named_allocations,
+    names_of,
+)
 from trainer_plugins.testing.drycuda.inside.process import counters, outside_bytes, say
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
@@ -93,6 +99,9 @@ class Seen:
 
     planned: dict[str, str] = field(default_factory=dict)
     """What runs, in words, where a request and not a command says it."""
+
+    accumulation: dict[str, object] = field(default_factory=dict)
+    """What more micro-batches of fewer rows do to the gradient."""
 
     named: dict[int, tuple[str, str]] = field(default_factory=dict)
     """The category and the name of allocations, by the numbers of their events."""
@@ -179,6 +188,7 @@ class _Observer:
         planned = about.get("planned", {})
         arguments = json.loads(trainer.args.to_json_string())
         self._seen = Seen(arguments=arguments, notes=notes, planned=planned)
+        self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._moment = "load"
         self._began: list[tuple[int, str]] = [(0, "load")]
@@ -261,11 +271,7 @@ class _Observer:
         seen, trainer = self._seen, self._trainer
         seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
         if self is not _Observer.last:
-            parameters = list(trainer.model.parameters())
-            seen.num_parameters = sum(map(_size, parameters))
-            seen.num_trainable_parameters = sum(
-                _size(one) for one in parameters if one.requires_grad
-            )
+            seen.num_parameters, seen.num_trainable_parameters = count_parameters(trainer.model)
             seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
             seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             seen.rows = trainer._train_batch_size
@@ -391,8 +397,3 @@ def _peaks() -> list[tuple[int, int]]:
         (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
         for index in range(torch.cuda.device_count())
     ]
-
-
-def _size(parameter: torch.nn.Parameter) -> int:
-    """Return the numbers of a parameter, of which ZeRO-3 leaves an empty one."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
