@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import LORA
@@ -67,7 +68,7 @@ def first_that_fits(
 def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     """Fewer rows and more accumulation might be another training."""
     fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    rows = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    rows: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     found, _, _ = first_that_fits(monkeypatch, fitting=fewer, **rows)
     assert found is not None
     assert (found.rows_at_once, found.changed) == (1, {})
@@ -76,6 +77,15 @@ def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     found, failed, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
     assert found is None
     assert failed[0] == "micro-batches have to stay whole: it has batch normalization"
+
+    same = replace(_PLAN, accumulation=Accumulation(Effect.SAME, "a sum"))
+    monkeypatch.setattr("tests.dry.test_fit_ways._PLAN", same)
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
+    assert found is not None
+    assert (found.rows_at_once, found.changed) == (0, fewer)
+    rows["dataloader_drop_last"] = True  # it would drop other rows
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
+    assert found is None
 
     checkpointed = {"gradient_checkpointing": True}
     rows["gradient_checkpointing"] = False

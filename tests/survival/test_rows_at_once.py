@@ -16,6 +16,7 @@ from tests.survival.failing import (
     padded,
     ragged_rows,
     small_trainer,
+    weights_by_rounding,
 )
 from tests.survival.test_families import answers, classes, encoder_decoder, masked_words, packed
 from trainer_plugins import SurviveOOM, survive_oom
@@ -78,13 +79,16 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [each.detach().clone() for each in trainer.model.parameters()]
 
 
+@pytest.mark.all(unless=lambda kind: kind in ("last batch dropped", "evaluation", "own loss"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_is_the_same_with_fewer_rows_at_once(tmp_path, kind: str) -> None:
     whole = trained(KINDS[kind](tmp_path / "whole"), 0)
     divided = trained(KINDS[kind](tmp_path / "divided"), 3 if kind == "sampler" else 2)
 
-    tolerance = 1e-6 if kind == "packed" else 1e-11  # attention in float32
-    assert off_by(weights(divided), weights(whole)) <= tolerance
+    if kind == "packed":  # attention in float32
+        assert weights_by_rounding(weights(divided), weights(whole), steps=2) <= 1
+    else:
+        assert off_by(weights(divided), weights(whole)) <= 1e-11
     assert divided.state.global_step == whole.state.global_step
     assert divided.state.best_global_step == whole.state.best_global_step
     assert numbers_off_by(logged_by(divided), logged_by(whole)) <= 1e-6

@@ -320,7 +320,7 @@ def cut_at(length: int) -> Switch:
 def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    price = "evaluated in more batches, whose losses count by their rows"
+    price = "more evaluation batches: a loss that averages over tokens moves a little"
     return replace(of_flags(words, price, per_device_eval_batch_size=rows), subject="evaluation")
 
 

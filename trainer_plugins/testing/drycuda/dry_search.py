@@ -11,6 +11,7 @@ from functools import cached_property, reduce
 from itertools import islice
 from typing import NamedTuple
 
+from trainer_plugins.accumulation import Effect
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
 from trainer_plugins.planner.compare.price import Step
@@ -140,44 +141,56 @@ class Variations:
         """Return the least costly way in which the command fits, and what does not.
 
         Survival divides micro-batches and evaluations, if it can, so that rows, steps, schedule and
-        gradients stay; else they stay whole. `may` allows bf16 ("precision"), an optimizer in 8
-        bits ("optim"), LoRA instead of the weights ("peft") and TRL's rows cut in half ("length"),
-        each after what keeps more.
+        gradients stay. Else they stay whole, unless accumulation is known to be the same. `may`
+        allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the weights
+        ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
         """
         if not self._weights_fit():
             return None, ["the weights alone do not fit"]
-        whole, failed = self._as_given.why_whole.get("training", ()), list[str]()
-        sizes = [self._now]
-        if not whole and self._is_training_short():
-            halvings = range(self._now.bit_length() + 1)
-            sizes = sorted({-(-self._now >> halving) for halving in halvings})
-        elif whole:
-            failed.append(f"micro-batches have to stay whole: {'; '.join(whole)}")
-        until = float("inf")
+        now, why_whole, failed = self._now, self._why_whole("training"), list[str]()
+        sizes, until = [now], float("inf")
+        if why_whole and not self._may_accumulate():
+            failed.append(f"micro-batches have to stay whole: {why_whole}")
+        elif self._is_training_short():
+            halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
+            sizes = self._divisors(now) if why_whole else halved
         ways = [(*self._shorter_evaluation(until), *way) for way in self._ways(may)]
         found = next(self._fitted(ways, sizes, failed, until), None)
-        return self._divided(*found) if found is not None else None, failed
+        return self._as_fitted(*found) if found is not None else None, failed
 
-    def _divided(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
+    def _why_whole(self, what: str) -> str:
+        return "; ".join(self._as_given.why_whole.get(what, ()))
+
+    def _may_accumulate(self) -> bool:
+        effect = self.plan.accumulation
+        is_same = effect is not None and effect.effect is Effect.SAME
+        return is_same and not self._as_given.arguments.get("dataloader_drop_last")
+
+    def _as_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
         """Return what makes the command fit, where survival divides what it can."""
-        given, now = self._as_given, self._now
-        divides = [*(each for each in changes if each.subject == "evaluation")]
-        if given.why_whole.get("evaluation"):
-            divides.clear()
-        kept = [each for each in changes if each not in divides]
-        proposal = self._proposal(kept, now, plan, times=self._step.times(kept, now, rows))
-        words = [*(each.words for each in divides), *proposal.changes]
+        now = self._now
+        divided = [each for each in changes if each.subject == "evaluation"]
+        if self._why_whole("evaluation"):
+            divided.clear()
+        kept = [each for each in changes if each not in divided]
+        changed = dict(reduce(turn, kept, self._run).changed)
+        at_once = rows if rows != now and not self._why_whole("training") else 0
+        proposal = self._proposal(kept, now if at_once else rows, plan)
+        words = [*proposal.changes, *(each.words for each in divided)]
         prices = [proposal.price] if proposal.price else []
-        if rows != now:
+        if at_once:
             words.insert(0, rows_in_words(rows, self._rows))
             prices.append(f"survival divides each micro-batch of {now}, and keeps its gradient")
-        if divides:
+        elif rows != now:
+            changed |= batch_flags(rows, self._rows)
+            prices.append("a last batch that is short may count by its micro-batches")
+        if divided:
             prices.append("survival divides each evaluation batch, and keeps its metrics")
         return Fitted(
             replace(proposal, changes=tuple(words), price="; ".join(prices)),
-            {name: given.arguments[name] for name in batch_flags(1, 1)},
-            reduce(turn, kept, self._run).changed,
-            rows if rows != now else 0,
+            {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
+            changed,
+            at_once,
         )
 
     def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
@@ -356,9 +369,7 @@ class Variations:
         )
         return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
 
-    def _proposal(
-        self, changes: Sequence[Switch], rows: int, plan: MemoryPlan, times: float | None = None
-    ) -> Proposal:
+    def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
         proposal = proposal_of(
             plan,
             changes,
@@ -366,7 +377,7 @@ class Variations:
             now=self._now,
             rows=self._rows,
             length=self._as_given.tokens,
-            times=times or self._step.times(changes, self._now, rows),
+            times=self._step.times(changes, self._now, rows),
         )
         return replace(proposal, margin_bytes=self.spare_bytes(plan))
 
