@@ -3,9 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
@@ -83,19 +81,18 @@ def exec_(
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    fits = fit or fit_ask
-    anyway = "preset" in given  # then the user has said so
-    given = {**given, "preset": given.get("preset", "survive")} if fits else given
-    settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
-    if fits:
-        answer = sys.stdout if fit_ask else sys.stderr
-        plan = partial(_fitted, words, given, settings, gpu, num_gpus, may or (), answer)
-        given, changes = plan(anyway=anyway)
-        settings |= changes
-        if fit_ask:
-            return
+    anyway = "preset" in given  # the user has said how to train
+    if fit or fit_ask:
+        given = {"preset": "survive", **given}
     elif gpu or num_gpus or may:
         ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
+    settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
+    if fit or fit_ask:
+        answer = sys.stdout if fit_ask else sys.stderr
+        options, changes = _chosen(words, given, settings, gpu, num_gpus, may or (), answer, anyway)
+        given, settings = given | options, settings | changes
+        if fit_ask:
+            return
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     try:
         os.execvpe(words[0], words, os.environ | settings | attached)
@@ -135,39 +132,24 @@ def _python_path() -> str:
     return os.pathsep.join([*_site.__path__, *theirs])
 
 
-def _fitted(
-    words: list[str],
-    given: dict[str, object],
-    settings: dict[str, str],
-    gpu: str | None,
-    num_gpus: int | None,
-    may: Sequence[str],
-    answer: TextIO,
-    *,
-    anyway: bool,
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the options and variables with which the command fits, or end and say why not."""
+def _chosen(words: list[str], *how: Any) -> "tuple[dict[str, object], dict[str, str]]":
+    """Return options and variables with which the command fits, or end and say why there are none.
+
+    `how` is what `choose_to_fit` takes.
+    """
     from trainer_plugins.cli.exec_fit import DoesNotFit, choose_to_fit
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.plug_in.options import memory_arguments
 
     try:
-        memory_arguments(**{**given, "rows_at_once": 1})  # it must have the callback
-        chosen = choose_to_fit(words, given, settings, gpu, num_gpus, may, answer)
-    except (PlanError, ValueError) as error:
+        return choose_to_fit(words, *how)
+    except PlanError as error:
         ExecCommand.refuse(f"--fit: {error}; nothing was started")
     except DoesNotFit as error:
-        if not anyway:
-            ExecCommand.refuse(
-                f"--fit: {error}; nothing was started. A plan is of the worst: to train anyway, and"
-                " divide what runs out of memory, add --preset survive",
-                _DOES_NOT_FIT,
-            )
-        line = f"trainer-plugins exec --fit: {error}; it trains under the preset {given['preset']}"
-        print(printable(line), file=answer, flush=True)
-        return given, {}
-    rows = {"rows_at_once": chosen.rows_at_once} if chosen.rows_at_once else {}
-    return {**given, **rows}, chosen.variables
+        ExecCommand.refuse(
+            f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
+            " memory, add --preset survive",
+            _DOES_NOT_FIT,
+        )
 
 
 def _has_guards(given: dict[str, object]) -> bool:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.plug_in.fitted import VARIABLE
@@ -25,23 +25,17 @@ class DoesNotFit(Exception):  # noqa: N818 - what it says
     """Says what was tried, where nothing fits that keeps the result."""
 
 
-class Chosen(NamedTuple):
-    """Holds with what a command fits: nothing, if it does as it is."""
-
-    variables: dict[str, str] = {}  # noqa: RUF012 - never changed
-    rows_at_once: int = 0
-
-
 def choose_to_fit(
     command: Sequence[str],
-    given: Mapping[str, object],
+    given: Mapping[str, Any],
     settings: Mapping[str, str],
     gpu: str | None,
     num_gpus: int | None,
     may: Sequence[str],
     answer: TextIO,
-) -> Chosen:
-    """Plan a command on dry cards; return with what it fits.
+    anyway: bool,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan a command on dry cards; return options and variables with which it fits, or none.
 
     Args:
         command: what will be run, launcher included.
@@ -51,15 +45,21 @@ def choose_to_fit(
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
         answer: where the choice is printed; what is being done goes to standard error.
+        anyway: train under the preset where nothing fits.
 
     Raises:
         PlanError: there is no plan of this command.
         DoesNotFit: nothing that was tried fits.
     """
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.plug_in.options import memory_arguments
     from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
+    try:
+        memory_arguments(**{**given, "rows_at_once": 1})
+    except ValueError as error:  # the preset has no SurviveOOM
+        raise PlanError(str(error)) from error
     if unknown := {*may} - {*MAY}:
         raise PlanError(
             f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
@@ -80,20 +80,23 @@ def choose_to_fit(
         if variations.fits:
             spare = size(variations.spare_bytes(variations.plan))
             say(f"it fits as it is, {spare} to spare")
-            return Chosen()
+            return {}, {}
         found, failed = variations.first_that_fits(may)
     if found is None:
-        raise DoesNotFit(f"nothing fits that keeps the result: {'; '.join(failed)}")
+        why = f"nothing fits that keeps the result: {'; '.join(failed)}"
+        if not anyway:
+            raise DoesNotFit(why)
+        say(printable(f"{why}; it trains under the preset {given['preset']}"))
+        return {}, {}
     proposal = found.proposal
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
     say(printable(f"{words}. Price: {proposal.price}"))
     rows = f" --memory-rows-at-once {found.rows_at_once}" if found.rows_at_once else ""
     typed = f"exec --preset {given['preset']}{rows} -- COMMAND {proposal.flags}".rstrip()
     say(printable(f"without a plan, type: trainer-plugins {typed}"))
-    if not found.changed:
-        return Chosen(rows_at_once=found.rows_at_once)
-    changes = {"planned": found.planned, "changed": found.changed}
-    return Chosen({VARIABLE: json.dumps(changes)}, found.rows_at_once)
+    changes = json.dumps({"planned": found.planned, "changed": found.changed})
+    options: dict[str, object] = {"rows_at_once": found.rows_at_once}
+    return options if found.rows_at_once else {}, {VARIABLE: changes} if found.changed else {}
 
 
 def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
