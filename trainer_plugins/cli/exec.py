@@ -3,9 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +13,6 @@ from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
 from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.testing.drycuda.wall import Allowed
 
 _ASK = "--fit-ask"
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
@@ -83,9 +79,10 @@ def exec_(
 
     Example: trainer-plugins exec --preset survive -- accelerate launch train.py
 
-    With --fit it is planned first. The rows between optimizer steps stay the same. Where nothing
-    fits, it is not run, and the exit code is 3. --fit=ask stops after its answer, with exit code 0
-    if it would run the command.
+    With --fit it is planned first. Batch size, steps and schedule stay: SurviveOOM divides each
+    micro-batch into what fits. Where nothing fits, nothing is run, and the exit code is 3; with
+    --preset survive it trains anyway, and is divided where it fails. --fit=ask stops after its
+    answer, with exit code 0 if it would run the command.
 
     Signals and the exit code are passed on: 127 if the command is not found, 126 if it cannot be
     run. If no Trainer under it had callbacks, a line on stderr says so in the end.
@@ -95,21 +92,25 @@ def exec_(
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
         )
-    chosen: dict[str, str] = {}
+    anyway = "preset" in given  # the user has said how to train
     if fit or fit_ask:
-        given = {**given, "preset": given.get("preset", "survive")}
-        from trainer_plugins.testing.drycuda.wall import Allowed
-
-        allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
-        answer = sys.stdout if fit_ask else sys.stderr
-        chosen = _chosen(words, gpu, num_gpus, may or (), allowed, answer)
-        if fit_ask:
-            return
+        given = {"preset": "survive", **given}
     elif gpu or num_gpus or may or allow_writes or allow_network:
         ExecCommand.refuse("--gpu, --num-gpus, --may and --allow-... are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
+    if fit or fit_ask:
+        from trainer_plugins.testing.drycuda.wall import Allowed
+
+        allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
+        card, answer = (gpu, num_gpus), sys.stdout if fit_ask else sys.stderr
+        options, changes = _chosen(
+            *(words, given, settings, *card, may or (), allowed, answer, anyway)
+        )
+        given, settings = given | options, settings | changes
+        if fit_ask:
+            return
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
-    _run(words, os.environ | settings | chosen | attached)
+    _run(words, os.environ | settings | attached)
 
 
 def _run(words: list[str], environ: dict[str, str]) -> None:
@@ -158,24 +159,24 @@ def _python_path() -> str:
     return os.pathsep.join([*_site.__path__, *theirs])
 
 
-def _chosen(
-    words: list[str],
-    gpu: str | None,
-    num_gpus: int | None,
-    may: Sequence[str],
-    allowed: "Allowed",
-    answer: TextIO,
-) -> dict[str, str]:
-    """Return the variables with which the command fits, or end with a line that says why not."""
-    from trainer_plugins.cli.exec_fit import DoesNotFit, variables_to_fit
+def _chosen(words: list[str], *how: Any) -> "tuple[dict[str, object], dict[str, str]]":
+    """Return options and variables with which the command fits, or end and say why there are none.
+
+    `how` is what `choose_to_fit` takes.
+    """
+    from trainer_plugins.cli.exec_fit import DoesNotFit, choose_to_fit
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        return variables_to_fit(words, gpu, num_gpus, may, allowed, answer)
+        return choose_to_fit(words, *how)
     except PlanError as error:
         ExecCommand.refuse(f"--fit: {error}; nothing was started")
     except DoesNotFit as error:
-        ExecCommand.refuse(f"--fit: {error}; nothing was started", _DOES_NOT_FIT)
+        ExecCommand.refuse(
+            f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
+            " memory, add --preset survive",
+            _DOES_NOT_FIT,
+        )
 
 
 def _has_guards(given: dict[str, object]) -> bool:

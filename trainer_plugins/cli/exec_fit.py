@@ -3,9 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.plug_in.fitted import VARIABLE
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
     from trainer_plugins.testing.drycuda.wall import Allowed
 
+_VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of drycuda/inside/batches.py, which imports torch
 # What a user may allow to be changed besides how the same result is computed.
 MAY = ("precision", "optim", "peft", "length")
 
@@ -24,32 +26,43 @@ class DoesNotFit(Exception):  # noqa: N818 - what it says
     """Says what was tried, where nothing fits that keeps the result."""
 
 
-def variables_to_fit(
+def choose_to_fit(
     command: Sequence[str],
+    given: Mapping[str, Any],
+    settings: Mapping[str, str],
     gpu: str | None,
     num_gpus: int | None,
     may: Sequence[str],
     allowed: "Allowed",
     answer: TextIO,
-) -> dict[str, str]:
-    """Plan a command on dry cards; return the variables with which it fits, none if it does.
+    anyway: bool,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan a command on dry cards; return options and variables with which it fits, or none.
 
     Args:
         command: what will be run, launcher included.
+        given: the options of the callbacks with which it will be run.
+        settings: the variables of the allocator that it will get.
         gpu: the card, by name or size; None takes the fullest that is visible here.
         num_gpus: how many of them; None takes all that are visible.
         may: what may be changed, of `MAY`.
         allowed: what the command may do for real while it is planned.
         answer: where the choice is printed; what is being done goes to standard error.
+        anyway: train under the preset where nothing fits.
 
     Raises:
         PlanError: there is no plan of this command.
         DoesNotFit: nothing that was tried fits.
     """
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.plug_in.options import memory_arguments
     from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations
 
+    try:
+        memory_arguments(**{**given, "rows_at_once": 1})
+    except ValueError as error:  # the preset has no SurviveOOM
+        raise PlanError(str(error)) from error
     if unknown := {*may} - {*MAY}:
         raise PlanError(
             f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
@@ -58,22 +71,36 @@ def variables_to_fit(
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     card, number = _cards(gpu, num_gpus)
     with by_any_signal():
-        variations = Variations(
-            DryRun(command=command, card=card, num_cards=number, foretells=True, allowed=allowed),
-            tell,
+        vouches = {_VOUCHES: "1"} if given.get("vouch_for_loss") else {}
+        asked = DryRun(
+            command=command,
+            card=card,
+            num_cards=number,
+            environment={**settings, **vouches},
+            foretells=True,
+            allowed=allowed,
         )
+        variations = Variations(asked, tell)
         if variations.fits:
             spare = size(variations.spare_bytes(variations.plan))
             say(f"it fits as it is, {spare} to spare")
-            return {}
+            return {}, {}
         found, failed = variations.first_that_fits(may)
     if found is None:
-        raise DoesNotFit(f"nothing fits that keeps the result: {'; '.join(failed)}")
+        why = f"nothing fits that keeps the result: {'; '.join(failed)}"
+        if not anyway:
+            raise DoesNotFit(why)
+        say(printable(f"{why}; it trains under the preset {given['preset']}"))
+        return {}, {}
     proposal = found.proposal
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
     say(printable(f"{words}. Price: {proposal.price}"))
-    say(printable(proposal.flags))
-    return {VARIABLE: json.dumps({"planned": found.planned, "changed": found.changed})}
+    rows = f" --memory-rows-at-once {found.rows_at_once}" if found.rows_at_once else ""
+    typed = f"exec --preset {given['preset']}{rows} -- COMMAND {proposal.flags}".rstrip()
+    say(printable(f"without a plan, type: trainer-plugins {typed}"))
+    changes = json.dumps({"planned": found.planned, "changed": found.changed})
+    options: dict[str, object] = {"rows_at_once": found.rows_at_once}
+    return options if found.rows_at_once else {}, {VARIABLE: changes} if found.changed else {}
 
 
 def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
@@ -84,12 +111,17 @@ def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
     """
     from trainer_plugins.check.gather_here import gather_here
     from trainer_plugins.check.machine import cards_in_use
-    from trainer_plugins.planner.cards import Card, card_of, with_measured_context
+    from trainer_plugins.planner.cards import card_of, of_size, with_measured_context
     from trainer_plugins.planner.plan import PlanError
 
     facts = gather_here(os.environ)
     found = [
-        Card(each.name, each.reading.free_bytes, each.capability or (9, 0))
+        replace(
+            of_size(each.name, each.reading.total_bytes),
+            capacity_bytes=each.reading.free_bytes,
+            capability=each.capability or (9, 0),
+            guess="",
+        )
         for each in cards_in_use(facts)
         if each.reading is not None
     ]

@@ -276,13 +276,15 @@ def card_of(text: str) -> Card:
     ((8, 9), (8, 0))
     >>> card_of("61GiB unified").is_unified  # one memory for both, as of Jetson and Apple
     True
+    >>> card_of("64MiB").context_bytes
+    0
     """
     sized = re.fullmatch(
         r"([\d.]+\s*[kmg]i?b)([\s_-]unified)?(?:[\s,]+sm_?(\d+)(\d))?", text.strip(), re.IGNORECASE
     )
     if sized:
         try:
-            return _sized(text, parse_size(sized[1]), sized[2] is not None, sized[3], sized[4])
+            return of_size(text, parse_size(sized[1]), sized[2] is not None, sized[3], sized[4])
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
     asked = _parts(text)
@@ -308,7 +310,9 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(sorted(re.findall(r"[a-z]+|\d+", text)))
 
 
-def _sized(text: str, capacity_bytes: int, is_unified: bool, major: str, minor: str) -> Card:
+def of_size(
+    text: str, capacity_bytes: int, is_unified: bool = False, major: str = "", minor: str = ""
+) -> Card:
     """Make a card of a size; without a capability, as the usual one of that size."""
     usual = next(name for most, name in _USUAL if capacity_bytes <= most * GIB)
     like = _BY_NAME[usual]
@@ -322,12 +326,13 @@ def _sized(text: str, capacity_bytes: int, is_unified: bool, major: str, minor: 
         if not known:
             raise ValueError(f"no card here has the capability sm_{major}{minor}")
         like, guess = min(known, key=lambda card: abs(card.capacity_bytes - capacity_bytes)), ""
+    has_room = capacity_bytes > GUESSED_CONTEXT_BYTES  # not in a card of a test
     return replace(
         *(like,),
         name=text,
         capacity_bytes=capacity_bytes,
-        context_bytes=GUESSED_CONTEXT_BYTES,
-        context_source=None,
+        context_bytes=GUESSED_CONTEXT_BYTES if has_room else 0,
+        context_source=None if has_room else "none has room in so small a card",
         is_unified=is_unified,
         speed=None,
         guess=guess,

@@ -42,6 +42,7 @@ _TARGETS = {
     "memory_logits_to": _Target(EVALUATION, "logits_to"),
     "memory_on_refusal": _Target(SURVIVE, "on_refusal"),
     "memory_vouch_for_loss": _Target(SURVIVE, "vouch_for_loss"),
+    "memory_rows_at_once": _Target(SURVIVE, "rows_at_once"),
     "memory_stream_base": _Target(STREAM, "when"),
     "memory_resident_layers": _Target(STREAM, "resident_layers"),
 }
@@ -110,6 +111,11 @@ class MemoryArguments:
     memory_vouch_for_loss: bool = _option(
         False,
         "Your own loss is a sum or mean over examples: it is checked, then divided. (SurviveOOM)",
+    )
+    memory_rows_at_once: int = _option(
+        0,
+        "Compute no more at once than N of the longest rows, with the gradient of the whole"
+        " micro-batch; 0: as many as fit. (SurviveOOM)",
     )
     memory_stream_base: str = _option(
         _NO,

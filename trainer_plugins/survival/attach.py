@@ -67,6 +67,7 @@ def survive_oom(
     min_micro_batch: int = 1,
     ladder: Sequence[str] = RUNGS,
     plan_first: bool = True,
+    rows_at_once: int = 0,
     on_refusal: str = "error",
     vouch_for_loss: bool = False,
 ) -> Survival:
@@ -88,6 +89,9 @@ def survive_oom(
             (see `stream_base`).
         plan_first: compute the longest rows before step 1, to know in advance how many fit at once.
             It leaves no trace.
+        rows_at_once: compute no more at once than this many of the longest rows (of
+            `per_device_train_batch_size`), from the first step on, instead of `plan_first`; 0
+            leaves it to `plan_first` and to what fits.
         on_refusal: what to do if the result would not be exact, or is not known to be: "error"
             raises, "warn" logs it once and leaves training as it is.
         vouch_for_loss: you say that a loss of your own (`compute_loss`, `compute_loss_func`, a
@@ -101,7 +105,7 @@ def survive_oom(
         ValueError: a bad argument, or a Trainer that cannot be helped, with every reason. Nothing
             is changed then.
     """
-    check_options(min_micro_batch, ladder, on_refusal)
+    check_options(min_micro_batch, ladder, on_refusal, rows_at_once)
     wrap_once("train", Survival, _instead_of_the_finder)
     family = family_of(trainer, is_vouched=vouch_for_loss)
     reasons = refusals(trainer, family)
@@ -120,6 +124,7 @@ def survive_oom(
             min_micro_batch=min_micro_batch,
             ladder=tuple(ladder),
             plan_first=plan_first,
+            rows_at_once=rows_at_once,
             is_strict=on_refusal == "error",
             is_vouched=vouch_for_loss,
             compute_loss=compute_loss,
@@ -133,10 +138,14 @@ def survive_oom(
     return Survival(trainer, None)
 
 
-def check_options(min_micro_batch: int, ladder: Sequence[str], on_refusal: str) -> None:
+def check_options(
+    min_micro_batch: int, ladder: Sequence[str], on_refusal: str, rows_at_once: int = 0
+) -> None:
     """Check the options of `survive_oom`; a bad one raises ValueError."""
     if min_micro_batch < 1:
         raise ValueError(f"min_micro_batch counts examples, 1 or more, got {min_micro_batch}")
+    if rows_at_once < 0:
+        raise ValueError(f"rows_at_once counts rows, 0 for as many as fit, got {rows_at_once}")
     if isinstance(ladder, str) or not {*ladder} <= {*RUNGS, STREAM}:
         raise ValueError(f"ladder is a tuple of names out of {(*RUNGS, STREAM)}, got {ladder!r}")
     if on_refusal not in ("error", "warn"):
@@ -153,6 +162,7 @@ class SurviveOOM(RunCallback):
         ladder: as for `survive_oom`. With "stream" a frozen base that does not fit when the Trainer
             moves it to the card is streamed then.
         plan_first: as for `survive_oom`.
+        rows_at_once: as for `survive_oom`.
         on_refusal: "warn" logs once why a run cannot be helped and leaves it as it is; "error" ends
             it before step 1.
         vouch_for_loss: as for `survive_oom`.
@@ -166,11 +176,12 @@ class SurviveOOM(RunCallback):
         min_micro_batch: int = 1,
         ladder: Sequence[str] = RUNGS,
         plan_first: bool = True,
+        rows_at_once: int = 0,
         on_refusal: str = "warn",
         vouch_for_loss: bool = False,
     ) -> None:
         super().__init__()
-        check_options(min_micro_batch, ladder, on_refusal)
+        check_options(min_micro_batch, ladder, on_refusal, rows_at_once)
         wrap_once("train", Survival, _instead_of_the_finder)
         # Streams a base that does not fit when the Trainer moves it.
         self.stream_base = StreamBase(RESIDENT_LAYERS, when="needed") if STREAM in ladder else None
@@ -179,6 +190,7 @@ class SurviveOOM(RunCallback):
             min_micro_batch=min_micro_batch,
             ladder=tuple(ladder),
             plan_first=plan_first,
+            rows_at_once=rows_at_once,
             on_refusal=on_refusal,
             vouch_for_loss=vouch_for_loss,
         )

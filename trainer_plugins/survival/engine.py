@@ -34,7 +34,7 @@ from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.training.planned import Planned, Replay
 from trainer_plugins.survival.training.recovery import Recovery
-from trainer_plugins.survival.training.rehearsal import rehearse
+from trainer_plugins.survival.training.rehearsal import divide_from_the_start, rehearse
 from trainer_plugins.survival.training_run import Attached, TrainingRun
 
 _RECOVERIES: dict[HowToRecover, type[Recovery]] = {
@@ -250,7 +250,9 @@ class Engine:
             run.layout_of(inputs)
         except IndivisibleError as error:  # the ladder can still help
             self._attached.refuse([f"its micro-batches cannot be divided: {error}"])
-        if self._attached.plan_first:
+        if self._attached.rows_at_once:
+            divide_from_the_start(run, inputs)
+        elif self._attached.plan_first:
             rehearse(run, inputs, num_items, self._scale(num_items))
             run.refuse_what_moves()
         _RECOVERIES[run.ranks.recovery].begin_run(run, inputs, num_items)

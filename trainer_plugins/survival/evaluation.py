@@ -17,9 +17,11 @@ from trainer_plugins.survival.attempt.state import RestorePoint, State, full_sta
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
+from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.limit import cells, lower, sizes
 from trainer_plugins.survival.memo import memo_of
+from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.training_run import Attached
 from trainer_plugins.survival.words import in_parts, part_raised
@@ -27,6 +29,20 @@ from trainer_plugins.survival.words import in_parts, part_raised
 R = TypeVar("R")
 
 _SMALLER_BATCH = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
+_ONLY_TRAINING = "with this loss only training divides"
+
+
+def why_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
+    """Say why no evaluation batch of a Trainer is computed in parts; empty if they are."""
+    if isinstance(family, NoFamily):
+        return family.why
+    if kind_of(trainer).forward_is_shared:
+        return "its ranks compute each forward pass together"
+    if family.coupling is not None:
+        return _ONLY_TRAINING
+    if not type(trainer).prediction_step.__module__.startswith("transformers."):
+        return f"{type(trainer).__name__} has a prediction_step of its own"
+    return ""
 
 
 class Part(NamedTuple):
@@ -235,7 +251,7 @@ class Evaluation:
     def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
         family = self._attached.family
         if family.coupling is not None:
-            raise IndivisibleError("with this loss only training divides")
+            raise IndivisibleError(_ONLY_TRAINING)
         layout = find_layout(family.layouts, inputs)
         num, before = layout.count(inputs), self._before()
         if failures:

@@ -45,6 +45,7 @@ class Attached:
     min_micro_batch: int
     ladder: tuple[str, ...]
     plan_first: bool
+    rows_at_once: int  # of the longest; 0: as many as fit
     is_strict: bool
     is_vouched: bool  # whether the user vouches for a loss that is not known to add up
     compute_loss: Callable[..., Any]

@@ -48,7 +48,7 @@ class Story:
             code="micro-batches-divided",
             summary="micro-batches that do not fit are computed in pieces: "
             f"{self.what(whole)} in {self._pieces()}",
-            evidence=f"a rehearsal or an earlier failure showed the limit, {limit}"
+            evidence=f"a rehearsal, an earlier failure or rows_at_once set the limit, {limit}"
             + self._compiled()
             + self._vouched(),
             remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "

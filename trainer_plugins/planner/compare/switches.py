@@ -66,13 +66,13 @@ def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
     """Return the TrainingArguments for this many of `rows` rows at once."""
     return {
         "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": rows // micro_batch,
+        "gradient_accumulation_steps": -(-rows // micro_batch),
     }
 
 
 def rows_in_words(micro_batch: int, rows: int) -> str:
     """Say how many rows a step has at once, and how often."""
-    return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {rows // micro_batch}"
+    return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {-(-rows // micro_batch)}"
 
 
 def proposal_of(
@@ -359,7 +359,8 @@ def cut_at(length: int) -> Switch:
 def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
-    return of_flags(words, "the same metrics in more batches", per_device_eval_batch_size=rows)
+    price = "more evaluation batches: a loss that averages over tokens moves a little"
+    return replace(of_flags(words, price, per_device_eval_batch_size=rows), subject="evaluation")
 
 
 ARGMAX_LOGITS = Switch(

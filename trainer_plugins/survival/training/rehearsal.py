@@ -61,6 +61,23 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
     run.attached.say(foreseen(summary, rehearsal.told(), num_fit))
 
 
+def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
+    """Limit a run to what `rows_at_once` of its longest rows are, by tokens with padding.
+
+    `inputs` are those of the first micro-batch; they count where the data cannot be asked.
+    """
+    trainer, longest = run.attached.trainer, inputs
+    with run.memo.harmless():
+        sources = sources_of(trainer)
+        if not sources.why_not:
+            with _without_trace(run, sources):
+                longest = _longest_batch(run, inputs) or inputs
+    part = run.attached.rows_at_once / trainer._train_batch_size
+    if part < 1:
+        run.memo.limit = min(run.memo.limit, part * cells(longest))
+        run.memo.is_rehearsed = True
+
+
 class _Rehearsal:
     def __init__(self, run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float) -> None:
         self._run, self._num_items, self._scale = run, num_items, scale

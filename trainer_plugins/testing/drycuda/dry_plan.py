@@ -6,7 +6,7 @@ If the cards are too small for the command, it runs again on larger ones, to say
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class DryAnswer(NamedTuple):
     """Of the longest row; 0 if rows have none."""
 
     is_fsdp: bool
+    why_whole: Mapping[str, Sequence[str]] = {"training": (), "evaluation": ()}
+    """Why survival would divide no batch of each; empty if it would."""
 
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
@@ -86,7 +88,8 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
 
 def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
     seen = result.seen[0]
-    return DryAnswer(plan, seen["arguments"], seen["tokens"], seen["is_fsdp"])
+    known = ("arguments", "tokens", "is_fsdp", "why_whole")
+    return DryAnswer(plan, *(seen[name] for name in known))
 
 
 def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
@@ -135,6 +138,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
             "model": f"{fullest['model']}, trained by {fullest['trainer']}",
             "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
             "command": shlex.join(run.command),
+            **({"quantised": "its base"} if fullest["is_quantised"] else {}),
         },
         **result.smallest,
     )

@@ -4,15 +4,14 @@ The arguments are changed as the program makes them, so any program can be asked
 takes one run.
 """
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
@@ -27,23 +26,14 @@ from trainer_plugins.planner.compare.switches import (
 )
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.tried import margin_bytes
+from trainer_plugins.testing.drycuda.dry_changes import WAYS, is_usual, run_with, turn
 from trainer_plugins.testing.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.testing.drycuda.dry_run import DryRun
 from trainer_plugins.units import size
 
+_EVALUATES = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
-_WAYS: tuple[tuple[Switch, ...], ...] = (
-    (),
-    (switches.FUSED_LOSS,),
-    (switches.CHECKPOINTING,),
-    (switches.FUSED_LOSS, switches.CHECKPOINTING),
-    (switches.OFFLOADED_ACTIVATIONS,),
-    (switches.FUSED_LOSS, switches.OFFLOADED_ACTIVATIONS),
-    (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
-    (switches.FUSED_LOSS, switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
-)
-"""What is tried besides fewer rows: the ways that keep the training first, then the faster."""
 
 
 class Fitted(NamedTuple):
@@ -55,6 +45,9 @@ class Fitted(NamedTuple):
 
     changed: Mapping[str, object]
     """The TrainingArguments that are to be others."""
+
+    rows_at_once: int = 0
+    """Of how many of the longest rows survival computes at once; 0 if all fit."""
 
 
 class Variations:
@@ -110,7 +103,7 @@ class Variations:
         """Find the most rows at once that fit, without and with checkpointing."""
         found: list[tuple[SearchLine, MemoryPlan]] = []
         for changes in ((), (switches.CHECKPOINTING,))[: 2 - self._checkpoints]:
-            rows, plan = self._most_rows(changes, self._rows)
+            rows, plan = self._most_rows(changes, self._divisors(self._rows))
             line = self._line(rows, plan, bool(changes) or self._checkpoints)
             found.append((line, plan))
             show(line)
@@ -137,22 +130,69 @@ class Variations:
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
-        found = [
-            each.proposal for each in islice(self._fitted(self._usual_ways, failed, until), _ENOUGH)
-        ]
+        ways, sizes = self._usual_ways, self._divisors(self._now)
+        if rows := self._shorter_evaluation(until):
+            ways = [(*rows, *way) for way in ways]
+            sizes = sizes if self._is_training_short() else [self._now]
+        fitted = islice(self._fitted(ways, sizes, failed, until), _ENOUGH)
+        found = [self._proposal(*each) for each in fitted]
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
     def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
-        """Return the least costly arguments with which the command fits, and what does not.
+        """Return the least costly way in which the command fits, and what does not.
 
-        The rows between optimizer steps stay the same, and so does the result, except for rounding;
-        `may` allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the
-        weights ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
+        Survival divides micro-batches and evaluations, if it can, so that rows, steps, schedule and
+        gradients stay. Else they stay whole, unless accumulation is known to be the same. `may`
+        allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the weights
+        ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
         """
-        failed: list[str] = []
         if not self._weights_fit():
             return None, ["the weights alone do not fit"]
-        return next(self._fitted(self._ways(may), failed, float("inf")), None), failed
+        now, why_whole, failed = self._now, self._why_whole("training"), list[str]()
+        sizes, until = [now], float("inf")
+        if why_whole and not self._may_accumulate():
+            failed.append(f"micro-batches have to stay whole: {why_whole}")
+        elif self._is_training_short():
+            halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
+            sizes = self._divisors(now) if why_whole else halved
+        ways = [(*self._shorter_evaluation(until), *way) for way in self._ways(may)]
+        found = next(self._fitted(ways, sizes, failed, until), None)
+        return self._as_fitted(*found) if found is not None else None, failed
+
+    def _why_whole(self, what: str) -> str:
+        return "; ".join(self._as_given.why_whole.get(what, ()))
+
+    def _may_accumulate(self) -> bool:
+        effect = self.plan.accumulation
+        is_same = effect is not None and effect.effect is Effect.SAME
+        return is_same and not self._as_given.arguments.get("dataloader_drop_last")
+
+    def _as_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
+        """Return what makes the command fit, where survival divides what it can."""
+        now = self._now
+        divided = [each for each in changes if each.subject == "evaluation"]
+        if self._why_whole("evaluation"):
+            divided.clear()
+        kept = [each for each in changes if each not in divided]
+        changed = dict(reduce(turn, kept, self._run).changed)
+        at_once = rows if rows != now and not self._why_whole("training") else 0
+        proposal = self._proposal(kept, now if at_once else rows, plan)
+        words = [*proposal.changes, *(each.words for each in divided)]
+        prices = [proposal.price] if proposal.price else []
+        if at_once:
+            words.insert(0, rows_in_words(rows, self._rows))
+            prices.append(f"survival divides each micro-batch of {now}, and keeps its gradient")
+        elif rows != now:
+            changed |= batch_flags(rows, self._rows)
+            prices.append("a last batch that is short may count by its micro-batches")
+        if divided:
+            prices.append("survival divides each evaluation batch, and keeps its metrics")
+        return Fitted(
+            replace(proposal, changes=tuple(words), price="; ".join(prices)),
+            {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
+            changed,
+            at_once,
+        )
 
     def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
         given, allowed = self._as_given.arguments, list[Switch]()
@@ -176,47 +216,86 @@ class Variations:
         planned = self.plan.planned
         name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
         can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
-        return [way for way in _WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
+        return [way for way in WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
+
+    @property
+    def _usable_bytes(self) -> int:
+        return self._run.card.capacity_bytes - self._run.card.context_bytes
 
     def _weights_fit(self) -> bool:
-        load, card = self.plan.moments.get("load"), self._run.card
-        usable = card.capacity_bytes - card.context_bytes
-        return load is not None and load.allocated_bytes <= usable
+        load = self.plan.moments.get("load")
+        return load is not None and load.allocated_bytes <= self._usable_bytes
+
+    def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
+        """Return the change of rows with which an evaluation that is short fits, or is smallest."""
+        given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
+        plan = self.plan
+        while rows > 1 and time.monotonic() < until and self._short(plan) & _EVALUATES:
+            rows //= 2
+            plan = self._answer(turn(self._run, switches.eval_rows(rows))).plan
+        return (switches.eval_rows(rows),) if rows != given else ()
+
+    def _is_training_short(self) -> bool:
+        short = self._short(self.plan)
+        return not short or bool(short - _EVALUATES)
+
+    def _short(self, plan: MemoryPlan) -> frozenset[str]:
+        """Return the moments of a plan that need more than the card has."""
+        card, is_quantised = self._run.card, "quantised" in plan.planned
+        usable = self._usable_bytes - margin_bytes(card.capacity_bytes, is_quantised)
+        return frozenset(
+            name for name, peak in plan.moments.items() if peak.allocated_bytes > usable
+        )
 
     def _fitted(
-        self, ways: Sequence[tuple[Switch, ...]], failed: list[str], until: float
-    ) -> Iterator[Fitted]:
-        """Yield arguments that fit, and say of the others what is missing."""
-        if self._only_evaluation_is_short():
-            rows = int(self._as_given.arguments["per_device_eval_batch_size"])
-            halves = (rows >> power for power in range(1, rows.bit_length()))
-            ways = [(switches.eval_rows(each),) for each in halves]
-        tried_ways: list[tuple[Switch, ...]] = [()] if self._now == 1 else []
+        self, ways: Sequence[tuple[Switch, ...]], sizes: list[int], failed: list[str], until: float
+    ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
+        """Yield changes, rows and a plan that fits, and say of the others what is missing."""
+        tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
+        short = self.plan if sizes == [self._now] and () in ways else None
+        if short is not None:
+            failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
-            if changes in tried_ways:
+            if changes in tried_ways or not self._may_help(changes, short):
                 continue
             tried_ways.append(changes)
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
             if time.monotonic() > until:
                 return
             try:
-                rows, tried = self._most_rows(changes, self._now)
+                rows, tried = self._most_rows(changes, sizes)
             except PlanError as error:
                 failed.append(f"{words}: {error}")
                 continue
             if self._is_safe(tried):
-                yield self._as_fitted(changes, rows, tried)
+                yield changes, rows, tried
                 continue
-            left = self.spare_bytes(tried)
-            missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
-            failed.append(f"{words}, {rows_in_words(1, self._rows)}: {missing}")
+            short = short or tried
+            failed.append(f"{words}, {self._missing(rows, tried)}")
+
+    def _missing(self, rows: int, plan: MemoryPlan) -> str:
+        left = self.spare_bytes(plan)
+        missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
+        return f"{rows_in_words(rows, self._rows)}: {missing}"
+
+    def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
+        """Return whether all that changes free of a plan that is short, if it were gone, is enough.
+
+        What cannot be said is tried.
+        """
+        changes = [each for each in changes if each.subject != "evaluation"]
+        if short is None or not all(each.frees for each in changes):
+            return True
+        freed = {name for each in changes for name in each.frees}
+        freed_bytes = sum(short.breakdown.get(name, 0) for name in freed)
+        return freed_bytes >= _error_bytes(short) - self.spare_bytes(short)
 
     def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
         """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
         given = self._as_given
         # this argument holds several values: what a user has set there would be lost
-        adds = given.is_fsdp and self._rows > 1 and _is_usual(given.arguments)
+        adds = given.is_fsdp and self._rows > 1 and is_usual(given.arguments)
         for way in ways:
             yield way
             if adds:
@@ -225,23 +304,9 @@ class Variations:
     def _is_on(self, change: Switch) -> bool:
         return change == switches.CHECKPOINTING and self._checkpoints
 
-    def _as_fitted(self, changes: Sequence[Switch], rows: int, tried: MemoryPlan) -> Fitted:
-        batch = batch_flags(rows, self._rows) if rows != self._now else {}
-        return Fitted(
-            self._proposal(changes, rows, tried),
-            {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
-            {**reduce(_turn, changes, self._run).changed, **batch},
-        )
-
-    def _only_evaluation_is_short(self) -> bool:
-        usable = self._run.card.capacity_bytes - self._run.card.context_bytes
-        moments = self.plan.moments
-        is_short = [name for name, peak in moments.items() if peak.allocated_bytes > usable]
-        return is_short == ["evaluation"]
-
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
-        return explain(self._run, changes, self._plans, _turn)
+        return explain(self._run, changes, self._plans, turn)
 
     def _plans(self, runs: Sequence[DryRun]) -> list[MemoryPlan | PlanError]:
         return [*map(self._plan_or_error, runs)]
@@ -261,14 +326,16 @@ class Variations:
             self._known[key] = dry_plan(run, self._tell)
         return self._known[key]
 
-    def _most_rows(self, changes: Sequence[Switch], most: int) -> tuple[int, MemoryPlan]:
-        """Find the most rows at once that fit safely; 1 if none do."""
-        run = reduce(_turn, changes, self._run)
-        sizes = [each for each in range(1, most + 1) if self._rows % each == 0]
+    def _divisors(self, most: int) -> list[int]:
+        return [each for each in range(1, most + 1) if self._rows % each == 0]
+
+    def _most_rows(self, changes: Sequence[Switch], sizes: list[int]) -> tuple[int, MemoryPlan]:
+        """Find the most rows at once that fit safely; the fewest if none do."""
+        run = reduce(turn, changes, self._run)
 
         def plan_of(at: int) -> MemoryPlan:
             batch = batch_flags(sizes[at], self._rows) if sizes[at] != self._now else {}
-            return self._answer(_with(run, batch)).plan
+            return self._answer(run_with(run, batch)).plan
 
         low, high = 0, len(sizes) - 1
         best = plan_of(low)
@@ -285,12 +352,11 @@ class Variations:
 
     def spare_bytes(self, plan: MemoryPlan) -> int:
         """Return what the card has beside the least that a run needs."""
-        needed = plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
-        return self._run.card.capacity_bytes - needed
+        return self._run.card.capacity_bytes - _needed_bytes(plan)
 
     def _is_safe(self, plan: MemoryPlan) -> bool:
         """Return whether it fits, even if the plan is as far off as any was."""
-        return self.spare_bytes(plan) >= margin_bytes(plan.reserved_peak_bytes)
+        return self.spare_bytes(plan) >= _error_bytes(plan)
 
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
         line = line_of(
@@ -317,32 +383,10 @@ class Variations:
         return replace(proposal, margin_bytes=self.spare_bytes(plan))
 
 
-def _is_usual(arguments: Mapping[str, Any]) -> bool:
-    """Return whether accelerate's settings are its own."""
-    from transformers.trainer_pt_utils import AcceleratorConfig
-
-    return bool(arguments["accelerator_config"] == AcceleratorConfig().to_dict())
+def _needed_bytes(plan: MemoryPlan) -> int:
+    return plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
 
 
-def _with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
-    return replace(run, changed={**run.changed, **changed}, snapshot=None, foretells=True)
-
-
-def _turn(run: DryRun, change: Switch) -> DryRun:
-    """Change a run by a switch that is a flag of TrainingArguments, a variable, or an adapter."""
-    if change == switches.ADAPTER_IN_SCRIPT:
-        return _with(run, {"peft_config": switches.LORA})
-    if flags := flags_in(change.flags):
-        return _with(run, dict(_typed(flags)))
-    variable, is_one, value = change.flags.partition("=")
-    if is_one and variable.isupper():
-        return replace(run, environment={**run.environment, variable: value}, snapshot=None)
-    raise PlanError("the command itself says this: change it there")
-
-
-def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
-    """Yield values as TrainingArguments hold them: numbers, booleans, mappings and words."""
-    booleans: Mapping[str, object] = {"True": True, "False": False}
-    for name, text in flags.items():
-        is_json = text.isdigit() or text.startswith("{")
-        yield name, json.loads(text) if is_json else booleans.get(text, text)
+def _error_bytes(plan: MemoryPlan) -> int:
+    """Return how far off a plan may be; its context is as uncertain as the rest."""
+    return margin_bytes(_needed_bytes(plan), "quantised" in plan.planned)

@@ -103,6 +103,8 @@ def enable(
         if capacity_bytes is not None:
             set_capacity(capacity_bytes)
         return
+    if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
+        return  # a plan runs the program, and its dry card is the card
     from trainer_plugins.testing.simgpu.build import load
 
     library = load()

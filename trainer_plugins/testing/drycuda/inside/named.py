@@ -81,3 +81,12 @@ def _note(
         number, num_bytes = live[starts[at]]
         if address < starts[at] + num_bytes:
             found.setdefault(number, name)
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Return how many numbers a model has, and trains; ZeRO-3 leaves an empty parameter of each."""
+    sizes = [
+        (int(getattr(one, "ds_numel", one.numel())), one.requires_grad)
+        for one in model.parameters()
+    ]
+    return sum(num for num, _ in sizes), sum(num for num, trained in sizes if trained)

@@ -13,7 +13,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,12 @@ from trainer_plugins.testing.drycuda.inside.drawn import (
     timeline_of,
 )
 from trainer_plugins.testing.drycuda.inside.later import later_training
-from trainer_plugins.testing.drycuda.inside.named import Names, named_allocations, names_of
+from trainer_plugins.testing.drycuda.inside.named import (
+    Names,
+    count_parameters,
+    named_allocations,
+    names_of,
+)
 from trainer_plugins.testing.drycuda.inside.process import counters, outside_bytes, say
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
@@ -80,6 +85,10 @@ class Seen:
     """What is in use of each card that this process uses, besides its allocator's: the contexts, of
     a launcher that has touched the card too."""
 
+    why_whole: dict[str, list[str]] = field(default_factory=dict)
+    """Why survival would divide no batch of a training, of an evaluation; empty if it would."""
+
+    is_quantised: bool = False
     model: str = ""
     trainer: str = ""
     timeline: list[tuple[str, int, int]] = field(default_factory=list)
@@ -111,6 +120,8 @@ def record() -> None:
     torch.cuda.memory._record_memory_history(
         context="alloc", stacks="python", max_entries=_MOST_EVENTS
     )
+    # A program that records for itself would begin this recording anew, or end it.
+    torch.cuda.memory._record_memory_history = lambda *_, **__: None
     show = sys.excepthook
 
     def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -175,7 +186,8 @@ class _Observer:
         self._trainer = trainer
         notes.extend(about.get("notes", ()))
         planned = about.get("planned", {})
-        self._seen = Seen(arguments=_plain(trainer.args), notes=notes, planned=planned)
+        arguments = json.loads(trainer.args.to_json_string())
+        self._seen = Seen(arguments=arguments, notes=notes, planned=planned)
         self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._moment = "load"
@@ -190,6 +202,7 @@ class _Observer:
 
     def run(self, train: Callable[[], object]) -> object:
         """Train; evaluate and save in the end, and resume, as the arguments ask for."""
+        from trainer_plugins.testing.drycuda.inside.batches import Batches
         from trainer_plugins.testing.drycuda.inside.shortened import (
             OnceInTheEnd,
             take_the_longest_rows,
@@ -205,6 +218,7 @@ class _Observer:
         once = OnceInTheEnd(evaluates=evaluates, saves=saves)
         trainer.add_callback(once)
         take_the_longest_rows(trainer, self._seen.notes)
+        self._batches = Batches(trainer)  # before methods are replaced: it looks whose they are
         self._watch_moments()
         self._skip_like_micro_steps()
         result = train() if trains else None
@@ -257,14 +271,12 @@ class _Observer:
         seen, trainer = self._seen, self._trainer
         seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
         if self is not _Observer.last:
-            parameters = list(trainer.model.parameters())
-            seen.num_parameters = sum(map(_size, parameters))
-            seen.num_trainable_parameters = sum(
-                _size(one) for one in parameters if one.requires_grad
-            )
+            seen.num_parameters, seen.num_trainable_parameters = count_parameters(trainer.model)
             seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
             seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             seen.rows = trainer._train_batch_size
+            seen.tokens, seen.why_whole = self._batches.tokens, self._batches.why_whole
+            seen.is_quantised = bool(getattr(trainer.model, "is_quantized", False))
             seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
             seen.trainer = ", then by ".join(self._trainers)
             self._ended = time.time_ns() // 1000
@@ -301,7 +313,7 @@ class _Observer:
                 return method(*args, **kwargs)
             outer = self._moment
             if moment == "forward":
-                self._seen.tokens = max(self._seen.tokens, _tokens_of(args))
+                self._batches.look(args)
             self._name("weights" if outer in ("load", "resume") else "optimizer states", outer)
             is_inside = outer == "evaluation" and moment not in ("generation", "save")
             stays = outer == "resume" or is_inside
@@ -385,20 +397,3 @@ def _peaks() -> list[tuple[int, int]]:
         (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
         for index in range(torch.cuda.device_count())
     ]
-
-
-def _plain(args: Any) -> dict[str, object]:
-    found: dict[str, object] = json.loads(args.to_json_string())
-    return found
-
-
-def _tokens_of(arguments: tuple[Any, ...]) -> int:
-    """Return the tokens of a row of a batch, which `compute_loss` gets second."""
-    batch = arguments[1] if len(arguments) > 1 else None
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.shape[-1] if isinstance(ids, torch.Tensor) else 0
-
-
-def _size(parameter: torch.nn.Parameter) -> int:
-    """Return the numbers of a parameter, of which ZeRO-3 leaves an empty one."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

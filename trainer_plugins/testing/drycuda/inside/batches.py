@@ -1,0 +1,43 @@
+"""Looks at the batches of a Trainer: how long their rows are, and whether survival divides them."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer_plugins.survival.evaluation import why_whole
+from trainer_plugins.survival.exact.layouts import find_layout
+from trainer_plugins.survival.exact.losses import Family, NoFamily, family_of
+from trainer_plugins.survival.exact.shares import IndivisibleError
+from trainer_plugins.survival.refusals import refusals
+
+VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # set where the user vouches for a loss
+
+
+class Batches:
+    """Knows the batches of a Trainer, whose methods are still its own when this is made."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.tokens = 0
+        family = family_of(trainer, is_vouched=VOUCHES in os.environ)
+        unknown = [family.words] if isinstance(family, NoFamily) else []
+        in_evaluation = why_whole(trainer, family)
+        self.why_whole = {
+            "training": [*refusals(trainer, family), *unknown],
+            "evaluation": [in_evaluation] if in_evaluation else [],
+        }
+        self._family = family
+
+    def look(self, arguments: tuple[Any, ...]) -> None:
+        """Look at a batch, which `compute_loss` gets second."""
+        batch = arguments[1] if len(arguments) > 1 else None
+        if not isinstance(batch, Mapping):
+            return
+        ids = batch.get("input_ids")
+        self.tokens = max(self.tokens, ids.shape[-1] if isinstance(ids, torch.Tensor) else 0)
+        if isinstance(self._family, Family) and not self.why_whole["training"]:
+            try:
+                find_layout(self._family.layouts, batch)
+            except IndivisibleError as error:
+                self.why_whole["training"].append(str(error))
