@@ -1,8 +1,13 @@
 """State that a forward pass moves: each piece finds what the whole would have found, or nothing is divided."""
 
+import collections
+import dataclasses
+import functools
 import time
+import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,6 +106,153 @@ class Remembers(Attribute):
 
 
 KINDS = (IntegerBuffer, ByItsData, Attribute, Nested, OfAnObject, Tensor, Remembers)
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held) -> None:
+        self.held = held
+
+    def __call__(self, fold):
+        self.held = fold(self.held)
+        return self.held
+
+
+@dataclasses.dataclass
+class Replaced:
+    inner: Any
+
+    def __call__(self, fold):
+        self.inner = dataclasses.replace(self.inner, held=fold(self.inner.held))
+        return self.inner.held
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    held: Any
+
+
+class OfAClass:
+    held: Any = None
+
+    def __call__(self, fold):
+        type(self).held = fold(type(self).held)
+        return self.held
+
+
+class OfAFunction:
+    """A list, an array, a deque: what is written into, around, behind or beside a function."""
+
+    def __init__(self, held, kind: str) -> None:
+        def beside(fold):
+            beside.held = fold(beside.held)  # type: ignore[attr-defined]
+            return beside.held  # type: ignore[attr-defined]
+
+        def around(fold):
+            nonlocal held
+            held = fold(held)
+            return held
+
+        def behind(fold, box=[held]):  # noqa: B006
+            box[0] = fold(box[0])
+            return box[0]
+
+        def given(box, fold):
+            box["held"] = (fold(box["held"][0]),)
+            return box["held"][0]
+
+        vars(beside)["held"] = held
+        partial = functools.partial(given, {"held": (held,)})
+        self.call = {"beside": beside, "around": around, "behind": behind, "partial": partial}[kind]
+
+    def __call__(self, fold):
+        return self.call(fold)
+
+
+class Written:
+    def __init__(self, box) -> None:
+        self.nested = {"box": [types.SimpleNamespace(box=box)]}
+
+    def __call__(self, fold):
+        box = self.nested["box"][0].box
+        box[0] = fold(box[0])
+        return box[0]
+
+
+class Apart:
+    """A module that no module has registered."""
+
+    def __init__(self, held) -> None:
+        self.layers = [nn.Sequential(nn.Identity())]
+        self.layers[0][0].held = held
+
+    def __call__(self, fold):
+        here: Any = self.layers[0][0]
+        here.held = fold(here.held)
+        return here.held
+
+
+def of_a_class(held):
+    OfAClass.held = held
+    return OfAClass()
+
+
+HOLDERS: dict[str, Any] = {
+    "slots": Slotted,
+    "a frozen dataclass, replaced": lambda held: Replaced(Inner(held)),
+    "a class": of_a_class,
+    "a list": lambda held: Written([held]),
+    "a deque": lambda held: Written(collections.deque([held], maxlen=1)),
+    "an array": lambda held: Written(np.array([float(held)])),
+    "a tensor": lambda held: Written(held.reshape(1)),
+    "a bound method": lambda held: Slotted(held).__call__,
+    "a module apart": Apart,
+    **{kind: functools.partial(OfAFunction, kind=kind)
+       for kind in ("beside", "around", "behind", "partial")},
+}  # fmt: skip
+
+
+class Held(Stateful):
+    """Leaves its state to a callable, which may keep it anywhere."""
+
+    def __init__(self, norm, holder) -> None:
+        super().__init__(norm)
+        self.helper = holder(torch.zeros((), dtype=torch.float64))
+
+    def count(self, hidden):
+        return float(self.helper(lambda held: held + 1))
+
+
+class Averages(Held):
+    def count(self, hidden):
+        mean = hidden.detach().abs().mean()
+        return 20 / float(1 + self.helper(lambda held: 0.5 * held + 0.5 * mean))
+
+
+def held_by(kind, *names: str):
+    model = tiny_llama().double()
+    for name in names:
+        model.model.norm = kind(model.model.norm, HOLDERS[name])
+    return model.double()
+
+
+def test_a_count_is_put_back_wherever_a_module_keeps_it(tmp_path) -> None:
+    whole, survived = survive(
+        lambda: small_trainer(tmp_path, held_by(Held, *HOLDERS)), {0: 0.3, 2: 0.8}
+    )
+    assert gradients_off_by(survived, whole) <= 1e-6
+    norms = [m for m in survived.trainer.model.modules() if isinstance(m, Held)]
+    assert {norm.count(None) for norm in norms} == {5}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_mean_of_rows_is_refused_by_the_place_where_a_module_keeps_it(tmp_path, name) -> None:
+    trainer = small_trainer(tmp_path, held_by(Averages, name))
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match=r"each pass moves `.*according to its rows"):
+        Run(trainer, {0: [100]})
+    assert not remarks(tmp_path, "out-of-memory-survived")
 
 
 def with_norms(*kinds):

@@ -42,6 +42,7 @@ class RunCallback(TrainerCallback):
         self._number = uuid4().int  # this callback and its copies; with copies `id` is ambiguous
         self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
+        wrap_once("train", RunCallback, _ending_what_raises)
         self.at_rest()
 
     def at_rest(self) -> None:
@@ -58,6 +59,10 @@ class RunCallback(TrainerCallback):
     def end_run(self) -> None:
         """Undo what was done for the run. A second call does nothing."""
         self.undo.close()
+
+    def run_raises(self) -> None:
+        """Undo the same while an error, or Ctrl-C, leaves `train`: no event comes any more."""
+        self.end_run()
 
     def on_train_begin(self, args: HfArguments, state: HfState, *_: object, **event: Any) -> None:
         self.begin_run()
@@ -247,3 +252,17 @@ def wrap_once(
         ours = functools.wraps(method)(wrap(method))
         vars(ours)["wrapped_for"] = known | {kind}
         setattr(owner, name, ours)
+
+
+def _ending_what_raises(train: Method) -> Method:
+    def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
+        try:
+            return train(self, *args, **kwargs)
+        except BaseException:
+            for each in self.callback_handler.callbacks:
+                if isinstance(each, RunCallback):
+                    with each.harmless():
+                        each.run_raises()
+            raise
+
+    return call

@@ -103,6 +103,9 @@ class OOMReporter(RunCallback):
                         "OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot"
                     )
 
+    def run_raises(self) -> None:
+        """Leave torch's history of allocations to `report`, which comes later and writes it."""
+
     def report(self, trainer: HfTrainer, call: str, error: BaseException) -> None:
         """Note in the timeline, while it is handled, what was raised; record an OOM error."""
         with self.harmless():

@@ -149,7 +149,8 @@ def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> MomentPeak:
         peak_bytes=peak_bytes[worst],
         pressure=highest[worst].pressure,
         total_bytes=highest[worst].total_bytes,
-        reserved_bytes=max(each.reserved_bytes for each in readings[worst]),
+        # A cache that was released after the peak is missing in the reading.
+        reserved_bytes=max(peak_bytes[worst], *(each.reserved_bytes for each in readings[worst])),
         least_rank=least,
         least_pressure=highest[least].pressure,
         least_peak_bytes=peak_bytes[least],

@@ -13,6 +13,7 @@ alone, in which TRL's trainers generate, slice and count. Its invariants, and wh
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -52,11 +53,7 @@ class Engine:
     def __init__(self, attached: Attached) -> None:
         self.is_attached = True
         self._attached = attached
-        self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
-        self._accelerator: HfAccelerator | None = None
-        self._judged: object = None  # the `state` of the last training: each has one of its own
-        self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
-        self._current: MicroBatch | None = None
+        self._begin_unpatched()
         self._evaluation = Evaluation(attached)
         self._completions = Completions(attached)
 
@@ -68,6 +65,24 @@ class Engine:
             self._methods.set(trainer, name, divided)
         self._follow_accelerator()
         memo_of(trainer).listener = ref(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Engine":
+        """Return an engine for a copied Trainer, which shares the accelerator with its original."""
+        copied = object.__new__(Engine)
+        memo[id(self)] = copied
+        copied.is_attached = self.is_attached
+        copied._begin_unpatched()
+        copied._attached = deepcopy(self._attached, memo)
+        copied._evaluation = deepcopy(self._evaluation, memo)
+        copied._completions = deepcopy(self._completions, memo)
+        return copied
+
+    def _begin_unpatched(self) -> None:
+        self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
+        self._accelerator: HfAccelerator | None = None
+        self._judged: object = None  # the `state` of the last training: each has one of its own
+        self._run: TrainingRun | None = None  # none before it begins, and if it cannot be helped
+        self._current: MicroBatch | None = None
 
     def detach(self) -> None:
         self.is_attached = False

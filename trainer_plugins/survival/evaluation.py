@@ -13,7 +13,8 @@ from transformers import Seq2SeqTrainer
 from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, owners_of_state
+from trainer_plugins.survival.attempt.holders import Roots
+from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, roots_of_state
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
@@ -28,7 +29,6 @@ from trainer_plugins.survival.words import in_parts, part_raised
 
 R = TypeVar("R")
 
-_SMALLER_BATCH = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS)
 _ONLY_TRAINING = "with this loss only training divides"
 
 
@@ -121,13 +121,14 @@ class Parts:
         return spans
 
 
-def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], num_parts: int) -> None:
-    """Log that a batch was finished in parts, and write it into the timeline."""
+def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums: list[int]) -> None:
+    """Log that a batch was finished in parts of so many examples, and write it down."""
+    smaller = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS, rows=max(nums))
     finding = in_parts(
-        f"an evaluation batch of {what} did not fit, and was computed in {num_parts} parts",
+        f"an evaluation batch of {what} did not fit, and was computed in {len(nums)} parts",
         failures,
         "loss and outputs are those of the undivided batch. "
-        f"To avoid the failed attempts, {_SMALLER_BATCH}.",
+        f"To avoid the failed attempts, set {smaller}.",
     )
     memo_of(trainer).remark(trainer.args, trainer.state.global_step, finding)
 
@@ -166,10 +167,10 @@ class Generated:
                 self._parts.failed(num, cells(inputs))
 
             parts = self._parts.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
-            results = [result for _, result in parts]
+            nums, results = zip(*((part.num, result) for part, result in parts), strict=True)
             if failures:
                 what = f"{num} {layout.unit} to generate from"
-                say_survived(self._trainer, what, failures, len(results))
+                say_survived(self._trainer, what, failures, [*nums])
             loss = None
             if "labels" in inputs:
                 # The Trainer's own step calls `compute_loss`, and the batch is divided there.
@@ -208,12 +209,12 @@ class Evaluation:
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer)
-        self._owners: dict[str, object] | None = None
+        self._roots: Roots | None = None
 
     def begin_run(self) -> None:
         """Forget what was measured: it was of the model of another run."""
         self._certificates.clear()
-        self._owners = None
+        self._roots = None
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -271,20 +272,24 @@ class Evaluation:
                 return loss, self._kept(outputs)
             return result
 
-        results = []
+        results, nums = [], []
         for part, result in self._parts.each(layout, inputs, failures, before, work):
             results.append((result, weight.share(weight.of(part.inputs, part.num), whole)))
+            nums.append(part.num)
             if not part.is_last:
                 before.begin_next()  # the metrics of the last part are those of the whole
         if failures:
             what = f"{num} {layout.unit} ({cells(inputs)} cells)"
-            say_survived(self._attached.trainer, what, failures, len(results))
+            say_survived(self._attached.trainer, what, failures, nums)
         return _joined(layout, results)
 
     def _before(self) -> RestorePoint:
-        if self._owners is None:
-            self._owners = owners_of_state(self._attached.trainer.model)
-        return RestorePoint(self._attached.trainer, "eval", State(self._owners))
+        return RestorePoint(self._attached.trainer, "eval", State(self._roots_of_state()))
+
+    def _roots_of_state(self) -> Roots:
+        if self._roots is None:
+            self._roots = roots_of_state(self._attached.trainer.model)
+        return self._roots
 
     def _kept(self, outputs: object) -> Outputs:
         """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss."""
@@ -304,9 +309,13 @@ class Evaluation:
         certificate = self._certificates.get(self._is_over_items)
         if certificate is None:
             trainer, family = self._attached.trainer, self._attached.family
-            state = partial(full_state, trainer.model, has_parameters=True)
+            roots = self._roots_of_state()
+            state = partial(full_state, trainer.model, has_parameters=True, roots=roots)
             alone = Ranks(trainer, trainer.model)
-            certificate = Certificate(alone, family, state, is_trained=False)
+            has_own_code = bool(roots.objects) or family.is_vouched
+            certificate = Certificate(
+                alone, family, state, has_own_code=has_own_code, is_trained=False
+            )
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 
@@ -322,6 +331,10 @@ class Evaluation:
                 with gathers.measuring() if is_first else gathers.apart():
                     certificate.measure(
                         layout, inputs, num_fit, loss, before.restore, gathers.has_exchanged
+                    )
+                with gathers.apart():
+                    certificate.look_at_neighbours(
+                        layout, inputs, loss, before.restore, is_thorough=True
                     )
             finally:
                 before.restore()

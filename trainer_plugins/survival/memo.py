@@ -96,6 +96,10 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
+    def run_raises(self) -> None:
+        super().run_raises()
+        self.on_train_end()
+
     def on_train_end(self, *_: object, **__: object) -> None:
         if listener := self._listening():
             listener.training_ends()

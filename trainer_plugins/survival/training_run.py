@@ -14,7 +14,8 @@ from trainer_plugins.survival.attempt.attempt import bytes_left_over, left_over
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
-    owners_of_state,
+    full_state,
+    roots_of_state,
     why_not_divided,
 )
 from trainer_plugins.survival.attempt.users_code import is_users_function
@@ -82,7 +83,6 @@ class TrainingRun:
         # transformers may exchange it at resume, before the first step, with which a run begins.
         self.memo = memo_of(attached.trainer)
         self.card = self.memo.card_for(attached.trainer.args)
-        self.certificate = Certificate(self.ranks, attached.family, self.full_state)
         self.has_met_batch = self.is_refused = self.leftover_is_said = False
         self.is_division_said = self.is_division_refused = False
         self.is_step_own = is_users_function(attached.trainer.training_step)  # the user's own
@@ -94,13 +94,17 @@ class TrainingRun:
         self.is_compiled = is_compiled(model)
         if self.is_compiled:  # the others hook into forward passes
             attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
-        self._owners = owners_of_state(self.ranks.bare)
+        self._roots = roots_of_state(self.ranks.bare)
+        has_own_code = bool(self._roots.objects) or attached.family.is_vouched
+        self.certificate = Certificate(
+            self.ranks, attached.family, self.full_state, has_own_code=has_own_code
+        )
         # Listed once: it takes milliseconds. Recovery notices when the list has become wrong.
         self._parameters = tuple(model.parameters())
 
     def start(self) -> Start:
         return Start(
-            RestorePoint(self.attached.trainer, state=State(self._owners)),
+            RestorePoint(self.attached.trainer, state=State(self._roots)),
             GradientMark(self.ranks.kept(self._parameters)),
             self.card.allocated_bytes(),
         )
@@ -182,8 +186,8 @@ class TrainingRun:
                 part.model = self.wrapped
 
     def full_state(self) -> State:
-        modules = dict(self.model.named_modules())
-        return State(self._owners, modules, has_parameters=not self.ranks.forward_is_shared)
+        has_parameters = not self.ranks.forward_is_shared
+        return full_state(self.model, has_parameters=has_parameters, roots=self._roots)
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)

@@ -46,11 +46,13 @@ def allocator_retries(
     retries = now.num_alloc_retries - before.num_alloc_retries
     if retries <= 0:
         return None
+    # Some is released by now: at the peak at least the peak was reserved.
+    reserved_bytes = max(now.reserved_bytes, now.peak_allocated_bytes)
     return Finding.warning(
         code="allocator-retries",
         summary=f"{now.device} is so full that the allocator had to flush its entire cache",
         evidence=f"{retries} retries after warm-up, each of which waits for the card; peak"
-        f" allocated {size(now.peak_allocated_bytes)}, reserved {size(now.reserved_bytes)} of"
+        f" allocated {size(now.peak_allocated_bytes)}, reserved {size(reserved_bytes)} of"
         f" {size(now.total_bytes)}",
         remedy=f"The next such request may fail. {against_fragmentation(is_expandable)} If that"
         " does not help, lower the peak: use a smaller micro-batch.",
@@ -58,7 +60,7 @@ def allocator_retries(
         data={
             "num_retries": retries,
             "peak_allocated_bytes": now.peak_allocated_bytes,
-            "reserved_bytes": now.reserved_bytes,
+            "reserved_bytes": reserved_bytes,
             "total_bytes": now.total_bytes,
         },
     )

@@ -13,7 +13,7 @@ from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
-from trainer_plugins.record.timeline import Flush, Remark, Sample, Timeline
+from trainer_plugins.record.timeline import Entry, Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import (
     context_allowance_bytes,
     foreign_memory,
@@ -72,6 +72,8 @@ class MemoryWatch:
         self._look_at_host_at = self._ask_processes_at = self._ask_workers_at = 0.0
         self._num_train_looks = 0
         self._warm: MemoryReading | None = None
+        self._last: MemoryReading | None = None
+        self._num_noted = timeline.num_added
         self._non_torch_bytes: int | None = None
         self._first: Footprint | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
@@ -94,6 +96,7 @@ class MemoryWatch:
             self.timeline.add(generated)
         reading = self.generations.with_earlier_peak(self.device.read())
         self.device.reset_peak()
+        self._excuse_survival(reading)
         self.timeline.add(
             Sample(step=step, moment=moment, reading=reading, num_tokens_seen=num_tokens_seen)
         )
@@ -136,6 +139,15 @@ class MemoryWatch:
             workers_bytes = self._of_workers[-1].workers if self._of_workers else 0
             risen_bytes = last.host - first.host + workers_bytes - self._first_workers_bytes
         return blame(finding, leak, risen_bytes, reading.total_bytes, self.budget)
+
+    def _excuse_survival(self, reading: MemoryReading) -> None:
+        """Leave out the retries of an interval in which survival tried what did not fit."""
+        noted, self._num_noted = self.timeline.since(self._num_noted), self.timeline.num_added
+        before, self._last = self._last, reading
+        if self._warm is None or before is None or not any(map(_is_survival, noted)):
+            return
+        num = self._warm.num_alloc_retries + reading.num_alloc_retries - before.num_alloc_retries
+        self._warm = replace(self._warm, num_alloc_retries=num)
 
     def metrics(self) -> MemoryMetrics | None:
         """Return what was seen since the last call, without a reading; None without a look."""
@@ -348,6 +360,10 @@ class GenerationPeaks:
         reading = self._device.read()
         self._device.reset_peak()
         return reading
+
+
+def _is_survival(entry: Entry) -> bool:
+    return isinstance(entry, Remark) and entry.finding.code == "out-of-memory-survived"
 
 
 def own_pids() -> set[int]:

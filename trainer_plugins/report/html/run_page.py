@@ -23,6 +23,7 @@ from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, Run, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
+from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
 from trainer_plugins.report.html.events import Duration, Noted, failures_in_words, noted_in
 from trainer_plugins.report.html.memory import fullest, memory_chart, odd_one, small_chart
@@ -148,7 +149,14 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
     worst = max((each.finding.severity for each in noted_in(run.timelines)), default=Severity.INFO)
     but = {Severity.ERROR: ", with errors", Severity.WARNING: ", with warnings"}.get(worst, "")
     full = percent(top.reading.pressure)
-    return f"{top.reading.device} was {full} full at most, in step {top.step} ({top.moment}){but}"
+    num = sum(
+        isinstance(entry, Remark) and entry.finding.code == "out-of-memory-survived"
+        for entries in run.timelines.values()
+        for entry in entries
+    )
+    saved = f". {num} batch{'es' * (num > 1)} ran out of memory and survived" if num else ""
+    place = f"in step {top.step} ({top.moment})"
+    return f"{top.reading.device} was {full} full at most, {place}{but}{saved}"
 
 
 def _planned(plan: MemoryPlan | None, run: Run) -> dict[str, int]:

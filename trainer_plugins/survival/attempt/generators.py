@@ -21,9 +21,13 @@ class _Numpys:
         self._state: Any = None
         self._memory: bytes | None = None  # that of this state; None if it does not tell all
 
+    @property
+    def generator(self) -> Any:
+        return self._module.get_bit_generator()
+
     def state(self) -> Any:
         """Return the state: the same object until a number is drawn."""
-        generator = self._module.get_bit_generator()
+        generator = self.generator
         memory = None
         if type(generator) is np.random.MT19937:
             # numpy's mt19937.h: the numbers, then the place
@@ -118,3 +122,30 @@ class Generators:
         _pythons_reader.restore(self._python)
         if self._module:
             self._module.set_rng_state(self._card, self._device)
+
+    def state(self) -> list[object]:
+        """Return the states of all, as they are now."""
+        card = self._module.get_rng_state(self._device).cpu() if self._module else None
+        return [torch.get_rng_state(), card, *pythons_and_numpys()]
+
+
+def draw_all(level: float) -> None:
+    """Let Python's and numpy's generator draw this number of [0, 1), several hundred times."""
+    words = np.full(_NUM_WORDS, _untempered(int(level * 2**32)), dtype=np.uint32)
+    random.setstate((random.Random.VERSION, (*words.tolist(), 0), None))
+    if type(_numpys_reader.generator) is np.random.MT19937:
+        np.random.set_state(("MT19937", words, 0, 0, 0.0))
+
+
+def _untempered(number: int) -> int:
+    """Return the word of a Mersenne twister that it gives as this number."""
+    number ^= number >> 18
+    number ^= (number << 15) & 0xEFC60000
+    word = number
+    for _ in range(5):
+        word = number ^ ((word << 7) & 0x9D2C5680)
+    number = word & 0xFFFFFFFF
+    word = number
+    for _ in range(3):
+        word = number ^ (word >> 11)
+    return word

@@ -1,10 +1,14 @@
 """State: what a pass leaves behind besides gradients; it is compared, and restored."""
 
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from numbers import Number
+from types import FunctionType, MethodType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -12,26 +16,30 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.generators import Generators
+from trainer_plugins.survival.attempt.holders import (
+    Contents,
+    Holder,
+    Roots,
+    attributes_of,
+    is_code,
+    of_mapping,
+    of_module,
+    own_names,
+    walk,
+)
 from trainer_plugins.survival.attempt.users_code import is_users_function, is_users_object
 
 _SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tables and masks.
 
 _MOST_ITEMS = 1024
-_DEPTH = 4  # how large and how deeply nested a list or a dictionary is that is looked into
+_DEPTH = 8  # how large and how deeply nested a list or a dictionary is that is compared
 
 _ABSENT = object()
+_PLAIN = (type(None), str, bytes, Number, np.generic)
 _OPAQUE = object()  # stands for what is no state: modules, functions, outputs with a graph
-
-_OF_LIBRARIES = frozenset(vars(nn.Module())) | {
-    "ds_grads_remaining",
-    "applied_pre_backward_ref_cnt",
-    "_external_params",
-}  # what torch and DeepSpeed (runtime/zero) keep on every module
 
 # Where TRL's trainers collect what they log, under "train" and "eval"; the second of trl < 1.0.
 _METRICS = ("_metrics", "_stored_metrics")
-
-Owners = Mapping[str, object]  # modules, and objects that they keep, by their path in the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,121 +53,140 @@ class Moved:
 
 
 class State:
-    """Keeps the state of owners, and buffers of others, to compare it later and to restore it."""
+    """Keeps what roots lead to, and buffers of other modules, to compare and to restore it."""
 
     def __init__(
         self,
-        owners: Owners,
-        others: Mapping[str, object] | None = None,
+        roots: Roots,
+        others: Mapping[str, nn.Module] | None = None,
         *,
         has_parameters: bool = False,
     ) -> None:
-        self._owners, self._others = owners, {**(others or {}), **owners}
-        self._has_parameters = has_parameters
-        self._kept = {place.key: _Kept(place) for place in self._places()}
+        self._kept: list[tuple[Holder, Contents]] = []
+        self._draws: list[tuple[Holder, Contents]] = []
+        self._leaves: dict[int, _Leaf] = {}
+        for path, module in (others or {}).items():
+            if path not in roots.objects and module._buffers:
+                self._keep((holder, holder.read()) for holder in of_module(path, module))
+            elif has_parameters and path in roots.objects:
+                holder = _parameters(path, module)
+                self._keep([(holder, holder.read())])
+        self._keep(walk(roots))
+
+    def _keep(self, places: Iterable[tuple[Holder, Contents]]) -> None:
+        for holder, contents in places:
+            if holder.draw is not None:
+                self._draws.append((holder, contents))
+            elif holder.write is not None or holder.is_consumed:
+                self._kept.append((holder, contents))
+                for name, value in contents.items():
+                    is_leaf = isinstance(value, torch.Tensor | np.ndarray)
+                    if is_leaf and id(value) not in self._leaves and not _is_frequency(name):
+                        self._leaves[id(value)] = _Leaf(value)
 
     def restore(self) -> None:
-        now = {place.key: place for place in self._places()}
-        for key, place in now.items():
-            if key not in self._kept:
-                del place.holder[place.name]
-        for kept in self._kept.values():
-            kept.restore()
+        for leaf in self._leaves.values():
+            leaf.restore()
+        for holder, kept in self._kept:
+            now = holder.read()
+            if holder.write is not None and not _is_untouched(kept, now):
+                opaque = {name: value for name, value in now.items() if _is_opaque(value)}
+                holder.write({**opaque, **kept} if not holder.is_items else kept)
+
+    def restore_draws(self) -> None:
+        """Let generators that objects hold draw the same numbers again."""
+        for holder, kept in self._draws:
+            assert holder.write is not None
+            holder.write(kept)
+
+    def drawn(self) -> list[object]:
+        """Return the states of the generators that objects hold, as they are now."""
+        return [holder.read()[""] for holder, _ in self._draws]
+
+    def draw_more(self, num: int) -> None:
+        """Let generators that objects hold draw so many numbers."""
+        for holder, _ in self._draws:
+            if holder.draw is not None and num:
+                holder.draw(num)
+
+    def consumed(self) -> Iterator[str]:
+        """Say of what kind each object is that gives values and cannot go back."""
+        return (holder.words for holder, _ in self._kept if holder.is_consumed)
 
     def moved(self) -> dict[str, Moved]:
         """Return what has changed since, but frequencies (`accumulation/modules.py` judges)."""
         moved = {}
-        for place in self._places():
-            if place.is_frequency:
-                continue
-            kept = self._kept.get(place.key)
-            if kept is None or kept.has_moved():
-                is_restorable = kept is None or kept.is_restorable()
-                value = _copied(place.holder[place.name])
-                moved[place.key] = Moved(place.words, value, place.is_learned, is_restorable)
+        for holder, kept in self._kept:
+            for name, now in holder.read().items():
+                before = kept.get(name, _ABSENT)
+                has_moved = holder.is_consumed or self._has_moved(before, now)
+                if not has_moved or _is_frequency(name) or _is_opaque(now):
+                    continue
+                key = holder.path_of(name)
+                leaf = self._leaves.get(id(before))
+                is_real = torch.is_tensor(now) and now.is_floating_point()
+                is_of_module = holder.words.startswith(("a buffer", "a parameter"))
+                is_lost = holder.is_consumed or (leaf is not None and not leaf.is_restorable())
+                words = f"`{key}`, {holder.words},"
+                moved[key] = Moved(words, _copied(now), is_real and is_of_module, not is_lost)
         return moved
 
-    def _places(self) -> Iterator["_Place"]:
-        for path, module in self._others.items():
-            if isinstance(module, nn.Module):
-                yield from _places(path, module, module._buffers, "a buffer")
-        for path, owner in self._owners.items():
-            if isinstance(owner, nn.Module) and self._has_parameters:
-                trained = {
-                    n
-                    for n, p in owner._parameters.items()
-                    if p is not None and p.requires_grad and p.numel() <= _SMALL
-                }
-                yield from _places(path, owner, owner._parameters, "a parameter", trained)
-            own = [name for name in vars(owner) if name not in _OF_LIBRARIES]
-            yield from _places(path, owner, vars(owner), "an attribute", own)
+    def _has_moved(self, before: Any, now: Any) -> bool:
+        leaf = self._leaves.get(id(before))
+        if now is before:
+            return leaf is not None and leaf.has_moved()
+        return not is_same(_copied(before) if leaf is None else leaf.copied(), _copied(now))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    holder: MutableMapping[str, Any]
-    name: str
-    key: str
-    words: str
-    is_learned: bool
+class _Leaf:
+    """Keeps the numbers of a tensor, or an array."""
 
-    @property
-    def is_frequency(self) -> bool:
-        """Tell whether it is of a rotary embedding, which replaces it and never writes into it."""
-        return self.name.endswith("inv_freq")
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._copy = None if _is_opaque(value) else _copied(value)
+        self._mark = self._marked() if self._copy is None else None
 
+    def _marked(self) -> int:
+        if torch.is_tensor(self._value):
+            return int(self._value._version)
+        return crc32(np.ascontiguousarray(self._value).view(np.uint8).data)
 
-def _places(
-    path: str,
-    owner: object,
-    holder: MutableMapping[str, Any],
-    kind: str,
-    names: Iterable[str] | None = None,
-) -> Iterator[_Place]:
-    for name in [*(holder if names is None else names)]:
-        value = holder[name]
-        if _copied(value, is_shallow=True) is _OPAQUE:
-            continue
-        is_real = torch.is_tensor(value) and value.is_floating_point()
-        key = f"{path}.{name}" if path else name
-        words = f"`{key}`, {kind} of {type(owner).__name__},"
-        yield _Place(holder, name, key, words, is_real and kind != "an attribute")
-
-
-class _Kept:
-    def __init__(self, place: _Place) -> None:
-        self._place, self._value = place, place.holder[place.name]
-        self._num_writes = self._value._version if torch.is_tensor(self._value) else 0
-        self._copy = None if place.is_frequency else _copied(self._value)
+    def copied(self) -> object:
+        return _copied(self._value) if self._copy is None else self._copy
 
     def is_restorable(self) -> bool:
-        return not (self._is_uncopied_tensor() and self._is_written())
+        return self._copy is not None or self._marked() == self._mark
 
     def has_moved(self) -> bool:
-        now = self._place.holder.get(self._place.name, _ABSENT)
-        if self._is_uncopied_tensor():
-            return self._is_written() if now is self._value else not is_same(self._value, now)
-        return not is_same(self._copy, now)
+        if self._copy is None:
+            return self._marked() != self._mark
+        return not is_same(self._copy, self._value)
 
     def restore(self) -> None:
-        if torch.is_tensor(self._value) and self._copy is not None:
+        if torch.is_tensor(self._copy):
             with torch.no_grad():
                 self._value.copy_(self._copy)
-        elif isinstance(self._value, np.ndarray):
+        elif self._copy is not None:
             self._value[...] = self._copy
-        elif isinstance(self._value, list | deque):
-            self._value.clear()
-            self._value.extend(_copied(self._copy))
-        elif isinstance(self._value, dict | set):
-            self._value.clear()
-            self._value.update(_copied(self._copy))
-        self._place.holder[self._place.name] = self._value
 
-    def _is_uncopied_tensor(self) -> bool:
-        return torch.is_tensor(self._value) and self._copy is None
 
-    def _is_written(self) -> bool:
-        return bool(self._value._version != self._num_writes)
+def _parameters(path: str, module: nn.Module) -> Holder:
+    trained = [
+        name
+        for name, one in module._parameters.items()
+        if one is not None and one.requires_grad and one.numel() <= _SMALL
+    ]
+    words = f"a parameter of {type(module).__name__}"
+    return of_mapping(path, words, module._parameters, lambda: trained)
+
+
+def _is_untouched(kept: Contents, now: Contents) -> bool:
+    return [*kept] == [*now] and all(now[name] is value for name, value in kept.items())
+
+
+def _is_frequency(name: object) -> bool:
+    """Tell whether it is of a rotary embedding, which replaces it and never writes into it."""
+    return isinstance(name, str) and name.endswith("inv_freq")
 
 
 def is_same(before: object, now: object) -> bool:
@@ -182,58 +209,85 @@ def is_same(before: object, now: object) -> bool:
     return bool(before == now or (before != before and now != now))
 
 
-def _copied(value: Any, depth: int = _DEPTH, *, is_shallow: bool = False) -> Any:
-    """Copy plain values and collections; a large tensor gives None, anything else `_OPAQUE`."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
-        return value
+def _is_opaque(value: Any) -> bool:
+    """Tell whether a value is no state of its own, or cannot be compared."""
+    if isinstance(value, _PLAIN):
+        return False
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
-        if not is_plain or value.grad_fn is not None or value.is_meta:
-            return _OPAQUE
-        if is_shallow:
-            return value
-        return value.detach().clone() if value.numel() <= _SMALL else None
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.size <= _SMALL else _OPAQUE
-    if isinstance(value, list | tuple | set | frozenset | deque | dict):
-        return _copied_items(value, depth)
-    return _OPAQUE
+        return not is_plain or value.grad_fn is not None or value.is_meta
+    if isinstance(value, np.ndarray | list | tuple | set | frozenset | deque | dict):
+        return False
+    return isinstance(value, nn.Module) or next(attributes_of(value), None) is None
 
 
-def _copied_items(value: Any, depth: int) -> Any:
-    if depth == 0 or len(value) > _MOST_ITEMS:
+def _copied(value: Any, depth: int = _DEPTH) -> Any:
+    """Copy what can be compared; a large tensor gives None, what is no state `_OPAQUE`."""
+    if depth == 0 or _is_opaque(value):
         return _OPAQUE
-    copies = []
-    for item in value.values() if isinstance(value, dict) else value:
-        copy = _copied(item, depth - 1)
-        if copy is _OPAQUE or (copy is None and item is not None):
-            return _OPAQUE
-        copies.append(copy)
-    if isinstance(value, dict):
-        return dict(zip(value, copies, strict=True))
-    if isinstance(value, tuple):
-        return tuple(copies)
-    return type(value)(copies) if type(value) in (list, set, frozenset, deque) else copies
+    if isinstance(value, torch.Tensor | np.ndarray):
+        is_small = math.prod(value.shape) <= _SMALL
+        if torch.is_tensor(value):
+            return value.detach().clone() if is_small else None
+        return value.copy() if is_small else None
+    if isinstance(value, list | tuple | deque):
+        return [_copied(item, depth - 1) for item in [*value][-_MOST_ITEMS:]]
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, set | frozenset):
+        return set(value)
+    held: Contents = {}
+    if not isinstance(value, dict):
+        held["class"] = type(value).__name__
+        for holder in attributes_of(value):
+            held |= holder.read()
+    return {name: _copied(item, depth - 1) for name, item in (held or value).items()}
 
 
-def owners_of_state(model: nn.Module) -> dict[str, object]:
-    """Find modules that the user wrote or hooked, and objects that they keep, by their paths."""
-    owners: dict[str, object] = {}
+def roots_of_state(model: nn.Module) -> Roots:
+    """Find modules that the user wrote or hooked, what users put into others, and their code."""
+    registered = {id(module) for module in model.modules()}
+    objects: dict[str, object] = {}
     for path, module in model.named_modules():
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if not (is_users_object(module) or any(map(is_users_function, (*hooks, module.forward)))):
-            continue
-        owners[path] = module
-        for name, value in vars(module).items():
-            if hasattr(value, "__dict__") and not callable(value) and is_users_object(value):
-                owners[f"{path}.{name}"] = value
-    return owners
+        objects.update(_roots_in(path, module))
+    apart: dict[str, object] = {}
+    for holder, contents in walk(Roots(objects)):
+        for name, one in contents.items():
+            if isinstance(one, nn.Module) and id(one) not in registered:
+                path = holder.path_of(name)
+                apart |= {f"{path}.{n}".rstrip("."): part for n, part in one.named_modules()}
+    objects |= apart
+    code = (
+        holder
+        for holder, contents in walk(Roots(objects))
+        if holder.is_code and not all(map(is_code, contents.values()))
+    )
+    return Roots(objects, tuple(code))
 
 
-def full_state(model: nn.Module, *, has_parameters: bool) -> State:
+def _roots_in(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    users = [hook for hook in hooks if is_users_function(hook)]
+    own = {name: vars(module)[name] for name in own_names(module)}
+    if is_users_object(module) or users or is_users_function(module.forward):
+        yield path, module
+    for name, value in (dict(enumerate(users)) | own).items():
+        is_function = isinstance(value, FunctionType | MethodType | partial)
+        if (is_users_function if is_function else _is_users)(value):
+            yield f"{path}.{name}" if path else str(name), value
+
+
+def _is_users(value: object) -> bool:
+    if isinstance(value, list | tuple | deque | dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return any(map(is_users_object, inside)) if len(value) <= _MOST_ITEMS else False
+    return is_users_object(value) and not isinstance(value, nn.Module)
+
+
+def full_state(model: nn.Module, *, has_parameters: bool, roots: Roots | None = None) -> State:
     """Keep all that a pass may move: of libraries' modules the buffers."""
-    modules = dict(model.named_modules())
-    return State(owners_of_state(model), modules, has_parameters=has_parameters)
+    roots = roots or roots_of_state(model)
+    return State(roots, dict(model.named_modules()), has_parameters=has_parameters)
 
 
 def why_not_divided(moved: Iterable[Moved]) -> str:
@@ -271,7 +325,7 @@ class RestorePoint:
 
     def __init__(self, trainer: HfTrainer, mode: str = "train", state: State | None = None) -> None:
         self._trainer, self._mode = trainer, mode
-        self.state = state or State({})
+        self.state = state or State(Roots({}, ()))
         self._generators = Generators(trainer.args.device)
         self._num_tokens = getattr(trainer, "_total_train_tokens", None)
         self._ends = [
@@ -281,6 +335,7 @@ class RestorePoint:
 
     def restore(self) -> None:
         self._generators.restore()
+        self.state.restore_draws()
         self.begin_next()
 
     def begin_next(self) -> None:

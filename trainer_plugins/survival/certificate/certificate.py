@@ -18,6 +18,7 @@ from trainer_plugins.survival.certificate.comparison import (
     Passes,
 )
 from trainer_plugins.survival.certificate.held import held
+from trainer_plugins.survival.certificate.neighbours import Neighbours
 from trainer_plugins.survival.certificate.samples import SHORT
 from trainer_plugins.survival.exact.finality import (
     Watch,
@@ -65,9 +66,11 @@ class Certificate:
         family: Family,
         full_state: Callable[[], State],
         *,
+        has_own_code: bool,
         is_trained: bool = True,
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
+        self._has_own_code = has_own_code  # whether code of a user's has a part in a pass
         self._full_state = full_state
         self._class_weights: ClassWeights | None = None
         self._classes: set[int] = set()  # measured next to others, if the user vouches
@@ -143,10 +146,7 @@ class Certificate:
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
         except NotAdditiveError as error:
-            if self.divided_since is not None:
-                self.why_broken = str(error)
-            elif not self._ranks.measures_together:  # together they measure again
-                self._refused[kind] = str(error)
+            self._refuse(kind, str(error))
             raise
         if not told:  # nothing new: what is known holds
             self._next = self._computed + _SPARING * (comparison.cost or cells(inputs))
@@ -162,6 +162,43 @@ class Certificate:
         self._classes |= self.new_classes(inputs)
         self.known = _known(told)
         logger.info("%s", self.known)
+
+    def looks_at_each(self) -> bool:
+        """Tell whether rows are compared again before each micro-batch that is divided."""
+        # What code of a user's does may depend on chance, on counts, and on labels.
+        return self._has_own_code and not self._ranks.measures_together
+
+    def look_at_neighbours(
+        self,
+        layout: Layout,
+        inputs: Inputs,
+        loss: Loss,
+        put_back: Callable[[], object],
+        *,
+        is_thorough: bool,
+    ) -> None:
+        """Raise NotAdditiveError if code of a user's mixes rows, at one of several draws."""
+        if not self._ranks.on_any(self._has_own_code):
+            return
+        coupling, state = self._family.coupling, self._full_state()
+        sees_all = coupling is not None and coupling.sees_all
+        neighbours = Neighbours(
+            self._ranks, sees_all, lambda some: loss(some, None), state, put_back
+        )
+        try:
+            why = neighbours.why_mixed(layout, inputs, is_thorough=is_thorough)
+        finally:
+            put_back()
+            state.restore()
+        if why:
+            self._refuse(batch_kind(layout, inputs), why)
+            raise NotAdditiveError(why)
+
+    def _refuse(self, kind: Kind, why: str) -> None:
+        if self.divided_since is not None:
+            self.why_broken = why
+        elif not self._ranks.measures_together:  # together they measure again
+            self._refused[kind] = why
 
     @contextmanager
     def _passes(self, loss: Loss, put_back: Callable[[], object], scale: float) -> Iterator[Passes]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from operator import is_
 from typing import Any
 
@@ -17,6 +17,10 @@ from trainer_plugins.survival.attempt.generators import pythons_and_numpys
 # multiples are spread evenly, so half of the signs of `rounded_differently` are up.
 _GOLDEN = 0.6180339887498949
 
+_FAR = 4.0  # how many standard deviations from the mean a normal number at a level may be
+
+_POINT, _DEVIATIONS = "held point", "held deviations"  # beside the arguments of an operation
+
 _MOST_DIGITS = 64  # last digits between the numbers of rows: far less than a tolerance
 
 _Named = dict[str, Any]  # the arguments of an operation, by name
@@ -27,7 +31,7 @@ def held(model: nn.Module) -> Iterator["Drawers"]:
     """Draw nothing inside: dropout keeps all, and noise is a fixed point within its bounds."""
     # In training mode, where batch statistics couple rows. Draws are caught in the dispatcher, in
     # the forward passes of checkpointing too; `Drawers` finds what other generators draw.
-    with _Held(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
+    with HeldAt(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
         yield drawers
 
 
@@ -87,8 +91,15 @@ class Drawers:
         self._last = now
 
 
-class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets torch draw the same numbers for each row: near a level of [0, 1), or spread evenly."""
+
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
+
+    def __init__(self, level: float | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._point = _point if level is None else partial(torch.full_like, fill_value=level)
+        self._num_deviations = 1.0 if level is None else _FAR
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: _Named | None = None
@@ -107,7 +118,8 @@ class _Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fix = _FIXES.get(schema.name)
         if fix is not None:
             names = (argument.name for argument in schema.arguments)
-            return fix(result, dict(zip(names, args, strict=False)) | kwargs)
+            named = dict(zip(names, args, strict=False)) | kwargs
+            return fix(result, {**named, _POINT: self._point, _DEVIATIONS: self._num_deviations})
         return result
 
 
@@ -141,22 +153,24 @@ def _given(named: _Named, *names: str) -> Any:
 
 def _uniform(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = named.get("from", 0.0), named.get("to", 1.0)
-    return result.copy_(low + (high - low) * _point(result))
+    return result.copy_(low + (high - low) * named[_POINT](result))
 
 
 def _normal(result: torch.Tensor, named: _Named) -> torch.Tensor:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
-    return result.copy_(mean + std * (2 * _point(result) - 1))
+    return result.copy_(mean + named[_DEVIATIONS] * std * (2 * named[_POINT](result) - 1))
 
 
 def _exponential(result: torch.Tensor, named: _Named) -> torch.Tensor:
-    return result.copy_(-torch.log1p(-_point(result)) / named.get("lambd", 1.0))
+    return result.copy_(-torch.log1p(-named[_POINT](result)) / named.get("lambd", 1.0))
 
 
 def _bernoulli(result: torch.Tensor, named: _Named) -> torch.Tensor:
     p = _given(named, "p")
     if p is None:
         p = named["self"] if result is not named["self"] else 0.5
+    if named[_DEVIATIONS] > 1:
+        return result.copy_(named[_POINT](torch.empty_like(result, dtype=torch.float32)) < p)
     return result.copy_(p > 0) if torch.is_tensor(p) else result.fill_(p > 0)
 
 
@@ -172,7 +186,8 @@ def _dropout(
 
 def _integers(result: torch.Tensor, named: _Named) -> torch.Tensor:
     low, high = _given(named, "low", "from") or 0, _given(named, "high", "to")
-    return result.fill_(low if high is None else low + int((high - low) * _GOLDEN))
+    part = float(named[_POINT](torch.empty(())))
+    return result.fill_(low if high is None else low + int((high - low) * part))
 
 
 def _likeliest(result: torch.Tensor, named: _Named) -> torch.Tensor:
@@ -214,9 +229,10 @@ def _move(_: nn.Module, __: object, output: object) -> object:
     if not torch.is_tensor(output) or not output.is_floating_point() or not output.dim():
         return output
     *places, size = output.shape
-    signs = _signs(math.prod(places), output).reshape(*places, 1) * _signs(size, output)
-    return output * (1 + torch.finfo(output.dtype).eps * signs)
+    moves = signs(math.prod(places), output).reshape(*places, 1) * signs(size, output)
+    return output * (1 + torch.finfo(output.dtype).eps * moves)
 
 
-def _signs(num: int, like: torch.Tensor) -> torch.Tensor:
+def signs(num: int, like: torch.Tensor) -> torch.Tensor:
+    """Return as many numbers, each 1 or -1, in an order without a pattern."""
     return (1 - 2 * (_spread(num, like) < 0.5)).to(like.dtype)

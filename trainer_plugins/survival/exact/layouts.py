@@ -64,16 +64,21 @@ class Rows:
             for name, value in inputs.items()
         }
 
-    def pick(self, inputs: Inputs, rows: list[int]) -> Batch:
+    def pick(self, inputs: Inputs, examples: list[int]) -> Batch:
         picked: Batch = {}
         for name, value in inputs.items():
-            if _length(value) is None:
+            length = _length(value)
+            if length is None or (length == 1 and _is_shared(name, value)):
                 picked[name] = value
             else:
+                rows = self._rows_of(examples, length, _num_rows(inputs))
                 picked[name] = (
                     value[rows] if torch.is_tensor(value) else [value[row] for row in rows]
                 )
         return picked
+
+    def _rows_of(self, examples: list[int], length: int, num_rows: int) -> list[int]:
+        return examples
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
@@ -109,6 +114,10 @@ class Pairs(Rows):
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[which] for which in (0, 1) for half in halves])
+
+    def _rows_of(self, examples: list[int], length: int, num_rows: int) -> list[int]:
+        half = num_rows // 2
+        return [*examples, *(half + one for one in examples)] if length == num_rows else examples
 
     def _lengths(self, num_rows: int) -> tuple[int, ...]:
         return (num_rows, num_rows // 2)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -61,6 +61,7 @@ class Recovery:
             micro.whole.inputs = {**inputs, ROW: [*range(num_rows)]}
         self._story = Story(self._layout.unit if self._layout else "examples", has_tokens(inputs))
         self._num_graphs = run.num_graphs()
+        self._has_looked = False  # whether rows were compared for this micro-batch
         self._moved: dict[str, Moved] | None = None  # what the first piece has moved
         self._added: list[_Added] = []
         self._tried: list[int] = []  # numbers of examples of the failed attempts
@@ -334,37 +335,47 @@ class Recovery:
         """Return the weight that makes pieces add up; measure it if it is unknown or due again."""
         certificate = self._run.certificate
         try:
-            if certificate.wants(self._kind, self._micro.whole.inputs):
-                self._measure(layout, num_fit)
+            is_due = certificate.wants(self._kind, self._micro.whole.inputs)
+            if is_due or (certificate.looks_at_each() and not self._has_looked):
+                self._measure(layout, num_fit, is_due=is_due)
         except IndivisibleError as error:  # a buffer that moved is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
         if self._run.what_moved:
             raise IndivisibleError(self._run.what_moved)
         return certificate.weight(layout, self._kind)
 
-    def _measure(self, layout: Layout, num_fit: int) -> None:
+    def _measure(self, layout: Layout, num_fit: int, *, is_due: bool = True) -> None:
+        self._has_looked = True
         certificate, inputs = self._run.certificate, self._micro.whole.inputs
         model, coupling = self._run.model, copy(self._coupling)  # what this one keeps stays
 
         def loss(some: Inputs, whole: Divided | None) -> torch.Tensor:
             return self._loss(some, model, whole, coupling)
 
-        with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
-            measure = partial(certificate.measure, layout, inputs, num_fit, loss)
-            options = (put_back, self._run.gathers.has_exchanged, self._micro.scale)
-            try:
-                # What ranks measure together none of them leaves alone.
-                is_alone = not self._ranks.measures_together
-                failure = attempt(partial(measure, *options)) if is_alone else measure(*options)
-                if failure is not None:
-                    raise IndivisibleError(no_room(failure.first_line))
-            except IndivisibleError as error:
-                if certificate.why_broken and certificate.divided_since is not None:
-                    doubt = in_doubt(certificate.divided_since, self._step - 1, str(error))
-                    self._attached.say(doubt)
-                raise
-        self._story.measured = certificate.known
-        self._not_measured = certificate.did_not_fit
+        if is_due:
+            with self._run.measuring(shows_metrics=not certificate.knows(layout)) as put_back:
+                measure = partial(certificate.measure, layout, inputs, num_fit, loss)
+                options = (put_back, self._run.gathers.has_exchanged, self._micro.scale)
+                self._judge(partial(measure, *options))
+            self._story.measured = certificate.known
+            self._not_measured = certificate.did_not_fit
+        with self._run.measuring() as put_back:
+            look = partial(certificate.look_at_neighbours, layout, inputs, loss, put_back)
+            self._judge(partial(look, is_thorough=is_due))
+
+    def _judge(self, measure: Callable[[], None]) -> None:
+        certificate = self._run.certificate
+        try:
+            # What ranks measure together none of them leaves alone.
+            is_alone = not self._ranks.measures_together
+            failure = attempt(measure) if is_alone else measure()
+            if failure is not None:
+                raise IndivisibleError(no_room(failure.first_line))
+        except IndivisibleError as error:
+            if certificate.why_broken and certificate.divided_since is not None:
+                doubt = in_doubt(certificate.divided_since, self._step - 1, str(error))
+                self._attached.say(doubt)
+            raise
 
     @cached_property
     def _kind(self) -> Kind:

@@ -1,0 +1,304 @@
+"""Holders: find what code outside libraries keeps between two calls, wherever it keeps it."""
+
+import io
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer_plugins.survival.attempt.users_code import is_users_object
+from trainer_plugins.upkeep.frames import is_of_project
+
+_MOST_ITEMS = 1000  # longer collections hold rows, and are looked at, but not into
+_MOST_KEPT = 100_000  # still longer ones are data
+_MOST_OBJECTS = 20_000
+
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, type, types.ModuleType))
+
+# Of the standard library these hold whatever a user puts into them.
+_OPEN = ("types", "argparse", "collections", "dataclasses")
+
+OF_LIBRARIES = frozenset(vars(nn.Module())) | {
+    "ds_grads_remaining",
+    "applied_pre_backward_ref_cnt",
+    "_external_params",
+}  # what torch and DeepSpeed (runtime/zero) keep on every module
+
+Contents = dict[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holder:
+    """Holds one place that keeps values by name or number: an object, a list, a closure."""
+
+    path: str  # as in "model.norm.helper"
+    words: str  # what a value in it is: "an attribute of Helper"
+    read: Callable[[], Contents]
+    write: Callable[[Contents], object] | None = None  # None: it cannot change
+    is_items: bool = False  # whether its values are found by [...]
+    draw: Callable[[int], object] | None = None  # draws so many numbers, if it is a generator
+    is_consumed: bool = False  # whether it moves on with each value that it gives
+    is_code: bool = False  # whether a function, or a class, keeps it
+
+    def path_of(self, name: object) -> str:
+        if name == "":
+            return self.path
+        if self.is_items:
+            return f"{self.path}[{name!r}]"
+        return f"{self.path}.{name}" if self.path else str(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Holds where to begin: objects by their paths, and what the code of their classes keeps."""
+
+    objects: Mapping[str, object]
+    code: tuple[Holder, ...] | None = None  # None: it is looked for, which takes longer
+
+
+def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
+    """Give each place that roots lead to, with its contents, through all but libraries' objects."""
+    looks_at_code, seen = roots.code is None, dict[int, object]()
+    waiting = deque[tuple[str, object]]()
+
+    def follow(holder: Holder) -> Contents:
+        contents = holder.read()
+        if holder.draw is None and len(contents) <= _MOST_ITEMS:
+            for name, value in contents.items():
+                if type(value) not in _ATOMS and not isinstance(value, torch.Tensor | np.ndarray):
+                    waiting.append((holder.path_of(name), value))
+        return contents
+
+    for holder in roots.code or ():
+        yield holder, follow(holder)
+    waiting.extend(roots.objects.items())
+    while waiting and len(seen) < _MOST_OBJECTS:
+        path, one = waiting.popleft()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        for holder in _holders(path, one, is_root=path in roots.objects):
+            yield holder, follow(holder)
+        if looks_at_code:
+            for holder in _of_code(path, one):
+                yield holder, follow(holder)
+
+
+def of_mapping(
+    path: str,
+    words: str,
+    held: Any,
+    names: Callable[[], Any],
+    *,
+    is_items: bool = False,
+    is_code: bool = False,
+) -> Holder:
+    """Describe a mapping, or those of its names that count."""
+
+    def write(kept: Contents) -> None:
+        for name in [name for name in names() if name not in kept]:
+            del held[name]
+        held.update(kept)
+
+    def read() -> Contents:
+        return {name: held[name] for name in names()}
+
+    return Holder(path, words, read, write, is_items, is_code=is_code)
+
+
+def of_module(path: str, module: nn.Module) -> Iterator[Holder]:
+    """Describe the buffers of a module."""
+    yield of_mapping(
+        path, f"a buffer of {type(module).__name__}", module._buffers, lambda: [*module._buffers]
+    )
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's attributes that are not torch's own, in their order."""
+    return [name for name in vars(module) if name not in OF_LIBRARIES]
+
+
+def is_open(one: object) -> bool:
+    """Tell whether an object is looked into: a subset of torch's holds a data set of a user's."""
+    home = type(one).__module__
+    is_given = home.startswith("torch.utils.data") or home.partition(".")[0] in _OPEN
+    return is_given or is_users_object(one)
+
+
+def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:
+    if (drawn := _generator(path, one)) is not None:
+        yield drawn
+    elif is_consumed(one):
+        yield Holder(path, f"a {type(one).__name__}", lambda: {"": None}, is_consumed=True)
+    elif isinstance(one, list | deque | tuple | dict | set | frozenset):
+        if len(one) <= _MOST_KEPT:
+            yield _collection(path, one)
+    elif isinstance(one, partial):
+        inside = {"func": one.func, "args": one.args, "keywords": one.keywords}
+        yield Holder(path, "", lambda: inside)
+    elif isinstance(one, types.MethodType | types.BuiltinMethodType):
+        inside = {"": one.__self__, "__func__": getattr(one, "__func__", None)}
+        yield Holder(path, "", lambda: inside)
+    elif isinstance(one, nn.Module):
+        if is_root:
+            yield _attributes(path, one, lambda: own_names(one))
+            yield from of_module(path, one)
+    else:
+        yield from attributes_of(one, path)
+
+
+def attributes_of(one: Any, path: str = "") -> Iterator[Holder]:
+    """Describe the attributes of an object that no library made."""
+    if isinstance(one, type | types.FunctionType) or not is_open(one):
+        return
+    if hasattr(one, "__dict__"):
+        yield _attributes(path, one, lambda: [*vars(one)])
+    if slots := _slots_of(one):
+        yield _of_slots(path, one, slots)
+
+
+def _attributes(path: str, one: Any, names: Callable[[], Any], *, is_code: bool = False) -> Holder:
+    words = f"an attribute of {type(one).__name__}"
+    return of_mapping(path, words, vars(one), names, is_code=is_code)
+
+
+def _collection(path: str, one: Any) -> Holder:
+    words = f"an entry of a {type(one).__name__}"
+    if isinstance(one, dict):
+        return of_mapping(path, words, one, lambda: [*one], is_items=True)
+    if isinstance(one, tuple | frozenset):
+        return Holder(path, words, lambda: dict(enumerate(one)), is_items=True)
+
+    def write(kept: Contents) -> None:
+        one.clear()
+        (one.update if isinstance(one, set) else one.extend)(kept.values())
+
+    if isinstance(one, set):  # without an order
+        return Holder(path, words, lambda: dict(zip(one, one, strict=True)), write, is_items=True)
+    return Holder(path, words, lambda: dict(enumerate(one)), write, is_items=True)
+
+
+def _of_code(path: str, one: object) -> Iterator[Holder]:
+    """Describe what functions and classes keep, and lead to other code."""
+    if isinstance(one, types.FunctionType):
+        yield from _of_function(path, one)
+        return
+    for kind in filter(is_of_project, type(one).__mro__):
+        held = dict(vars(kind))
+        yield Holder(path, "", partial(dict, {n: v for n, v in held.items() if is_code(v)}))
+        names = [n for n, v in held.items() if not is_code(v) and not n.startswith("__")]
+        if names:
+            yield _of_slots(path, kind, names)
+
+
+def is_code(value: object) -> bool:
+    """Tell whether a value is a function, a class or a module of Python's: no state itself."""
+    is_descriptor = hasattr(type(value), "__get__") and not isinstance(value, nn.Module)
+    return is_descriptor or isinstance(value, type | types.ModuleType)
+
+
+def _of_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
+    name = one.__name__
+    given = dict(enumerate(one.__defaults__ or ())) | (one.__kwdefaults__ or {})
+    if given:
+        words = f"a default of {name}"
+        yield Holder(path, words, partial(dict, given), is_items=True, is_code=True)
+    if vars(one):
+        yield _attributes(path, one, lambda: [*vars(one)], is_code=True)
+    if one.__closure__:
+        cells = dict(zip(one.__code__.co_freevars, one.__closure__, strict=True))
+        yield _of_cells(path, name, cells)
+    if is_of_project(one):
+        known = one.__globals__
+        used = {n: known[n] for n in _names_in(one.__code__) if n in known}
+        yield Holder("", "", partial(dict, {n: v for n, v in used.items() if is_code(v)}))
+        names = used.keys() - {n for n, v in used.items() if is_code(v)}
+        if names:
+            words = f"a global variable of {one.__module__}"
+            yield of_mapping("", words, known, lambda: names & known.keys(), is_code=True)
+
+
+def _of_cells(path: str, name: str, cells: dict[str, types.CellType]) -> Holder:
+    def read() -> Contents:
+        found = {}
+        for name, cell in cells.items():
+            with suppress(ValueError):  # it is empty still
+                found[name] = cell.cell_contents
+        return found
+
+    def write(kept: Contents) -> None:
+        for name, value in kept.items():
+            cells[name].cell_contents = value
+
+    return Holder(path, f"a variable around {name}", read, write, is_code=True)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _of_slots(path: str, one: Any, names: list[str]) -> Holder:
+    """Describe attributes that lie in no dictionary that can be written."""
+    is_class = isinstance(one, type)
+    words = f"an attribute of {one.__name__ if is_class else type(one).__name__}"
+
+    def read() -> Contents:
+        if is_class:
+            return {n: v for n, v in vars(one).items() if n in names}
+        return {name: getattr(one, name) for name in names if hasattr(one, name)}
+
+    def write(kept: Contents) -> None:
+        for name, value in kept.items():
+            if is_class:
+                if vars(one).get(name) is not value:
+                    type.__setattr__(one, name, value)
+            else:
+                object.__setattr__(one, name, value)
+
+    return Holder(path, words, read, write, is_code=is_class)
+
+
+def _slots_of(one: object) -> list[str]:
+    found: list[str] = []
+    for kind in type(one).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _generator(path: str, one: Any) -> Holder | None:
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    if isinstance(one, random.Random):
+        get, put, draw = one.getstate, one.setstate, lambda num: one.getrandbits(64 * num)
+    elif isinstance(one, np.random.RandomState):
+        get, put, draw = one.get_state, one.set_state, one.random_sample
+    elif isinstance(one, torch.Generator):
+        get, put = one.get_state, one.set_state
+        draw = partial(torch.rand, generator=one, device=one.device)
+    elif isinstance(one, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(one, "bit_generator", one)
+        get, put = lambda: deepcopy(bits.state), partial(setattr, bits, "state")
+        draw = bits.random_raw
+    else:
+        return None
+    return Holder(path, "", lambda: {"": get()}, lambda kept: put(kept[""]), draw=draw)
+
+
+def is_consumed(one: object) -> bool:
+    """Tell whether an object of Python's gives values one after the other, and cannot go back."""
+    is_built_in = type(one).__module__ in ("builtins", "itertools", "collections")
+    is_iterator = hasattr(type(one), "__next__") and not isinstance(one, io.IOBase)
+    return is_built_in and is_iterator
