@@ -45,6 +45,23 @@ MEMORY_FRACTION = replace(
     when="where no Trainer trains",
     code="torch.cuda.set_per_process_memory_fraction(0.95)",
 )
+# NCCL 2.24 and later register it by cuMem, which WSL2 and some containers refuse.
+NO_CUMEM_HOST = Advice(
+    effect="NCCL shares main memory in the older way, which WSL2 and containers allow",
+    when="where NCCL fails in its shared memory",
+    environment="NCCL_CUMEM_HOST_ENABLE=0",
+)
+NO_NCCL_SHM = Advice(
+    effect="NCCL sends between the cards without shared memory",
+    price="slower collectives",
+    when=NO_CUMEM_HOST.when,
+    environment="NCCL_SHM_DISABLE=1",
+)
+NEWER_NCCL = Advice(
+    effect="later versions go back to the older way by themselves",
+    when=NO_CUMEM_HOST.when,
+    shell="pip install -U nvidia-nccl-cu12   # the version that your torch allows, or a newer torch",
+)
 SMALLER_NCCL_BUFFERS = Advice(
     effect="NCCL's buffers are a quarter of the usual 4 MiB each",
     price="slower collectives",
@@ -219,6 +236,16 @@ FIND_THE_KILL = Advice(
     effect="says whether it was main memory, and how much the process had",
     when="where nothing shows what took main memory",
     shell="sudo dmesg -T | grep -i 'killed process'",
+)
+ASK_SLURM = Advice(
+    effect="shows whether the job was preempted, cancelled, timed out or out of memory",
+    when="where Slurm started the job",
+    shell="sacct -j JOB --format=State,ExitCode,MaxRSS,ReqMem",
+)
+LIGHTER_SAMPLES = Advice(
+    effect="one sample, not the number of workers, fills main memory",
+    when="where no dataloader workers run",
+    code="build less in one sample (dataset, collate_fn): masks, decoded pictures, sound or video",
 )
 SHOW_MAIN_MEMORY = Advice(
     effect="shows how much main memory is left",

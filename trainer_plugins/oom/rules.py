@@ -300,15 +300,16 @@ RULES = (
         r"alloc_\w{3,40} runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower",
         "sgl-project/sglang#10408; sglang, mem_cache/common.py",
     )._replace(source="engine"),
-    # Killed by a signal: usually for main memory, but any program may send it.
+    # Killed by a signal: often for main memory, but any program may send it. The code or the signal
+    # stands near a word of ending, in whatever order.
     _killed(
-        r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
-        r"|<Signals\.SIGKILL: 9>|exit status -9\b|killed by SIGKILL by OOM killer",
-        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, Unakar/Logic-RL#18: Ray",
-    ),
-    _killed(
-        r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
-        "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
+        r"(?i:\b(?:exit\w*|return(?:ed|s)?[_ -]?(?:code|value|status))"
+        r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
+        r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![\w%-]|\.\d)"
+        r"|(?<![\w.+\[-])(?:-9|137)\b[^\n\d]{0,12}?\b(?:exit|return)[_ -]?(?:code|status|value))"
+        r"|(?<!closing )(?<!nding )(?<!send )\b[Ss]ignals?\b[^\n\w]{1,6}(?:9\b(?!\.)|SIGKILL|killed\b)"
+        r"|<Signals\.SIGKILL|\b(?:[Kk]illed|died|terminated|received|got|was sent)\b[^\n\d]{0,24}?SIGKILL",
+        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, mozilla/bugbug#3906, Unakar/Logic-RL#18",
     ),
     _killed(
         r"worker may have exceeded K8s pod memory limits"
@@ -318,8 +319,8 @@ RULES = (
     _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
         rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
-        r"|\bzsh: killed {2,12}\S|terminated (?:by|with) signal SIGKILL",
-        "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
+        r"|\bzsh: killed {2,12}\S|\btask \d{1,6}: Killed",
+        "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells and srun say",
     ),
     # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".
     _allocator(r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),

@@ -11,10 +11,10 @@ from trainer_plugins.advice import FREE_DISK, REBOOT, SMALLER_BLOCKS, WAIT_FOR_K
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
-from trainer_plugins.explain.shared import cause, with_numbers
+from trainer_plugins.explain.shared import cause, quoted, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
-from trainer_plugins.explain.text.excerpt import Excerpt, find_first
+from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, vendor_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
@@ -95,7 +95,7 @@ def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
 
 def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
     """Explain the first OOM of a log of any size, or raise ValueError if it is empty or no text."""
-    return explain_excerpt(find_first(stream), subject)
+    return explain_excerpt(find_oom(stream), subject)
 
 
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
@@ -128,7 +128,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
-            evidence = f"The words are: {line.text.strip()[:200]}"
+            evidence = f"The words are: {quoted(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
             doubt = vendor_of(facts).translated(said)
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)

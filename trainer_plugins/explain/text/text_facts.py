@@ -27,6 +27,16 @@ _SMI_PROCESS = re.compile(
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 
 
+# A line of code, of a log or of torch's message is no sentence of a person.
+_NO_SENTENCE = re.compile(
+    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>=|]|\d%|\[(?:INFO|WARN|ERROR|rank)|"
+    r"^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
+)
+_SPEAKS = re.compile(
+    r"(?i:\bOOMs?\b|out of (?:\w+ ){0,2}memory|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
+).search
+
+
 class SmiProcess(NamedTuple):
     """Holds one line of the processes table of nvidia-smi."""
 
@@ -157,9 +167,29 @@ class TextFacts:
         frames = self.frames[-innermost:] if innermost else self.frames
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 
+    def told(self, pattern: str) -> str:
+        """Return a person's sentence on memory or an end, with these words; empty without one."""
+        found = (one for one in self._sentences if re.search(rf"(?i:{pattern})", one))
+        return next(found, "")
+
+    @property
+    def _sentences(self) -> list[str]:
+        lines = [line for line in self.text.splitlines() if not _NO_SENTENCE.search(line)]
+        return [one for line in lines for one in re.split(r"(?<=[.!?;]) ", line) if _SPEAKS(one)]
+
     def says(self, pattern: str) -> re.Match[str] | None:
         """Find words anywhere in the text, the head of the log included."""
         return re.search(pattern, self.text) or re.search(pattern, self.command)
+
+    @property
+    def has_ranks(self) -> str:
+        """Return the words that show a launch of several ranks; empty if there are none."""
+        named = self.says(
+            r"(?:nproc[_-]per[_-]node|num_processes|num[_-]gpus|world_size|NPROC_PER_NODE)"
+            r"[\"']?[ =:]{1,3}(?:[2-9]|\d\d|gpu|auto)|\btorchrun\b|accelerate[ -]launch|\bdeepspeed "
+            r"|mpirun|local[_-]rank|LOCAL_RANK|MULTI_GPU|DistributedDataParallel|\[rank\d+\]|\b[Rr]ank [1-9]\b"
+        )
+        return named[0].strip() if named else f"rank {self.writer}" if self.writer.isdigit() else ""
 
     @property
     def users_frame(self) -> Frame | None:
@@ -204,14 +234,14 @@ class TextFacts:
 
 def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     """Read the facts from the lines around an OOM."""
-    lines, at = excerpt.lines, excerpt.at
+    lines, at, since = excerpt.lines, excerpt.at, excerpt.since
     texts = [line.text for line in lines]
     near = max(0, at - _NUM_NEAR)
     processes = filter(None, map(_SMI_PROCESS.match, texts))
     cards = filter(None, map(_SMI_CARD.search, texts))
     return TextFacts(
         oom=oom,
-        frames=frames_around(lines, at) or _last_words(texts, at),
+        frames=frames_around(lines[since:], at - since) or _last_words(texts[since:], at - since),
         writer=lines[at].writer,
         text="\n".join(texts[near:]),
         command="\n".join(texts[:near]),
@@ -219,7 +249,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
         cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
-        progress=progress(lines[: at + 1]),
+        progress=progress(lines[since : at + 1]),
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
@@ -231,5 +261,5 @@ def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     return tuple(
         Frame("", None, "", one.strip())
         for one in words
-        if re.search(r"\w\((?!\):)|\", line \d|^ +\w+ = ", one)
+        if re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
     )

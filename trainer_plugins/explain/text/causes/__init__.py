@@ -12,6 +12,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
+    others.own_ranks,
     others.data_parallel,
     others.engine_share,
     numbers.spilled,
@@ -31,10 +32,13 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     others.foreign,
     numbers.mps_other,
     # What the run was doing.
+    place.adapter_merge,
     place.eval_logits,
     place.eval_batch,
+    place.eval_outputs,
     place.save_gather,
     place.resume_load,
+    place.ddp_buckets,
     place.shard_too_large,
     place.load_too_large,
     place.adapter_delta,

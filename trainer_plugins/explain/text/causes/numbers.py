@@ -9,6 +9,7 @@ from trainer_plugins.explain.shared import (
     cause,
     is_in_pieces,
     is_refused_though_free,
+    quoted,
     said,
 )
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -208,7 +209,7 @@ def capacity(facts: TextFacts) -> Cause:
         )
     return cause(
         "capacity",
-        *(evidence or [f"The words are: {facts.oom.text.splitlines()[0][:160]}"]),
+        *(evidence or [f"The words are: {quoted(facts.oom.text)}"]),
         grade="likely" if fills else "possible",
         doubt=doubt,
     )

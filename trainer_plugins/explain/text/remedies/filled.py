@@ -16,7 +16,7 @@ from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _OF_THE_REST = 0.95  # a card's context and pieces take the other part
-_IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
+_IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
 
 def uses_trainer(facts: TextFacts) -> bool:
@@ -101,7 +101,7 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
-    then = "end what is yours, or take another card"
+    then = "if they are not this run's own ranks, take another card"
     return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 
