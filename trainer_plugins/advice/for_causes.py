@@ -31,7 +31,7 @@ ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OO
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "adapter-delta": (NO_DORA, NEWER_PEFT, NO_EXPERTS),
     "adapter-merge": (SAVE_THE_ADAPTER, RELEASED, MERGE_IN_MAIN_MEMORY),
-    "api-misuse": (PRINT_SHAPES,),
+    "api-misuse": (NEWER_XPU, FEWER_INPUTS, PRINT_SHAPES),
     "capacity": (
         SMALLER_MICRO_BATCH,
         SURVIVE,

@@ -130,6 +130,13 @@ ROCM_LOG = Advice(
     only_on=("HIP",),
     shell="dmesg | grep -i amdgpu",
 )
+# torch-xpu-ops#1406 (2025-03)
+NEWER_XPU = Advice(
+    effect="later builds for Intel's cards allocate more than 4 GiB at once",
+    only_on=("XPU",),
+    when="where the card allocates 4 GiB at most",
+    shell="pip install -U torch   # 2.8 or later, from the index for xpu",
+)
 CLOSE_OTHER_PROGRAMS = Advice(
     effect="main memory and the card's are one on a Mac",
     only_on=("MPS",),

@@ -109,6 +109,10 @@ RULES = (
         "patrickbryant1/AFProfile#8, google-deepmind/gemma#85, keras-team/keras#9643",
     ),
     _allocator(
+        r"Current platform can NOT allocate memory block with size larger than 4GB!",
+        "intel/intel-extension-for-pytorch#629: first generation of Arc",
+    ),
+    _allocator(
         r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
     ),
     _allocator(

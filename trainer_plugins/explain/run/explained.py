@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,12 @@ from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import History, entries_of, read_history
-from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
+from trainer_plugins.record.oom_record import (
+    OomRecord,
+    Planned,
+    read_oom_records,
+    refuse_damaged_records,
+)
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 from trainer_plugins.units import size
@@ -33,6 +39,9 @@ _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpe
 def explain_run(folder: Path, predicts: bool = False) -> Explanation:
     """Explain the last run of a folder, or raise ValueError if no run wrote into it."""
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
+    if not records:
+        with suppress(OSError):  # a FIFO
+            refuse_damaged_records(folder)
     if not records and not facts and history is None:
         raise ValueError(
             f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl"

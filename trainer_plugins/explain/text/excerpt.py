@@ -15,18 +15,19 @@ from typing import BinaryIO, NamedTuple
 from trainer_plugins.explain.text.notebook import is_notebook, printed_by
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
+from trainer_plugins.units import size
 
 _BLOCK_BYTES = 1 << 20
 _NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: pictures make it large
-_HEAD_BLOCKS, _END_BLOCKS = 8, 24  # of a large log: the rest is not read
-_MOST_BYTES = 1 << 30  # what gzip has packed may unpack to any size
-_MOST_OOMS, _MOST_JUDGED = 64, 1 << 19  # OOMs that are compared, and characters read to find them
+_HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log: what lies between is not searched
+_MOST_BYTES = 1 << 29  # what gzip has packed may unpack to any size
+_MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs that are compared, and characters read to find them
 _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
     r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|OOM when|EXHAUSTED|ALLOC_FAILED"
-    r"|annot allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
+    r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
     r"|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
@@ -111,7 +112,7 @@ class Excerpt(NamedTuple):
     lines: tuple[Line, ...]
     at: int = 0  # the index of the line with the OOM
     since: int = 0  # the index of the line with which the attempt begins that failed so
-    skipped_bytes: int = 0  # of the middle of a large log, which is not read
+    not_read: str = ""  # the part of a large log that was not searched, as a clause
 
 
 def _clean_lines(text: str) -> list[Line]:
@@ -136,7 +137,7 @@ def _clean_line(raw: str) -> Line:
 
 def find_oom(stream: BinaryIO) -> Excerpt:
     """Read the head and the end of a log, and find the OOM of its last attempt."""
-    text, skipped = _text(stream)
+    text, not_read = _text(stream)
     parts = text.split(_SKIPPED)  # what was skipped lies between the head and the end
     for part in reversed(parts):
         if (at := _last_attempt(part)) is not None:
@@ -150,7 +151,7 @@ def find_oom(stream: BinaryIO) -> Excerpt:
             index = len(before) - 1
             first = max(0, index - num_since) if since else 0
             found = _excerpt([*before[:-1], *after], index, first)
-            return found._replace(since=min(first, found.at), skipped_bytes=skipped)
+            return found._replace(since=min(first, found.at), not_read=not_read)
     is_cut = len(text) > 2 * _KEPT_CHARACTERS
     kept = f"{text[:_KEPT_CHARACTERS]}\n{text[-_KEPT_CHARACTERS:]}" if is_cut else text
     lines = tuple(_clean_lines(kept))
@@ -158,13 +159,15 @@ def find_oom(stream: BinaryIO) -> Excerpt:
         if said := _GAVE_UP.search(lines[at].text):
             words = lines[at].text[said.start() :]
             oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
-            return Excerpt(oom, lines, at, skipped_bytes=skipped)
-    return Excerpt(None, lines, skipped_bytes=skipped)
+            return Excerpt(oom, lines, at, not_read=not_read)
+    return Excerpt(None, lines, not_read=not_read)
 
 
-def _text(stream: BinaryIO) -> tuple[str, int]:
-    """Return the head and the end of a log as text, and how many bytes between were not read."""
-    blocks = _blocks(stream)
+def _text(stream: BinaryIO) -> tuple[str, str]:
+    """Return the head and the end of a log as text, and which part of it was left out."""
+    raw = stream.read(_BLOCK_BYTES)
+    is_packed = raw.startswith(_GZIP)
+    blocks = _blocks(raw, stream)
     first = next(blocks, b"")
     if not first.strip():
         raise ValueError("there is nothing in it")
@@ -175,38 +178,37 @@ def _text(stream: BinaryIO) -> tuple[str, int]:
         whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
         printed = printed_by(whole.decode("utf-8", "replace"))
         if printed is not None:
-            return printed, 0
+            return printed, ""
         first, blocks = whole, iter(())
     head = first + b"".join(islice(blocks, _HEAD_BLOCKS))
-    end, num_bytes = deque[bytes](maxlen=_END_BLOCKS), 0
+    end, num_bytes = deque[bytes](maxlen=_END_BLOCKS), len(head)
+    is_bomb = False
     for block in blocks:
         end.append(block)
         num_bytes += len(block)
-        if len(head) + num_bytes > _MOST_BYTES:
+        if is_bomb := is_packed and num_bytes > _MOST_BYTES:
             break
     tail = b"".join(end)
-    skipped = num_bytes - len(tail)
     encoding = "utf-16" if wide else "utf-8"
+    skipped = num_bytes - len(head) - len(tail)
     if skipped and wide:
         tail = head[:2] + tail[(len(head) + skipped) % 2 :]
-    between = _SKIPPED if skipped else ""
-    text = (
-        head.decode(encoding, "replace") + between + tail.decode(encoding, "replace")
-        if skipped
-        else (head + tail).decode(encoding, "replace")
-    )
+    parts = (head, tail) if skipped else (head + tail,)
+    text = _SKIPPED.join(part.decode(encoding, "replace") for part in parts)
     if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
         raise ValueError("it is not text")
     if _ESCAPED in text:
         text = _END.sub("\n", text).replace('\\"', '"')
     if _HTML.search(text):
         text = html.unescape(_TAG.sub("", _BREAK.sub("\n", text)))
-    return text, skipped
+    if not skipped:
+        return text, ""
+    left_out = f"{size(skipped)} between its first {size(len(head))} and its last {size(len(tail))}"
+    return text, left_out + f" (it unpacks to more than {size(_MOST_BYTES)})" * is_bomb
 
 
-def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
     """Read block by block; unpack what gzip has packed, also if its end is missing."""
-    block = stream.read(_BLOCK_BYTES)
     packed = zlib.decompressobj(wbits=31) if block.startswith(_GZIP) else None
     while block:
         try:
@@ -232,16 +234,14 @@ def _last_attempt(text: str) -> tuple[int, int] | None:
         if start != before and _CHAINED.search(between):
             continue
         is_repeated = key in seen and _numbers_of(seen[key]) == _numbers_of(oom)
-        again = key in seen and oom.is_certain and not is_repeated
+        again = key in seen and oom.requested_bytes is not None and not is_repeated
         if start != before and (again or _SPOKEN.search(between)):
             begin, since, seen = start, 1 + text.find("\n", before), {}
         seen.setdefault(key, oom)
     return begin, since
 
 
-def _numbers_of(oom: OutOfMemory) -> tuple[object, ...]:
-    if oom.requested_bytes is None:
-        return (oom.text.splitlines()[0],)
+def _numbers_of(oom: OutOfMemory) -> tuple[int | None, ...]:
     return (oom.requested_bytes, oom.free_bytes, oom.allocated_bytes)
 
 
@@ -252,10 +252,15 @@ def _ooms(text: str) -> list[tuple[int, str, OutOfMemory]]:
     for those that may be one.
     """
     begins: dict[int, int] = {}
+    seen = 0
     for match in _HINTS.finditer(text):
+        if match.start() < seen:
+            continue
         earliest = max(0, match.start() - _LONGEST_LINE)
         begin = 1 + max(text.rfind(end_of, earliest, match.start()) for end_of in "\n\r")
         begins.setdefault(begin or earliest, match.end() + _LONGEST_LINE)
+        ends = [at for end_of in "\n\r" if (at := text.find(end_of, match.end(), match.end() + _LONGEST_LINE)) >= 0]
+        seen = min(ends, default=match.end() + _LONGEST_LINE)
     found: list[tuple[int, str, OutOfMemory]] = []
     judged = 0
     for begin in sorted(begins, reverse=True):

@@ -7,7 +7,14 @@ from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
-from trainer_plugins.advice import FREE_DISK, REBOOT, SMALLER_BLOCKS, WAIT_FOR_KERNELS
+from trainer_plugins.advice import (
+    ASK_SLURM,
+    FREE_DISK,
+    REBOOT,
+    RESUME_THE_RUN,
+    SMALLER_BLOCKS,
+    WAIT_FOR_KERNELS,
+)
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
@@ -19,11 +26,25 @@ from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, 
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
 from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.oom_record import Frame, Process
 from trainer_plugins.units import size
 
+# How a run says that it was asked to end. A launcher that ends the others writes "closing signal".
+_STOPPED = (
+    r"\bCANCELLED AT\b|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAIL)|\bscancel\b|(?i:\b(?:job|instance|node|pod|VM)\b.{0,30}\bpreempt(?:ed|ion)\b)"
+    r"|(?i:\bspot\b.{0,20}(?:interrupt|terminat|reclaim))|(?i:\b(?:got|received|by)(?: death)? signal:? ?\(?15)"
+    r"|Received 15 death signal|(?i:\b(?:got|received|caught|was sent)\b.{0,16}SIGTERM)"
+    r"|(?i:\bexit\w*|return(?:ed)?[ _]?code|status)\b[^\n\d]{0,14}?\(?(?:-15|143)\b|Signal 15 \(SIGTERM\)"
+    r"|(?<!closing )[Ss]ignal SIGTERM|Signals\.SIGTERM|^Terminated$"
+)
 # Words that people take for an OOM of the card, what they are, and what helps.
 _LOOKALIKES = (
+    (
+        _STOPPED,
+        "the run was asked to end (SIGTERM), as preemption, scancel or a time limit do",
+        (ASK_SLURM, RESUME_THE_RUN),
+    ),
     (
         r"(?i:no space left on device|disk quota exceeded)",
         "a disk is full, not the card",
@@ -75,6 +96,11 @@ _LOOKALIKES = (
 )
 _DOUBTS = (  # where the same words may follow an OOM
     (
+        _STOPPED,
+        "The text does not show who asked: the scheduler's record does (`sacct -j JOB`,"
+        " `kubectl describe pod`), or the cloud's notice of preemption",
+    ),
+    (
         r"cublas|Generic failure",
         "A full card may look like this too: `nvidia-smi` while it fails shows whether there is"
         " room",
@@ -100,7 +126,7 @@ def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
 
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain what was found in a log."""
-    if excerpt.oom is None:
+    if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
     vendor = vendor_of(facts)
@@ -114,9 +140,15 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
         causes=with_numbers(causes, numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts, vendor),
         facts=_known(facts, numbers),
-        unknown=_unknown(facts),
+        unknown=(*_unknown(facts), *_not_read(excerpt)),
         numbers=numbers,
     )
+
+
+def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
+    """Return whether SIGKILL came after a request to end, as of a scheduler that waits no longer."""
+    is_kill = oom.fatal == KILLED_FROM_OUTSIDE
+    return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 
 
 def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
@@ -136,7 +168,14 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     if found_in_words := told(excerpt):
         return explain_excerpt(found_in_words, subject)
-    return Explanation(subject=subject, causes=(), remedies=())
+    return Explanation(subject=subject, causes=(), remedies=(), unknown=_not_read(excerpt))
+
+
+def _not_read(excerpt: Excerpt) -> tuple[str, ...]:
+    if not excerpt.not_read:
+        return ()
+    where = f"what a part of it says: {excerpt.not_read} were not read"
+    return (f"{where}; give the part with the error alone if it is there",)
 
 
 def _numbers(facts: TextFacts) -> Numbers:

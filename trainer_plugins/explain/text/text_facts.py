@@ -20,6 +20,7 @@ _IN_BANNERS = {
     "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
 }
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
+_MESSAGE = r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of|NVML_SUCCESS|[\w.]+(?:Error|Exception): "
 _SMI_PROCESS = re.compile(
     r"^\|\s+(\d{1,3})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d{2,9})\s+(?:C|G|C\+G|M\+C)\s+(\S.*?)\s+"
     r"(\d{1,7})MiB\s*\|"
@@ -257,7 +258,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
 def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     """Take what stands right before the message as the place, where no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
-    words = [*before, re.split(r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of", texts[at])[0]]
+    words = [*before, re.split(_MESSAGE, texts[at])[0]]
     return tuple(
         Frame("", None, "", one.strip())
         for one in words

@@ -9,6 +9,7 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     # Sizes that make no sense.
     numbers.impossible_size,
+    numbers.largest_block,
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
@@ -54,6 +55,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     place.generation,
     # What is left: pieces, a shape, growth, size.
     numbers.fragmentation,
+    numbers.mostly_cache,
     numbers.wrong_shape,
     place.long_sample,
     numbers.capacity,

@@ -205,13 +205,14 @@ def foreign(facts: TextFacts) -> Cause | None:
     if facts.called(_DESERIALISES, innermost=12):
         return _ranks_on_one_card(facts)
     is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
+    is_sure = is_sure and not facts.has_ranks
     return cause(
         "foreign",
         sum_of(facts),
         _names(facts),
         "It is not this run: no batch size, no allocator setting helps." if is_sure else "",
-        doubt="Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
-        f" alike: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
+        doubt="Other ranks of this run, or memory of this process outside torch, would look alike:"
+        f" `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
         is_sure=is_sure,
     )
 

@@ -47,6 +47,19 @@ ATTENTION = (
 )
 LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
+_USUAL_VOCABULARIES = (32_000, 128_256, 151_936)
+# From the configs of the models on the Hub, by the name of their module.
+_VOCABULARIES = {
+    "qwen2": (151_936, 152_064),
+    "qwen3": (151_936,),
+    "llama": (32_000, 128_256),
+    "mistral": (32_000, 131_072),
+    "mixtral": (32_000,),
+    "gemma": (256_000, 262_144),
+    "phi3": (32_064,),
+    "gpt2": (50_257,),
+    "gpt_oss": (201_088,),
+}
 _NEEDLE_BYTES = 256 * MIB
 
 
@@ -266,18 +279,27 @@ def logits_loss(facts: TextFacts) -> Cause | None:
         return None
     tokens: str | Said = ""
     if asked and facts.called(_LANGUAGE):
-        vocabulary = facts.rows("vocab_size")
-        sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
-        counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in sizes)
-        tokens = said(
-            "{requested_bytes} are logits in fp32 of {counts}.", counts=counts, **facts.stated
+        counts = " or ".join(
+            f"{asked // (4 * one):,} tokens of {one:,} words" for one in _vocabularies(facts)
         )
+        words = "{requested_bytes} are logits in fp32 of {counts}."
+        tokens = said(words, counts=counts, **facts.stated) if counts else ""
     return cause(
         "logits-loss",
         f"It failed in {frame}.",
         tokens,
         doubt="The text does not show the shape of the logits: print logits.shape before that line",
     )
+
+
+def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
+    """Return the vocabulary of the text, or of the model that the traceback names, or usual ones."""
+    if vocabulary := facts.rows("vocab_size"):
+        return (vocabulary,)
+    named = facts.called(r"modeling_\w+\.py")
+    if not named:
+        return _USUAL_VOCABULARIES
+    return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.path), ())
 
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import (
     FOR_CAUSE,
@@ -20,6 +21,7 @@ from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CA
 from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
 
+_STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
 _OF_THE_TRAINER = (Door.TRAINER, Door.TRL)
 _OF_ANY_SCRIPT = (
     Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT, Door.SHELL, Door.VLLM,
@@ -55,6 +57,8 @@ def vendor_of(facts: TextFacts) -> Vendor:
 
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
+    if code in ("capacity", "long-sample") and _is_last_straw(facts):
+        return (advice.OBSERVE, *(each for each in FOR_CAUSE[code] if each is not advice.OBSERVE))
     if code != "capacity":
         return in_order(code, "text")
     if facts.framework:
@@ -64,6 +68,14 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.called(r"(?i)backward|train|optimizer|closure")
     return ONLY_RUN if uses is not None and trains is None else FOR_CAUSE[code]
+
+
+def _is_last_straw(facts: TextFacts) -> bool:
+    """Return whether little was asked of a full card after some steps: memory may have grown."""
+    asked, live, total = facts.asked, facts.live, facts.total
+    if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
+        return False
+    return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
 
 
 def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
+from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
 from trainer_plugins.explain.text.causes.off_card import (
     CONTAINER,
     HOSTED,
@@ -124,7 +125,9 @@ APPLIES: Mapping[Advice, Test] = {
         _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
     ),
     advice.PAD_TO_FEW_LENGTHS: uses_trainer,
+    advice.ARGMAX_LOGITS: uses_trainer,
     advice.LIGER: uses_trainer,
+    advice.NEWER_XPU: _says(ONE_BLOCK),
     advice.WSL_MEMORY: _is_windows,
     advice.JAX_SHARE: _none_of(_TPU),
     advice.JAX_GROWS: _none_of(_TPU),
@@ -192,6 +195,7 @@ APPLIES: Mapping[Advice, Test] = {
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("adapter-merge", advice.RELEASED): _none_of(_never),
+    ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,

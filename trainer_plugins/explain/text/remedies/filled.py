@@ -94,7 +94,9 @@ def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
-    pieces, needed = size(facts.unused or 0), size(facts.asked or 0)
+    if facts.unused is None or facts.asked is None:
+        return remedy(one, Door.ENVIRONMENT)
+    pieces, needed = size(facts.unused), size(facts.asked)
     effect = f"up to {pieces} in pieces become usable, {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
