@@ -42,7 +42,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
     "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
     "ddp-buckets": (SHARD_THE_RUN, ADAPTER, HALF_PRECISION_WEIGHTS),
-    "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY),
+    "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY, OWN_DEVICE_MAP),
     "engine-share": (
         SHORTER_REQUESTS,
         SMALLER_ENGINE_SHARE,

@@ -266,6 +266,11 @@ OWN_CARD_FIRST = Advice(
     when="where ranks hold memory on the first card",
     code='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
 )
+OWN_DEVICE_MAP = Advice(
+    effect="each rank loads the weights onto its own card",
+    when="where ranks hold memory on the first card",
+    code='from_pretrained(..., device_map={"": int(os.environ["LOCAL_RANK"])})',
+)
 EMPTY_CACHE_EACH_STEP = Advice(
     effect="torch's cache is released after each step, on all ranks at the same time",
     price="about a tenth slower",  # transformers, TrainingArguments: "about 10% slower"

@@ -81,8 +81,9 @@ RULES = (
     ),
     _nccl(r"Cuda failure (?:\d{1,9} )?'out of memory'", "frame of NVIDIA/nccl#1410"),
     _nccl(
-        r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes",
-        "deepspeedai/DeepSpeed#3827",
+        r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes"
+        r"|\bibv_reg_mr\w{0,20} failed with error Cannot allocate memory",
+        "deepspeedai/DeepSpeed#3827; NCCL, transport/net_ib.cc",
         is_certain=False,
         follows_anything=True,
     ),

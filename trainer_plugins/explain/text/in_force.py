@@ -52,7 +52,7 @@ _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
 
 def is_in_force(one: Advice, facts: TextFacts) -> bool:
     """Return whether the text says that an advice is followed already, or did not help."""
-    text = _TORCHS_ADVICE.sub("", f"{facts.command}\n{facts.text}")
+    text = _TORCHS_ADVICE.sub("", facts.whole)
     if one is advice.CHECKPOINTING and facts.called(_CHECKPOINTED):
         return True
     return any(re.search(pattern, text) for pattern in _patterns(one))

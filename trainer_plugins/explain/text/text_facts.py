@@ -30,7 +30,7 @@ _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 
 # A line of code, of a log or of torch's message is no sentence of a person.
 _NO_SENTENCE = re.compile(
-    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>=|]|\d%|\[(?:INFO|WARN|ERROR|rank)|"
+    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%|\[(?:INFO|WARN|ERROR|rank)|"
     r"^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
 )
 _SPEAKS = re.compile(
@@ -66,6 +66,7 @@ class TextFacts:
     processes: tuple[SmiProcess, ...]
     cards: tuple[SmiCard, ...]
     progress: str  # how far the run had come, as one clause; empty at its start, or if unknown
+    is_later_attempt: bool  # whether the text shows an attempt before, which failed too
     num_skipped: int  # lines that report a skipped batch
 
     @property
@@ -224,7 +225,13 @@ class TextFacts:
     @property
     def launched(self) -> str:
         """Return the command line of the run, its launcher included."""
-        return launched(f"{self.command}\n{self.text}", self.frames, self.writer)
+        return launched(self.whole, self.frames, self.writer)
+
+    @property
+    def whole(self) -> str:
+        """Return the text, with the attempt that failed so at the front if there were several."""
+        parts = (self.text, self.command) if self.is_later_attempt else (self.command, self.text)
+        return "\n".join(parts)
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
@@ -237,7 +244,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     """Read the facts from the lines around an OOM."""
     lines, at, since = excerpt.lines, excerpt.at, excerpt.since
     texts = [line.text for line in lines]
-    near = max(0, at - _NUM_NEAR)
+    near = max(since, at - _NUM_NEAR)
     processes = filter(None, map(_SMI_PROCESS.match, texts))
     cards = filter(None, map(_SMI_CARD.search, texts))
     return TextFacts(
@@ -251,6 +258,7 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
         ),
         cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
         progress=progress(lines[since : at + 1]),
+        is_later_attempt=since > 0,
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 

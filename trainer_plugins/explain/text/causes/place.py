@@ -95,7 +95,7 @@ class ByFrame:
 
 def _moment(words: str) -> str:
     """Make a pattern for the moment in which it happens, as a person says it."""
-    when = r"\b(?:during|when|while|whilst|at|on|in|upon|after|before|until|each|every|from|by)\b"
+    when = r"\b(?:during|when(?:ever)?|while|whilst|once|if|at|on|in|upon|after|before|until|each|every|from|by)\b"
     return rf"{when}[^.!?]{{0,40}}?\b(?:{words})"
 
 
@@ -107,7 +107,8 @@ adapter_merge = ByFrame(
     innermost=None,
     unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
     words=_moment(r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
-    r"|merge_and_unload|(?:adapter|lora)\W{1,3}merg\w+|gguf"),
+    r"|(?:adapter|lora)\W{1,3}merg\w+|gguf")
+    + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
     doubt="The text does not show what else is on the card: the trainer, its optimizer and a base"
     " in 4 bits, whose weights are made 16 bits to be merged",
 )

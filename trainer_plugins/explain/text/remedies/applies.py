@@ -86,10 +86,11 @@ _TPU = _says(r"TPU|\bhbm\b|_HBM\d")
 _SLURM = _says(SLURM)
 _CONTAINER = _says(CONTAINER)
 _ON_THE_HOST = _says(NCCL_ON_THE_HOST)
+_REGISTERS_FOR_IB = _says("ibv_reg_mr")
 _GATHERS_ALL = _called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
 _GENERATES = _any_of(_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
 _NO_PLACE = lambda facts: not facts.frames  # noqa: E731
-_DEEPSPEED = _called("deepspeed|zero3")
+_DEEPSPEED = _called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
 _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
@@ -154,10 +155,11 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_called("generat"))),
-    advice.NO_CUMEM_HOST: _ON_THE_HOST,
-    advice.NO_NCCL_SHM: _ON_THE_HOST,
-    advice.NEWER_NCCL: _ON_THE_HOST,
-    advice.LOCK_MORE_MEMORY: _says("ibv_reg_mr"),
+    **dict.fromkeys(
+        (advice.NO_CUMEM_HOST, advice.NO_NCCL_SHM, advice.NEWER_NCCL),
+        _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB)),
+    ),
+    advice.LOCK_MORE_MEMORY: _REGISTERS_FOR_IB,
     advice.SMALLER_NCCL_BUFFERS: _none_of(_ON_THE_HOST),
     advice.MORE_CARDS: _DEEPSPEED,
     advice.END_PROCESS: _never,  # a text cannot show whose process it is
@@ -174,7 +176,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
     advice.FIND_THE_KILL: _none_of(
-        *map(_says, ("(?i)dataloader|offload|cpu_?adam", LOAD_BAR, HOSTED, SLURM))
+        *map(_says, ("(?i)dataloader|offload|cpu_?adam|kubectl|\\bpod\\b", LOAD_BAR, HOSTED, SLURM))
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
@@ -196,6 +198,9 @@ APPLIES: Mapping[Advice, Test] = {
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("adapter-merge", advice.RELEASED): _none_of(_never),
     ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
+    ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
+        _called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
+    ),
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,

@@ -38,7 +38,7 @@ _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
-        self.text = f"{facts.command}\n{facts.text}"
+        self.text = facts.whole
         self.given = _arguments(shown(self.text))
 
     def value(self, names: str, values: str) -> str:
