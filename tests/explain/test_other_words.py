@@ -237,23 +237,6 @@ def test_unsloths_buffers_are_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "first"),
-    [
-        ("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 20029400304 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
-        ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.0G of 15.48G hbm.", "pass fewer rows at once"),
-        ("RuntimeError: Resource exhausted: Out of memory while trying to allocate 5520758552 bytes.", "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
-        ("tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with shape[16,1024] and type float", "pass fewer rows at once"),
-    ],
-)  # fmt: skip
-def test_another_framework_gets_its_own_settings(message: str, first: str) -> None:
-    answer = explained(frame("/app/run.py", "train_step", "loss, grads = step(x)") + message)
-
-    assert "not torch" in answer.causes[0].summary
-    assert answer.remedies[0].do.startswith(first)
-    assert not [word for word in ("--per_device", "trainer-plugins") if word in todo(answer)]
-
-
-@pytest.mark.parametrize(
     ("path", "function", "source", "code"),
     [
         ("/v/torch/nn/functional.py", "cross_entropy", "return torch._C._nn.cross_entropy_loss(", "logits-loss"),

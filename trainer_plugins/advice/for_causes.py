@@ -123,11 +123,6 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
 }
 # What helps where torch releases its cache again and again, and no OOM ends the run.
 CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
-# What helps where another framework than torch finds no room on the card.
-OTHER_FRAMEWORKS: Mapping[str, tuple[Advice, ...]] = {
-    "JAX": (JAX_SHARE, FEWER_INPUTS, JAX_CHECKPOINT, JAX_GROWS),
-    "TensorFlow": (FEWER_INPUTS, TENSORFLOW_GROWS),
-}
 ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
 
 

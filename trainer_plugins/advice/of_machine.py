@@ -324,28 +324,3 @@ SMALLER_BLOCKS = Advice(
     when="where a Triton kernel does not fit",
     code="smaller block sizes or num_stages=1 in the kernel, or another attention backend",
 )
-
-# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-JAX_SHARE = Advice(
-    effect="JAX takes 95 % of the card at its start, and not 75 %",
-    price="no room for another program",
-    when="under JAX on a GPU",
-    environment="XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
-)
-JAX_GROWS = Advice(
-    effect="JAX takes only what it uses, where others are on the card",
-    price="slower, and more in pieces",
-    when="under JAX on a GPU",
-    environment="XLA_PYTHON_CLIENT_PREALLOCATE=false",
-)
-JAX_CHECKPOINT = Advice(
-    effect="activations are computed again in the backward pass",
-    price="about a third more time",
-    when="under JAX",
-    code="jax.checkpoint(layer)   # around each layer",
-)
-TENSORFLOW_GROWS = Advice(
-    effect="TensorFlow takes only what it uses, where others are on the card",
-    when="under TensorFlow",
-    environment="TF_FORCE_GPU_ALLOW_GROWTH=true",
-)

@@ -83,18 +83,9 @@ VENDORS = (
         visible="HABANA_VISIBLE_MODULES",
         module="torch.hpu",
     ),
-    # awsdocs-neuron.readthedocs-hosted.com: neuron-top, NEURON_RT_VISIBLE_CORES
-    Vendor(
-        name="Neuron",
-        seen=r"\bNRT allocation|torch_neuronx|\bneuron-(?:top|ls)\b",
-        processes="neuron-ls",
-        memory="neuron-top",
-        visible="NEURON_RT_VISIBLE_CORES",
-        module="torch.neuron",
-    ),
     Vendor(
         name="MPS",
-        seen=r"MPS backend out of memory|Invalid buffer size|Command buffer|kIOGPU|metal::malloc",
+        seen=r"MPS backend out of memory|Invalid buffer size|Command buffer|kIOGPU",
         processes="Activity Monitor, Memory",
         memory="Activity Monitor",
         module="torch.mps",

@@ -104,25 +104,12 @@ RULES = (
         "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
     ),
     _allocator(
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): "
-        r"(?:Out of memory|Failed to alloc|Error allocating device buffer|XLA:TPU)"
-        r"|OOM when allocating tensor",
-        "patrickbryant1/AFProfile#8, google-deepmind/gemma#85, keras-team/keras#9643",
-    ),
-    _allocator(
         r"Current platform can NOT allocate memory block with size larger than 4GB!",
         "intel/intel-extension-for-pytorch#629: first generation of Arc",
     ),
+    # torch's own words with backend:cudaMallocAsync.
     _allocator(
         r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
-    ),
-    _allocator(
-        r"NRT allocation failed for size \d{1,20} \(OOM\)", "huggingface/transformers#47029"
-    ),
-    _allocator(
-        r"Exception Type:\*{0,2} (?:torch\.(?:cuda\.)?)?OutOfMemoryError",
-        "Stable-X/ComfyUI-Hi3DGen#16: a report of ComfyUI",
-        follows_anything=True,
     ),
     _allocator(r"Invalid buffer size: \d", "pytorch/pytorch#141909: MPS, one buffer"),
     _allocator(
@@ -196,9 +183,8 @@ RULES = (
         is_certain=False,
     ),
     _driver(
-        r"Command buffer execution failed: Insufficient Memory|error: Insufficient Memory \("
-        r"|\[metal::malloc\] Attempting to allocate \d",
-        "ml-explore/mlx#479, ggml-org/llama.cpp#16274; mlx, metal/allocator.cpp",
+        r"Command buffer execution failed: Insufficient Memory|error: Insufficient Memory \(",
+        "ml-explore/mlx#479, ggml-org/llama.cpp#16274: Metal's words, whose ever they are",
         fatal=_ENDED,
     ),
     # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.

@@ -26,15 +26,15 @@ _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM a
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
-    r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|OOM when|EXHAUSTED|ALLOC_FAILED"
+    r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|ALLOC_FAILED"
     r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
     r"|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
     r"|SIGKILL|xit|eturn ?code|eturn(?:ed)?[_ -](?:code|value|status)|died|erminated| ended with|illed"
     r"|ignals?\W{1,6}(?:9|killed)|us error|1455"
-    r"|Free memory on|cache blocks|max seq len|mem-fraction-static|Resource exhausted|zsh: killed"
-    r"|Invalid buffer size|Insufficient Mem|metal::malloc|running low on mem|w on resource"
+    r"|Free memory on|cache blocks|max seq len|mem-fraction-static|zsh: killed"
+    r"|Invalid buffer size|Insufficient Mem|running low on mem|w on resource"
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
@@ -84,9 +84,13 @@ _MOST_PREFIXES = 6
 # A traceback as one string of JSON, and Docker's line of JSON.
 _ESCAPED, _END = '\\n  File \\"', re.compile(r"(?<!\\)\\n")
 _DOCKER = re.compile(r'\{"log": ?"((?:[^"\\]|\\.){0,8000})"')
-_HTML = re.compile(r"&(?:quot|lt|gt|amp|#\d{1,4}|#x[\da-fA-F]{1,4});|</(?:pre|span|code|p|div)>|<br ?/?>")
+_HTML = re.compile(
+    r"&(?:quot|lt|gt|amp|#\d{1,4}|#x[\da-fA-F]{1,4});|</(?:pre|span|code|p|div)>|<br ?/?>"
+)
 _BREAK = re.compile(r"<br ?/?>|</(?:p|div|tr|li)>")
-_TAG = re.compile(r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)(?: [^<>\n]{0,300})?/?>")
+_TAG = re.compile(
+    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)(?: [^<>\n]{0,300})?/?>"
+)
 # Between two OOMs: one was raised while the other was handled; a person speaks, or types.
 _CHAINED = re.compile(r"During handling of the above exception|was the direct cause of the foll")
 _SPOKEN = re.compile(
@@ -259,7 +263,11 @@ def _ooms(text: str) -> list[tuple[int, str, OutOfMemory]]:
         earliest = max(0, match.start() - _LONGEST_LINE)
         begin = 1 + max(text.rfind(end_of, earliest, match.start()) for end_of in "\n\r")
         begins.setdefault(begin or earliest, match.end() + _LONGEST_LINE)
-        ends = [at for end_of in "\n\r" if (at := text.find(end_of, match.end(), match.end() + _LONGEST_LINE)) >= 0]
+        ends = [
+            at
+            for end_of in "\n\r"
+            if (at := text.find(end_of, match.end(), match.end() + _LONGEST_LINE)) >= 0
+        ]
         seen = min(ends, default=match.end() + _LONGEST_LINE)
     found: list[tuple[int, str, OutOfMemory]] = []
     judged = 0

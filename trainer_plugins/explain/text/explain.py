@@ -66,11 +66,6 @@ _LOOKALIKES = (
         (WAIT_FOR_KERNELS,),
     ),
     (
-        r"_bfc\) ran out of memory .*this is not a failure",
-        "TensorFlow found no room for a faster way, and takes a slower one",
-        (),
-    ),
-    (
         r"allocator cache flushes since last step",
         "the card was full, and torch released its cache to go on, which is slow (DeepSpeed)",
         CACHE_FLUSHES,

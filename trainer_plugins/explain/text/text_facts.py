@@ -121,15 +121,6 @@ class TextFacts:
         return "No executable batch size" in self.oom.text
 
     @property
-    def framework(self) -> str:
-        """Return the name of another framework whose words these are; empty if it is torch."""
-        if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
-            return ""
-        if self.called("torch_xla") or self.says("torch_xla"):
-            return ""
-        return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
-
-    @property
     def own(self) -> int | None:
         """Return what this process holds: by the message, else what torch has reserved."""
         own = [size for pid, size in self._named if pid is None]

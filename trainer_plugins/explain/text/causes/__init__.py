@@ -20,7 +20,6 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     others.kept_after_catch,
     others.gave_up,
     others.refused_load,
-    others.other_framework,
     # Not the card's memory.
     off_card.shm,
     off_card.host_limit,

@@ -50,7 +50,9 @@ def largest_block(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        said("It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated),
+        said(
+            "It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated
+        ),
         facts.users_line,
         summary="one tensor is larger than the 4 GiB that this card allocates at once",
     )

@@ -178,23 +178,6 @@ def refused_load(facts: TextFacts) -> Cause | None:
     )
 
 
-def other_framework(facts: TextFacts) -> Cause | None:
-    """JAX or TensorFlow got no memory: what is known of torch does not apply."""
-    if not facts.framework:
-        return None
-    shows = {
-        "JAX": "jax.profiler.save_device_memory_profile('memory.prof') shows it",
-        "TensorFlow": "tf.config.experimental.get_memory_info('GPU:0') shows this program's part",
-    }
-    return cause(
-        "capacity",
-        f"The words are: {facts.oom.text.strip()[:200]}",
-        said("It asked for {requested_bytes} at once.", **facts.stated) if facts.asked else "",
-        summary=f"{facts.framework}, not torch, found no room on the card",
-        doubt=f"The text does not show what fills the card: {shows[facts.framework]}",
-    )
-
-
 def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others is None or not facts.total:

@@ -106,8 +106,10 @@ adapter_merge = ByFrame(
     r"|export_model\b|tuners[/\\]\S+ (?:un)?merge(?= |$)|\bmerged? = .*merge",
     innermost=None,
     unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
-    words=_moment(r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
-    r"|(?:adapter|lora)\W{1,3}merg\w+|gguf")
+    words=_moment(
+        r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
+        r"|(?:adapter|lora)\W{1,3}merg\w+|gguf"
+    )
     + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
     doubt="The text does not show what else is on the card: the trainer, its optimizer and a base"
     " in 4 bits, whose weights are made 16 bits to be merged",
@@ -118,7 +120,9 @@ eval_logits = ByFrame(
     r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
     within=EVALUATION,
     innermost=10,
-    words=_moment(r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)")
+    words=_moment(
+        r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
+    )
     + r"|\b(?:compute_metrics|metrics?)\b[^.!?]{0,40}?\beval",
     doubt="The text does not show how many batches had been kept: with no compute_metrics, or with"
     f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
@@ -141,7 +145,9 @@ save_gather = ByFrame(
     innermost=20,
     unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
     r"|from_pretrained|\bevaluate\b|evaluation_loop",
-    words=_moment(r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"),
+    words=_moment(
+        r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"
+    ),
     doubt="The text does not show how large the gathered state is: weights in fp32 take 4 bytes a"
     " parameter",
 )
@@ -152,7 +158,9 @@ resume_load = ByFrame(
     r"|\brestore\b",
     innermost=20,
     unless=LOADING + r"|safetensors",
-    words=_moment(r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"),
+    words=_moment(
+        r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"
+    ),
     doubt="The text does not show whether the checkpoint or the run itself is too large: see"
     " whether it fits without resuming",
 )

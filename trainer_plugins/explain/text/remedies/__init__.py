@@ -10,7 +10,6 @@ from trainer_plugins.advice.for_causes import (
     FOR_CAUSE,
     ONE_ROW,
     ONLY_RUN,
-    OTHER_FRAMEWORKS,
     in_order,
 )
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
@@ -61,8 +60,6 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
         return (advice.OBSERVE, *(each for each in FOR_CAUSE[code] if each is not advice.OBSERVE))
     if code != "capacity":
         return in_order(code, "text")
-    if facts.framework:
-        return OTHER_FRAMEWORKS[facts.framework]
     if facts.has_tried_one_row:
         return ONE_ROW
     uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")

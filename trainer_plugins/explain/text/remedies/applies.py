@@ -82,7 +82,6 @@ _OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_called("fsdp"), _says("(?i)fsdp"))
 _UNSLOTH = _any_of(_called("(?i)unsloth"), _says("CPU_BUFFERS"))
-_TPU = _says(r"TPU|\bhbm\b|_HBM\d")
 _SLURM = _says(SLURM)
 _CONTAINER = _says(CONTAINER)
 _ON_THE_HOST = _says(NCCL_ON_THE_HOST)
@@ -130,8 +129,6 @@ APPLIES: Mapping[Advice, Test] = {
     advice.LIGER: uses_trainer,
     advice.NEWER_XPU: _says(ONE_BLOCK),
     advice.WSL_MEMORY: _is_windows,
-    advice.JAX_SHARE: _none_of(_TPU),
-    advice.JAX_GROWS: _none_of(_TPU),
     advice.NO_DORA: _all_of(_DORA, _none_of(_MERGE)),
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),

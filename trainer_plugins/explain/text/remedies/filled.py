@@ -72,9 +72,7 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked, free = "", facts.asked, facts.free
-    if facts.framework and asked:
-        effect = f"{size(asked)} were asked for at once"
-    elif not facts.framework and asked and free is not None and asked > free:
+    if asked and free is not None and asked > free:
         effect = f"at least {size(asked - free)} less are needed"
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 

@@ -60,7 +60,6 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         loaded = re.search(rf"from_pretrained\(\s*[\"']({path})[\"']", self.text)
         return given[0] if given else loaded[1] if loaded else self.value(_MODEL, path)
 
-
     @property
     def loaded_as(self) -> str:
         """Return the dtype of the model; a dtype alone is that of any tensor in a line of code."""
