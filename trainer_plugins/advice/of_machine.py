@@ -60,7 +60,7 @@ NO_NCCL_SHM = Advice(
 NEWER_NCCL = Advice(
     effect="later versions go back to the older way by themselves",
     when=NO_CUMEM_HOST.when,
-    shell="pip install -U nvidia-nccl-cu12   # the version that your torch allows, or a newer torch",
+    shell="pip install -U nvidia-nccl-cu12   # as your torch allows, or a newer torch",
 )
 SMALLER_NCCL_BUFFERS = Advice(
     effect="NCCL's buffers are a quarter of the usual 4 MiB each",

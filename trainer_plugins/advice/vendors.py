@@ -68,7 +68,8 @@ VENDORS = (
     ),
     Vendor(
         name="XPU",
-        seen=r"\bXPU out of memory|can NOT allocate memory block|level_zero|torch\.xpu|\bxpu-smi\b|UR_RESULT_",
+        seen=r"\bXPU out of memory|can NOT allocate memory block|level_zero|torch\.xpu"
+        r"|\bxpu-smi\b|UR_RESULT_",
         processes="xpu-smi ps",
         memory="xpu-smi stats -d 0",
         visible="ZE_AFFINITY_MASK",

@@ -298,8 +298,9 @@ RULES = (
         r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
         r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![\w%-]|\.\d)"
         r"|(?<![\w.+\[-])(?:-9|137)\b[^\n\d]{0,12}?\b(?:exit|return)[_ -]?(?:code|status|value))"
-        r"|(?<!closing )(?<!nding )(?<!send )\b[Ss]ignals?\b[^\n\w]{1,6}(?:9\b(?!\.)|SIGKILL|killed\b)"
-        r"|<Signals\.SIGKILL|\b(?:[Kk]illed|died|terminated|received|got|was sent)\b[^\n\d]{0,24}?SIGKILL",
+        r"|(?<!closing )(?<!nding )(?<!send )\b[Ss]ignals?\b[^\n\w]{1,6}"
+        r"(?:9\b(?!\.)|SIGKILL|killed\b)|<Signals\.SIGKILL"
+        r"|\b(?:[Kk]illed|died|terminated|received|got|was sent)\b[^\n\d]{0,24}?SIGKILL",
         "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, mozilla/bugbug#3906, Unakar/Logic-RL#18",
     ),
     _killed(

@@ -171,7 +171,7 @@ class OomRecord:
 
 
 def refuse_damaged_records(folder: Path) -> None:
-    """Raise ValueError with what is wrong with the first record of a folder that has no good one."""
+    """Raise ValueError with what is wrong with the first damaged record of a folder."""
     for place in places_of_run(folder):
         for path in sorted(place.glob("oom-rank*.json")):
             open_oom_record(path)
@@ -190,7 +190,7 @@ def open_oom_record(path: Path) -> OomRecord | None:
     except ValueError:
         return None
     is_named = re.fullmatch(r"oom-rank\d+(?:-\d+)?\.json", path.name) is not None
-    if not is_named and not (isinstance(value, Mapping) and _OWN <= value.keys()):
+    if not is_named and not (isinstance(value, Mapping) and value.keys() >= _OWN):
         return None
     try:
         return from_json(OomRecord, value)

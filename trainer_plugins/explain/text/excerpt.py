@@ -27,12 +27,12 @@ _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
     r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|ALLOC_FAILED"
-    r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
-    r"|lloc |lloc: |loc async|_STATUS_"
+    r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of"
+    r"|llocation failed|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
-    r"|SIGKILL|xit|eturn ?code|eturn(?:ed)?[_ -](?:code|value|status)|died|erminated| ended with|illed"
-    r"|ignals?\W{1,6}(?:9|killed)|us error|1455"
+    r"|SIGKILL|xit|eturn ?code|eturn(?:ed)?[_ -](?:code|value|status)|died|erminated"
+    r"| ended with|illed|ignals?\W{1,6}(?:9|killed)|us error|1455"
     r"|Free memory on|cache blocks|max seq len|mem-fraction-static|zsh: killed"
     r"|Invalid buffer size|Insufficient Mem|running low on mem|w on resource"
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
@@ -89,14 +89,17 @@ _HTML = re.compile(
 )
 _BREAK = re.compile(r"<br ?/?>|</(?:p|div|tr|li)>")
 _TAG = re.compile(
-    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)(?: [^<>\n]{0,300})?/?>"
+    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)"
+    r"(?: [^<>\n]{0,300})?/?>"
 )
 # Between two OOMs: one was raised while the other was handled; a person speaks, or types.
 _CHAINED = re.compile(r"During handling of the above exception|was the direct cause of the foll")
 _SPOKEN = re.compile(
-    r"(?m)^(?!.*(?:Error|[={}<>|]))(?=\W{0,3}(?:(?i:after|now|then|with|when|next|still|again|update|"
-    r"edit|but|and|second|later)\b|[^\n]*\b(?:I|we|We|my|My)\b))[^\W\d](?:[^\s]{1,40}[ \t]+){4,}[^\n]*$"
-    r"|^(?:[^\n]{0,60}[$#>] |!|\+ )(?:\w+=\S+ )*(?:python\S*|torchrun|accelerate|deepspeed|trl|axolotl|srun) \S"
+    r"(?m)^(?!.*(?:Error|[={}<>|]))(?=\W{0,3}(?:(?i:after|now|then|with|when|next|still|again"
+    r"|update|edit|but|and|second|later)\b|[^\n]*\b(?:I|we|We|my|My)\b))"
+    r"[^\W\d](?:[^\s]{1,40}[ \t]+){4,60}[^\n]*$"
+    r"|^(?:[^\n]{0,60}[$#>] |!|\+ )(?:\w+=\S+ ){0,9}"
+    r"(?:python\S*|torchrun|accelerate|deepspeed|trl|axolotl|srun) \S"
 )
 _SKIPPED = "\n\0\n"
 _GZIP = b"\x1f\x8b"
@@ -320,7 +323,7 @@ def _message(lines: list[Line], at: int) -> str:
     # Some break between words, others in the middle of one, or of a number.
     whole, *rest = said
     for line in rest:
-        is_number = whole[-1:].isdigit() and line[:1].isdigit()
+        is_number = re.search(r"\d\.?$", whole) and re.match(r"\.?\d", line)
         joined = (f"{whole}{line}", f"{whole.rstrip()} {line.lstrip()}")
         whole = max(joined if is_number else joined[::-1], key=_num_numbers)
     return whole

@@ -32,10 +32,12 @@ from trainer_plugins.units import size
 
 # How a run says that it was asked to end. A launcher that ends the others writes "closing signal".
 _STOPPED = (
-    r"\bCANCELLED AT\b|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAIL)|\bscancel\b|(?i:\b(?:job|instance|node|pod|VM)\b.{0,30}\bpreempt(?:ed|ion)\b)"
-    r"|(?i:\bspot\b.{0,20}(?:interrupt|terminat|reclaim))|(?i:\b(?:got|received|by)(?: death)? signal:? ?\(?15)"
-    r"|Received 15 death signal|(?i:\b(?:got|received|caught|was sent)\b.{0,16}SIGTERM)"
-    r"|(?i:\bexit\w*|return(?:ed)?[ _]?code|status)\b[^\n\d]{0,14}?\(?(?:-15|143)\b|Signal 15 \(SIGTERM\)"
+    r"\bCANCELLED AT\b|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAIL)|\bscancel\b"
+    r"|(?i:\b(?:job|instance|node|pod|VM)\b.{0,30}\bpreempt(?:ed|ion)\b)"
+    r"|(?i:\bspot\b.{0,20}(?:interrupt|terminat|reclaim))"
+    r"|(?i:\b(?:got|received|by)(?: death)? signal:? ?\(?15)|Received 15 death signal"
+    r"|(?i:\b(?:got|received|caught|was sent)\b.{0,16}SIGTERM)|Signal 15 \(SIGTERM\)"
+    r"|(?i:\bexit\w*|return(?:ed)?[ _]?code|status)\b[^\n\d]{0,14}?\(?(?:-15|143)\b"
     r"|(?<!closing )[Ss]ignal SIGTERM|Signals\.SIGTERM|^Terminated$"
 )
 # Words that people take for an OOM of the card, what they are, and what helps.
@@ -141,7 +143,7 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
 
 
 def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
-    """Return whether SIGKILL came after a request to end, as of a scheduler that waits no longer."""
+    """Return whether SIGKILL came after a request to end, when a scheduler waits no longer."""
     is_kill = oom.fatal == KILLED_FROM_OUTSIDE
     return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 

@@ -83,7 +83,8 @@ def _words_of(one: Advice) -> Iterator[str]:
     if what := _SMALLER.get(one):
         yield rf"(?i:{_LESS}(?:e?d|t)?\b(?<=d|t)[^.\n]{{0,40}}?{what})"
         yield rf"(?i:\b(?:after|tried|despite) \w{{0,12}}ing\b[^.\n]{{0,40}}?{what})"
-        yield rf"(?i:\b(?:tried|with|even)\b[^.\n]{{0,20}}\b(?:smaller|fewer|lower)\b[^.\n]{{0,20}}?{what})"
+        fewer = r"\b(?:tried|with|even)\b[^.\n]{0,20}\b(?:smaller|fewer|lower)\b"
+        yield rf"(?i:{fewer}[^.\n]{{0,20}}?{what})"
         yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
         least = "0|zero" if one is advice.FEWER_WORKERS else "1|one"
         end = r"\b(?!['\w]|[.,]\d|[/:|]| ?(?:of|loss|/|\|))"
@@ -96,4 +97,5 @@ def _told(name: str) -> Iterator[str]:
     """Yield how people write that something is on, or was tried; a denial between is none."""
     between = rf"(?:(?!{_NOT})(?:[^.\n]|\.(?=\S))){{0,40}}?"
     yield rf"(?i:{_DONE}{between}(?<!\w)(?:{name})(?!\w)(?!=? ?false))"
-    yield rf"(?i:(?<!\w)(?:{name})(?!\w) ?(?:(?!{_NOT})[^.\n]){{0,12}}?(?:{_DONE_BEHIND}|{_NO_HELP}))"
+    behind = rf"(?:(?!{_NOT})[^.\n]){{0,12}}?(?:{_DONE_BEHIND}|{_NO_HELP})"
+    yield rf"(?i:(?<!\w)(?:{name})(?!\w) ?{behind})"

@@ -30,11 +30,11 @@ _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 
 # A line of code, of a log or of torch's message is no sentence of a person.
 _NO_SENTENCE = re.compile(
-    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%|\[(?:INFO|WARN|ERROR|rank)|"
-    r"^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
+    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%"
+    r"|\[(?:INFO|WARN|ERROR|rank)|^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
 )
 _SPEAKS = re.compile(
-    r"(?i:\bOOMs?\b|out of (?:\w+ ){0,2}memory|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
+    r"(?i:\bOOMs?\b|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
 ).search
 
 
@@ -179,10 +179,13 @@ class TextFacts:
         """Return the words that show a launch of several ranks; empty if there are none."""
         named = self.says(
             r"(?:nproc[_-]per[_-]node|num_processes|num[_-]gpus|world_size|NPROC_PER_NODE)"
-            r"[\"']?[ =:]{1,3}(?:[2-9]|\d\d|gpu|auto)|\btorchrun\b|accelerate[ -]launch|\bdeepspeed "
-            r"|mpirun|local[_-]rank|LOCAL_RANK|MULTI_GPU|DistributedDataParallel|\[rank\d+\]|\b[Rr]ank [1-9]\b"
+            r"[\"']?[ =:]{1,3}(?:[2-9]|\d\d|gpu|auto)|\btorchrun\b|accelerate[ -]launch"
+            r"|\bdeepspeed |mpirun|local[_-]rank|LOCAL_RANK|MULTI_GPU|DistributedDataParallel"
+            r"|\[rank\d+\]|\b[Rr]ank [1-9]\b"
         )
-        return named[0].strip() if named else f"rank {self.writer}" if self.writer.isdigit() else ""
+        if named:
+            return named[0].strip()
+        return f"rank {self.writer}" if self.writer.isdigit() else ""
 
     @property
     def users_frame(self) -> Frame | None:

@@ -23,7 +23,10 @@ CONTAINER = r"(?i)docker|kubectl|kubelet|\bpod\b"
 # Notebooks in the cloud, whose user has no sudo on the host.
 HOSTED = r"(?i)\bcolab\b|/content/|kaggle|/usr/local/lib/python3\.\d+/dist-packages/google"
 # Files of NCCL in which it registers main memory, and a system that often refuses that.
-NCCL_ON_THE_HOST = r"transport/shm\.cc|ncclShm\w*|cuMemHost\w*|ibv_reg_mr\w*|shmutils\.cc|microsoft-standard-WSL2|\bWSL2?\b"
+NCCL_ON_THE_HOST = (
+    r"transport/shm\.cc|ncclShm\w*|cuMemHost\w*|ibv_reg_mr\w*|shmutils\.cc"
+    r"|microsoft-standard-WSL2|\bWSL2?\b"
+)
 
 _BATCHES = "Batches of dataloader workers go"
 

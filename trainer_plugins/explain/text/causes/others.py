@@ -48,7 +48,7 @@ def own_ranks(facts: TextFacts) -> Cause | None:
         "ddp-gpu0",
         sum_of(facts),
         f"{_names(facts)[:-1]}: alike, and the text shows several ranks ({facts.has_ranks}).",
-        summary=f"several ranks share GPU {facts.oom.device or 0}: each rank needs its own, that of its"
+        summary=f"several ranks share GPU {facts.oom.device or 0}: each needs the one of its"
         " LOCAL_RANK",
         doubt="The text does not show that these processes are ranks of this launch: print"
         " os.environ['LOCAL_RANK'] and torch.cuda.current_device() in each of them; a device_map, a"

@@ -95,7 +95,7 @@ class ByFrame:
 
 def _moment(words: str) -> str:
     """Make a pattern for the moment in which it happens, as a person says it."""
-    when = r"\b(?:during|when(?:ever)?|while|whilst|once|if|at|on|in|upon|after|before|until|each|every|from|by)\b"
+    when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
     return rf"{when}[^.!?]{{0,40}}?\b(?:{words})"
 
 
@@ -302,7 +302,7 @@ def logits_loss(facts: TextFacts) -> Cause | None:
 
 
 def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
-    """Return the vocabulary of the text, or of the model that the traceback names, or usual ones."""
+    """Return the vocabulary of the text, else of the model in the traceback, else usual ones."""
     if vocabulary := facts.rows("vocab_size"):
         return (vocabulary,)
     named = facts.called(r"modeling_\w+\.py")

@@ -66,7 +66,8 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         found = re.search(
             rf"from_pretrained\([^)\n]{{0,300}}\bdtype=[\"']?(?:torch\.)?({_DTYPES})"
             rf"|[\"']dtype[\"']: [\"'](?:torch\.)?({_DTYPES})[\"']"
-            rf"|(?i:(?:model|weights|param\w*)\b[^\n=]{{0,24}}?\b(?:dtype|in)\b[: =]{{1,3}}(?:torch\.)?({_DTYPES})\b)",
+            r"|(?i:(?:model|weights|param\w*)\b[^\n=]{0,24}?\b(?:dtype|in)\b[: =]{1,3}"
+            rf"(?:torch\.)?({_DTYPES})\b)",
             self.text,
         )
         return next(filter(None, found.groups()), "").lower() if found else ""
