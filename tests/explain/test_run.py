@@ -210,7 +210,11 @@ def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
     said = explain_run(folder)
     assert [cause.code for cause in said.causes] == ["host-kill"]
     assert said.causes[0].grade == "possible"
-    assert "137" in said.causes[0].doubt
+    assert "143 is SIGTERM" in said.causes[0].doubt
+    assert [each.do.split()[0] for each in said.remedies] == [
+        "sudo",
+        "trainer.train(resume_from_checkpoint=True)",
+    ]
     assert said.causes[0].evidence[0].startswith("the last entry is of step 3 (train), ")
     assert report(folder).startswith("[run-cut-off] the run ended without a word")
 
@@ -480,6 +484,28 @@ def test_damaged_records_are_left_out(died, tmp_path, text: str) -> None:
         os.mkfifo(path) if text == "fifo" else path.write_text(text)
     assert first(explain_run(tmp_path / "run")) == "capacity"
     assert len(read_run_facts(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("rank", "zero", "rank: zero is not a int"),
+        ("error", {"source": "allocator"}, "missing 3 required"),
+        ("frames", [{"file": 3}], "frames: file: 3 is not a str"),
+        ("moment", "lunch", "moment: 'lunch' is none of"),
+    ],
+)
+def test_a_record_with_a_wrong_value_is_no_explanation(
+    died, tmp_path, name: str, value: object, words: str
+) -> None:
+    path = folder_of_run(tmp_path / "run") / "oom-rank0.json"
+    wrong = json.loads(path.read_text()) | {name: value}
+    path.write_text(json.dumps(wrong))
+    (tmp_path / "other.json").write_text(json.dumps(wrong))
+    for given in (path, tmp_path / "other.json", tmp_path / "run"):
+        done = CliRunner().invoke(app, ["explain", str(given)])
+        assert done.exit_code == 2
+        assert words in " ".join(done.output.replace("│", " ").split())
 
 
 def test_only_a_damaged_record_is_no_folder_of_nobody(tmp_path) -> None:

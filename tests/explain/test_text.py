@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -475,25 +476,43 @@ def test_an_engine_in_the_same_process_is_seen_beside_torch() -> None:
     assert explained("--vllm_mode colocate\n" + message).causes[0].code == "engine-share"
 
 
-class Endless(io.RawIOBase):
-    """A log without an end, whose first OOM is near its beginning."""
-
-    def __init__(self) -> None:
-        self.num_read = 0
-
-    def read(self, num_bytes: int = -1) -> bytes:
-        assert 0 < num_bytes <= 1 << 20
-        self.num_read += num_bytes
-        assert self.num_read < 32 << 20
-        start = FULL.encode() + b"\n" if self.num_read == 3 << 20 else b""
-        return start + b"{'loss': 1.25, 'learning_rate': 0.001}\n" * (num_bytes // 39)
+def packed(*parts: tuple[bytes, int]) -> bytes:
+    """Pack a log with gzip without holding it: each part as often as it says."""
+    packer = zlib.compressobj(1, wbits=31)
+    return b"".join(packer.compress(part) for part, times in parts for _ in range(times)) + (
+        packer.flush()
+    )
 
 
-def test_a_large_log_is_read_in_blocks_and_no_further_than_it_must() -> None:
-    log = Endless()
+STEPS = b"{'loss': 1.25, 'learning_rate': 0.001}\n" * (1 << 15)  # 1.2 MiB
 
-    assert explain_stream(log, "a log").causes[0].code == "long-sample"  # type: ignore[arg-type]
-    assert log.num_read <= 5 << 20
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_of_a_large_log_the_head_and_the_end_are_read_and_it_is_said(where: str) -> None:
+    error = (FULL.encode() + b"\n", 1)
+    parts = [(STEPS, 18)]
+    log = packed(*([error, *parts] if where == "first" else [*parts, error]))
+    answer = explain_stream(io.BytesIO(log), "a log")
+
+    assert answer.causes[0].code == {"first": "capacity", "last": "long-sample"}[where]
+    assert "were not read" in answer.unknown[-1]
+
+
+BOMBS = {
+    "a line of 520 MiB": lambda: packed((b"a" * (1 << 20), 520)),
+    "one line of hints": lambda: b"Killed Allocation xit " * (1 << 18),
+    "brackets": lambda: b"[" * (1 << 22),
+    "a deep notebook": lambda: b'{"cells": [{"cell_type": "code", "outputs": ' + b"[" * (1 << 22),
+    "a broken notebook": lambda: b'{"cells": [{"cell_type": "code", ' + b'"outputs": [' * (1 << 17),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_file_made_to_hold_explain_ends_without_a_cause(bomb: str) -> None:
+    code, out, err = command("-", stdin=BOMBS[bomb]())
+
+    assert code == 1, err
+    assert ("unpacks to more than 512.0 MiB" in " ".join(out.split())) is ("520" in bomb)
 
 
 def command(*arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:

@@ -141,7 +141,7 @@ def test_what_the_facts_change() -> None:
         found = launch_environment(environ, LaunchFacts(**facts)).exports  # type: ignore[arg-type]
         return {export.name: export.purpose for export in found}
 
-    assert "give --vllm" in exports({}, vllm_is_installed=True)["PYTORCH_ALLOC_CONF"]
+    assert "give --vllm" in exports({}, vllm_is_installed=True)["PYTORCH_CUDA_ALLOC_CONF"]
     assert "TOKENIZERS_PARALLELISM" not in exports({"TOKENIZERS_PARALLELISM": "true"})
 
 

@@ -215,14 +215,9 @@ POSITIVES = (
     ),
     Case(
         RUNTIME,
-        "NRT allocation failed for size 233658313344 (OOM)",
-        "huggingface/transformers#47029",
-        "allocator",
-    ),
-    Case(
-        "log",
-        "- **Exception Type:** torch.OutOfMemoryError",
-        "Stable-X/ComfyUI-Hi3DGen#16",
+        "Current platform can NOT allocate memory block with size larger than 4GB! Tried to allocate 6.85 GiB (GPU  0; "
+        "15.56 GiB total capacity; 0 bytes already allocated; 0 bytes reserved in total by PyTorch)",
+        "intel/intel-extension-for-pytorch#629",
         "allocator",
     ),
     Case(
@@ -776,26 +771,6 @@ POSITIVES = (
         "[PID: 210907] 2026-04-09-21:56:40.384.694 Memory_Allocation_Failure(EL0004): Failed to allocate memory "
         "requested by GE module.",
         "PKU-YuanGroup/Helios#62",
-        "allocator",
-    ),
-    Case(
-        "log",
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to "
-        "allocate 15.65G. That was not possible. There are 11.08G free.; (0x0x0_HBM0)",
-        "google-deepmind/gemma#85",
-        "allocator",
-    ),
-    Case(
-        "log",
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 "
-        "bytes.",
-        "patrickbryant1/AFProfile#8",
-        "allocator",
-    ),
-    Case(
-        "log",
-        "Execution of replica 0 failed: Resource exhausted: Out of memory while trying to allocate 5520758552 bytes.",
-        "jax-ml/jax#788",
         "allocator",
     ),
     # an inference engine that refuses to start

@@ -15,6 +15,7 @@ Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]
 _LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
 _LESS_MAIN_MEMORY = (
     FEWER_WORKERS,
+    LIGHTER_SAMPLES,
     CHECK_LAUNCH_FILE,
     OFFLOAD_TO_DISK,
     READ_BY_ONE_RANK,
@@ -28,8 +29,9 @@ ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OO
 
 # The first that applies leads. An entry without `when` always applies.
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
-    "adapter-delta": (MERGE_IN_MAIN_MEMORY, NO_DORA, NEWER_PEFT, NO_EXPERTS),
-    "api-misuse": (PRINT_SHAPES,),
+    "adapter-delta": (NO_DORA, NEWER_PEFT, NO_EXPERTS),
+    "adapter-merge": (SAVE_THE_ADAPTER, RELEASED, MERGE_IN_MAIN_MEMORY),
+    "api-misuse": (NEWER_XPU, FEWER_INPUTS, PRINT_SHAPES),
     "capacity": (
         SMALLER_MICRO_BATCH,
         SURVIVE,
@@ -39,7 +41,8 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     ),
     "contradictory": (ROCM_MEMORY, ROCM_LOG, WATCH_THE_CARD, MAPPING_LIMITS, WSL_MEMORY),
     "data-parallel": (ONE_PROCESS_A_CARD, ONE_CARD),
-    "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY),
+    "ddp-buckets": (SHARD_THE_RUN, ADAPTER, HALF_PRECISION_WEIGHTS),
+    "ddp-gpu0": (OWN_CARD_FIRST, LOAD_INTO_MAIN_MEMORY, OWN_DEVICE_MAP),
     "engine-share": (
         SHORTER_REQUESTS,
         SMALLER_ENGINE_SHARE,
@@ -51,7 +54,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         END_PROCESS,
     ),
     "eval-batch": (NO_GRAD, SMALLER_EVAL_BATCH, OUTPUTS_TO_MAIN_MEMORY, SURVIVE),
-    "eval-logits": (ARGMAX_LOGITS, OUTPUTS_TO_MAIN_MEMORY, LOSS_ONLY),
+    "eval-logits": (ARGMAX_LOGITS, OUTPUTS_TO_MAIN_MEMORY, SMALLER_EVAL_BATCH, LOSS_ONLY),
     "eval-metrics": (METRICS_ON_CPU,),
     "foreign": (SHOW_HOLDERS, LIST_PROCESSES, OTHER_CARD, END_PROCESS),
     "fragmentation": (EXPANDABLE_SEGMENTS, PAD_TO_FEW_LENGTHS, *_LESS_OF_THE_BATCH),
@@ -66,7 +69,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         *_LESS_MAIN_MEMORY,
     ),
     "host-commit": (FEWER_WORKERS, LARGER_PAGING_FILE),
-    "host-kill": (SAVE_WITHOUT_GATHER, FIND_THE_KILL, *_LESS_MAIN_MEMORY),
+    "host-kill": (SAVE_WITHOUT_GATHER, ASK_SLURM, FIND_THE_KILL, *_LESS_MAIN_MEMORY),
     "host-limit": (MORE_SLURM_MEMORY, MORE_MAIN_MEMORY, *_LESS_MAIN_MEMORY),
     "image-size": (FEWER_PATCHES, FLASH_ATTENTION),
     "impossible-size": (PRINT_SHAPES,),
@@ -86,8 +89,16 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "logits-loss": (LIGER, SMALLER_MICRO_BATCH, SURVIVE, PLAN_THE_RUN),
     "long-sample": (SURVIVE, SMALLER_MICRO_BATCH, SHORTER_ROWS, GROUP_BY_LENGTH, OBSERVE),
     "mps-other": (EMPTY_CACHE_EACH_STEP, CLOSE_OTHER_PROGRAMS),
-    "nccl": (HEADROOM, MEMORY_FRACTION, SMALLER_NCCL_BUFFERS),
-    "optimizer-state": (*_SMALLER_STATES, PLAN_THE_RUN),
+    "nccl": (
+        NO_CUMEM_HOST,
+        NO_NCCL_SHM,
+        LOCK_MORE_MEMORY,
+        NEWER_NCCL,
+        HEADROOM,
+        MEMORY_FRACTION,
+        SMALLER_NCCL_BUFFERS,
+    ),
+    "optimizer-state": (*_SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
     "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
     "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *_LESS_OF_THE_BATCH),
     "resume-load": (RESUME_GUARD, LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
@@ -101,15 +112,17 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     ),
     "second-copy": (PRECOMPUTED_REFERENCE, SECOND_MODEL_IN_16_BITS, *_LESS_OF_THE_BATCH),
     "shm": (FEWER_WORKERS, LARGER_SHM),
-    "zero3-gather": (FEWER_LIVE_PARAMETERS, WRAP_LAYERS, *_LESS_OF_THE_BATCH),
+    "zero3-gather": (
+        NO_GATHER_TO_GENERATE,
+        GENERATE_ON_ITS_OWN_CARD,
+        GATHER_BY_MODULE,
+        FEWER_LIVE_PARAMETERS,
+        WRAP_LAYERS,
+        *_LESS_OF_THE_BATCH,
+    ),
 }
 # What helps where torch releases its cache again and again, and no OOM ends the run.
 CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
-# What helps where another framework than torch finds no room on the card.
-OTHER_FRAMEWORKS: Mapping[str, tuple[Advice, ...]] = {
-    "JAX": (JAX_SHARE, FEWER_INPUTS, JAX_CHECKPOINT, JAX_GROWS),
-    "TensorFlow": (FEWER_INPUTS, TENSORFLOW_GROWS),
-}
 ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
 
 

@@ -45,6 +45,23 @@ MEMORY_FRACTION = replace(
     when="where no Trainer trains",
     code="torch.cuda.set_per_process_memory_fraction(0.95)",
 )
+# NCCL 2.24 and later register it by cuMem, which WSL2 and some containers refuse.
+NO_CUMEM_HOST = Advice(
+    effect="NCCL shares main memory in the older way, which WSL2 and containers allow",
+    when="where NCCL fails in its shared memory",
+    environment="NCCL_CUMEM_HOST_ENABLE=0",
+)
+NO_NCCL_SHM = Advice(
+    effect="NCCL sends between the cards without shared memory",
+    price="slower collectives",
+    when=NO_CUMEM_HOST.when,
+    environment="NCCL_SHM_DISABLE=1",
+)
+NEWER_NCCL = Advice(
+    effect="later versions go back to the older way by themselves",
+    when=NO_CUMEM_HOST.when,
+    shell="pip install -U nvidia-nccl-cu12   # as your torch allows, or a newer torch",
+)
 SMALLER_NCCL_BUFFERS = Advice(
     effect="NCCL's buffers are a quarter of the usual 4 MiB each",
     price="slower collectives",
@@ -112,6 +129,13 @@ ROCM_LOG = Advice(
     effect="shows why the driver refused",
     only_on=("HIP",),
     shell="dmesg | grep -i amdgpu",
+)
+# torch-xpu-ops#1406 (2025-03)
+NEWER_XPU = Advice(
+    effect="later builds for Intel's cards allocate more than 4 GiB at once",
+    only_on=("XPU",),
+    when="where the card allocates 4 GiB at most",
+    shell="pip install -U torch   # 2.8 or later, from the index for xpu",
 )
 CLOSE_OTHER_PROGRAMS = Advice(
     effect="main memory and the card's are one on a Mac",
@@ -220,6 +244,16 @@ FIND_THE_KILL = Advice(
     when="where nothing shows what took main memory",
     shell="sudo dmesg -T | grep -i 'killed process'",
 )
+ASK_SLURM = Advice(
+    effect="shows whether the job was preempted, cancelled, timed out or out of memory",
+    when="where Slurm started the job",
+    shell="sacct -j JOB --format=State,ExitCode,MaxRSS,ReqMem",
+)
+LIGHTER_SAMPLES = Advice(
+    effect="one sample, not the number of workers, fills main memory",
+    when="where no dataloader workers run",
+    code="build less in one sample (dataset, collate_fn): masks, decoded pictures, sound or video",
+)
 SHOW_MAIN_MEMORY = Advice(
     effect="shows how much main memory is left",
     when="where no line of the script is known",
@@ -289,29 +323,4 @@ SMALLER_BLOCKS = Advice(
     effect="a kernel's blocks are then small enough for this card's multiprocessors",
     when="where a Triton kernel does not fit",
     code="smaller block sizes or num_stages=1 in the kernel, or another attention backend",
-)
-
-# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-JAX_SHARE = Advice(
-    effect="JAX takes 95 % of the card at its start, and not 75 %",
-    price="no room for another program",
-    when="under JAX on a GPU",
-    environment="XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
-)
-JAX_GROWS = Advice(
-    effect="JAX takes only what it uses, where others are on the card",
-    price="slower, and more in pieces",
-    when="under JAX on a GPU",
-    environment="XLA_PYTHON_CLIENT_PREALLOCATE=false",
-)
-JAX_CHECKPOINT = Advice(
-    effect="activations are computed again in the backward pass",
-    price="about a third more time",
-    when="under JAX",
-    code="jax.checkpoint(layer)   # around each layer",
-)
-TENSORFLOW_GROWS = Advice(
-    effect="TensorFlow takes only what it uses, where others are on the card",
-    when="under TensorFlow",
-    environment="TF_FORCE_GPU_ALLOW_GROWTH=true",
 )

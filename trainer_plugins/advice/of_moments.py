@@ -107,6 +107,35 @@ EMPTY_CACHE_BEFORE_SAVE = Advice(
     when="where nothing is sharded",
     code="gc.collect(); torch.cuda.empty_cache()  # before saving",
 )
+SAVE_THE_ADAPTER = Advice(
+    effect="the adapter alone is some MB, and what was trained is safe before anything is merged",
+    when="where an adapter is merged",
+    code='model.save_pretrained("adapter")',
+)
+RESUME_THE_RUN = Advice(
+    effect="goes on from the last checkpoint",
+    when="where a run was stopped from outside",
+    code="trainer.train(resume_from_checkpoint=True)",
+)
+NO_GATHER_TO_GENERATE = Advice(
+    effect="each layer is gathered when it generates, instead of the whole model on each card",
+    price="much slower generation",
+    when="where ZeRO-3 gathers the model to generate",
+    trl="--ds3_gather_for_generation False",
+    arguments="ds3_gather_for_generation=False",
+)
+GENERATE_ON_ITS_OWN_CARD = Advice(
+    effect="vLLM generates on a card of its own, and the training cards gather nothing",
+    price="another card",
+    when=NO_GATHER_TO_GENERATE.when,
+    trl="--use_vllm True --vllm_mode server",
+)
+GATHER_BY_MODULE = Advice(
+    effect="one module is gathered at a time; stage3_max_live_parameters does not bound this",
+    when="where the script gathers all parameters under ZeRO-3",
+    code="for module in model.modules():"
+    " with GatheredParameters(module.parameters(recurse=False)): ...",
+)
 LOAD_INTO_MAIN_MEMORY = Advice(
     effect="the checkpoint waits in main memory instead of on the card it was saved from",
     when="where the script loads it",

@@ -194,10 +194,11 @@ STREAM_BASE = Advice(
     plan="--stream-base LAYERS",
 )
 MERGE_IN_MAIN_MEMORY = Advice(
-    effect="the deltas are made in main memory, one layer at a time",
-    price="some minutes",
+    effect="a new process merges in main memory, with nothing of the training beside it",
+    price="some minutes, and main memory for the model in 16 bits",
     when="where an adapter is merged",
-    code='model.to("cpu").merge_and_unload()',
+    code='PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE, device_map="cpu"),'
+    ' "adapter").merge_and_unload()',
 )
 NO_DORA = Advice(
     effect="only DoRA needs the full delta in each forward pass",
@@ -217,6 +218,19 @@ NO_EXPERTS = Advice(
     when="where target_parameters names experts",
     keeps_result=False,
     code="LoraConfig(..., target_modules=[...], target_parameters=None)",
+)
+SHARD_THE_RUN = Advice(
+    effect="weights, gradients and optimizer states are divided among the cards; DDP keeps all on"
+    " each",
+    price="more traffic between the cards",
+    when="where DDP runs on several cards",
+    shell="trainer-plugins configs show fsdp2 > accelerate.yaml",
+)
+MORE_CARDS = Advice(
+    effect="ZeRO divides the optimizer states among more cards",
+    price="more cards",
+    when="where DeepSpeed runs",
+    shell="accelerate launch --num_processes CARDS ...   # more than now",
 )
 OFFLOAD_OPTIMIZER = Advice(
     effect="optimizer states of 12 bytes a parameter go to main memory",
@@ -259,6 +273,11 @@ OWN_CARD_FIRST = Advice(
     effect="each rank opens a context on its own card only",
     when="where ranks hold memory on the first card",
     code='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
+)
+OWN_DEVICE_MAP = Advice(
+    effect="each rank loads the weights onto its own card",
+    when="where ranks hold memory on the first card",
+    code='from_pretrained(..., device_map={"": int(os.environ["LOCAL_RANK"])})',
 )
 EMPTY_CACHE_EACH_STEP = Advice(
     effect="torch's cache is released after each step, on all ranks at the same time",

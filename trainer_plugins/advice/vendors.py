@@ -68,7 +68,8 @@ VENDORS = (
     ),
     Vendor(
         name="XPU",
-        seen=r"\bXPU out of memory|level_zero|torch\.xpu|\bxpu-smi\b|UR_RESULT_",
+        seen=r"\bXPU out of memory|can NOT allocate memory block|level_zero|torch\.xpu"
+        r"|\bxpu-smi\b|UR_RESULT_",
         processes="xpu-smi ps",
         memory="xpu-smi stats -d 0",
         visible="ZE_AFFINITY_MASK",
@@ -83,18 +84,9 @@ VENDORS = (
         visible="HABANA_VISIBLE_MODULES",
         module="torch.hpu",
     ),
-    # awsdocs-neuron.readthedocs-hosted.com: neuron-top, NEURON_RT_VISIBLE_CORES
-    Vendor(
-        name="Neuron",
-        seen=r"\bNRT allocation|torch_neuronx|\bneuron-(?:top|ls)\b",
-        processes="neuron-ls",
-        memory="neuron-top",
-        visible="NEURON_RT_VISIBLE_CORES",
-        module="torch.neuron",
-    ),
     Vendor(
         name="MPS",
-        seen=r"MPS backend out of memory|Invalid buffer size|Command buffer|kIOGPU|metal::malloc",
+        seen=r"MPS backend out of memory|Invalid buffer size|Command buffer|kIOGPU",
         processes="Activity Monitor, Memory",
         memory="Activity Monitor",
         module="torch.mps",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainer_plugins.allocator.lint import lint_text
 from trainer_plugins.allocator.machine import Machine, expandable_blocker
-from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
+from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables
 from trainer_plugins.finding import Severity
 
 OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch#113481)
@@ -28,10 +28,8 @@ def choose(variables: Variables, machine: Machine) -> Choice:
         blocker = expandable_blocker(machine)
         if blocker:
             return Choice({}, f"no allocator settings: {blocker}")
-        name = UNIFIED if UNIFIED in names_read(machine) else CUDA
         return Choice(
-            {name: OURS},
-            f"expandable segments, against fragmentation; {machine.torch_name} reads {name}",
+            {CUDA: OURS}, "expandable segments, against fragmentation; every torch reads this"
         )
     if len(set(own.values())) > 1:
         return Choice({}, f"no allocator settings: you set {' and '.join(own)} to different values")

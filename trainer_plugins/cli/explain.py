@@ -79,7 +79,7 @@ def _is_pickle(path: Path) -> bool:
 
 def _explained(path: str, predicts: bool) -> Explanation:
     from trainer_plugins.explain.log import explain_log
-    from trainer_plugins.record.oom_record import read_oom_record
+    from trainer_plugins.record.oom_record import open_oom_record
 
     if path == "-":
         return explain_log(sys.stdin.buffer, "standard input", predicts)
@@ -87,7 +87,7 @@ def _explained(path: str, predicts: bool) -> Explanation:
         from trainer_plugins.explain.run import explain_run
 
         return explain_run(Path(path), predicts)
-    if path.endswith(".json") and (record := read_oom_record(Path(path))) is not None:
+    if path.endswith(".json") and (record := open_oom_record(Path(path))) is not None:
         from trainer_plugins.explain.run import explain_record
         from trainer_plugins.record.folder import output_dir_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.text.excerpt import Excerpt, find_first
+from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of, places_of_run
@@ -29,7 +29,7 @@ class _Named(NamedTuple):
 
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
     """Explain the first OOM of a log, or the record of `OOMReporter` that the log names."""
-    excerpt = find_first(stream)
+    excerpt = find_oom(stream)
     named = list(dict.fromkeys(_named(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):

@@ -38,6 +38,16 @@ def is_ours(path: str) -> bool:
     return any(name == _PACKAGE.name and room in _ROOMS for name, room in pairwise(parts))
 
 
+def quoted(words: str, most: int = 200) -> str:
+    """Quote the first line of a text, cut between two words.
+
+    >>> quoted("Tried to allocate 3.16 GiB", most=24)
+    'Tried to allocate 3.16 ...'
+    """
+    line = next(iter(words.strip().splitlines()), "").strip()
+    return line if len(line) <= most else f"{line[: most + 1].rpartition(' ')[0]} ..."
+
+
 def is_users(path: str) -> bool:
     """Return whether a file is outside installed packages and the standard library."""
     name = path.replace("\\", "/")
@@ -49,10 +59,12 @@ FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no
 
 SUMMARIES: Mapping[str, str] = {
     "adapter-delta": "LoRA makes a delta as large as the weights that it adapts",
+    "adapter-merge": "merging the adapter does not fit beside what training keeps on the card",
     "api-misuse": "one tensor alone is larger than the card",
     "capacity": "the run needs more than the card has",
     "contradictory": "memory was refused although it was free",
     "data-parallel": "one process drives all cards (DataParallel), and the first holds the most",
+    "ddp-buckets": "DDP's buckets, as large as all gradients that are trained, do not fit",
     "ddp-gpu0": "several ranks hold memory on the same card",
     "engine-share": "the inference engine's share of the card leaves too little",
     "eval-batch": "a batch of the evaluation does not fit next to what training keeps",

@@ -81,8 +81,9 @@ RULES = (
     ),
     _nccl(r"Cuda failure (?:\d{1,9} )?'out of memory'", "frame of NVIDIA/nccl#1410"),
     _nccl(
-        r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes",
-        "deepspeedai/DeepSpeed#3827",
+        r"\bFailed to CUDA [cm]alloc.{0,40} \d{1,20} bytes"
+        r"|\bibv_reg_mr\w{0,20} failed with error Cannot allocate memory",
+        "deepspeedai/DeepSpeed#3827; NCCL, transport/net_ib.cc",
         is_certain=False,
         follows_anything=True,
     ),
@@ -103,21 +104,12 @@ RULES = (
         "torch, CUDACachingAllocator.cpp; vllm-project/vllm#14452",
     ),
     _allocator(
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): "
-        r"(?:Out of memory|Failed to alloc|Error allocating device buffer|XLA:TPU)"
-        r"|OOM when allocating tensor",
-        "patrickbryant1/AFProfile#8, google-deepmind/gemma#85, keras-team/keras#9643",
+        r"Current platform can NOT allocate memory block with size larger than 4GB!",
+        "intel/intel-extension-for-pytorch#629: first generation of Arc",
     ),
+    # torch's own words with backend:cudaMallocAsync.
     _allocator(
         r"Allocation on device \d{1,9} would exceed allowed memory", "AIFSH/ComfyUI-ChatTTS#9"
-    ),
-    _allocator(
-        r"NRT allocation failed for size \d{1,20} \(OOM\)", "huggingface/transformers#47029"
-    ),
-    _allocator(
-        r"Exception Type:\*{0,2} (?:torch\.(?:cuda\.)?)?OutOfMemoryError",
-        "Stable-X/ComfyUI-Hi3DGen#16: a report of ComfyUI",
-        follows_anything=True,
     ),
     _allocator(r"Invalid buffer size: \d", "pytorch/pytorch#141909: MPS, one buffer"),
     _allocator(
@@ -191,9 +183,8 @@ RULES = (
         is_certain=False,
     ),
     _driver(
-        r"Command buffer execution failed: Insufficient Memory|error: Insufficient Memory \("
-        r"|\[metal::malloc\] Attempting to allocate \d",
-        "ml-explore/mlx#479, ggml-org/llama.cpp#16274; mlx, metal/allocator.cpp",
+        r"Command buffer execution failed: Insufficient Memory|error: Insufficient Memory \(",
+        "ml-explore/mlx#479, ggml-org/llama.cpp#16274: Metal's words, whose ever they are",
         fatal=_ENDED,
     ),
     # Libraries: a handle, a workspace or a kernel that did not fit. Nothing is left half done.
@@ -300,15 +291,17 @@ RULES = (
         r"alloc_\w{3,40} runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower",
         "sgl-project/sglang#10408; sglang, mem_cache/common.py",
     )._replace(source="engine"),
-    # Killed by a signal: usually for main memory, but any program may send it.
+    # Killed by a signal: often for main memory, but any program may send it. The code or the signal
+    # stands near a word of ending, in whatever order.
     _killed(
-        r"\bexit ?code {0,4}: {1,4}-9\b|\bexits with return code = -9\b|\bSignal 9 \(SIGKILL\)"
-        r"|<Signals\.SIGKILL: 9>|exit status -9\b|killed by SIGKILL by OOM killer",
-        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, Unakar/Logic-RL#18: Ray",
-    ),
-    _killed(
-        r"\b[Ee]xit(?:ed)?(?: with)?(?: status)?[ _-]?(?:[Cc]ode|[Ss]tatus)?[ :=]{1,12}\(?137\b",
-        "jupyter/docker-stacks#736, mozilla/bugbug#3906: 128 + 9",
+        r"(?i:\b(?:exit\w*|return(?:ed|s)?[_ -]?(?:code|value|status))"
+        r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
+        r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![\w%-]|\.\d)"
+        r"|(?<![\w.+\[-])(?:-9|137)\b[^\n\d]{0,12}?\b(?:exit|return)[_ -]?(?:code|status|value))"
+        r"|(?<!closing )(?<!nding )(?<!send )\b[Ss]ignals?\b[^\n\w]{1,6}"
+        r"(?:9\b(?!\.)|SIGKILL|killed\b)|<Signals\.SIGKILL"
+        r"|\b(?:[Kk]illed|died|terminated|received|got|was sent)\b[^\n\d]{0,24}?SIGKILL",
+        "lm-sys/FastChat#568, deepspeedai/DeepSpeed#4239, mozilla/bugbug#3906, Unakar/Logic-RL#18",
     ),
     _killed(
         r"worker may have exceeded K8s pod memory limits"
@@ -318,8 +311,8 @@ RULES = (
     _killed(
         rf"is killed by signal: Killed|: {{1,8}}\d{{1,9}} (?:{KILLED}) {{2,30}}\S"
         rf"|(?:^|\])(?:{KILLED}) {{0,4}}$|^(?:\[\d{{1,4}}\])?[+-]? {{1,4}}(?:{KILLED}) {{2,30}}\S"
-        r"|\bzsh: killed {2,12}\S|terminated (?:by|with) signal SIGKILL",
-        "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells say",
+        r"|\bzsh: killed {2,12}\S|\btask \d{1,6}: Killed",
+        "thangvubk/SoftGroup#18, InternLandMark/LandMark#65; what shells and srun say",
     ),
     # torch's own class, with any message: ComfyUI#4880 cuts it to "Allocation on device".
     _allocator(r"\b(?:[\w.]{1,100}\.)?OutOfMemoryError: ", "Comfy-Org/ComfyUI#4880"),

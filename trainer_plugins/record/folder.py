@@ -137,11 +137,13 @@ def from_json(kind: Callable[..., T], record: object) -> T:
     """Construct a dataclass from a record; a wrong value raises TypeError or ValueError."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{kind} is made of a JSON object, got {type(record).__name__}")
-    values = {
-        name: _value(record[name], field_type)
-        for name, field_type in _types_of(kind)
-        if name in record
-    }
+    values = {}
+    for name, field_type in _types_of(kind):
+        if name in record:
+            try:
+                values[name] = _value(record[name], field_type)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from error
     return kind(**values)
 
 

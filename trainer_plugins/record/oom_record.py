@@ -1,5 +1,6 @@
 """OomRecord: what was known when a rank ran out of memory; `oom-rank0.json`, `oom-rank0-2.json`."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Literal
 
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import read_all, read_one
+from trainer_plugins.record.folder import from_json, places_of_run, read_all, read_json, read_one
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample
 
 VERSION = 1
+_OWN = {"error", "error_class", "rank"}  # no other JSON has these names together
 
 # What the run was doing; `begin` is before the first step, `other` is code without a Trainer.
 Moment = Literal["train", "eval", "predict", "generate", "save", "resume", "begin", "other"]
@@ -168,10 +170,33 @@ class OomRecord:
         return f"rank {self.rank} ran out of memory in {self.where}"
 
 
+def refuse_damaged_records(folder: Path) -> None:
+    """Raise ValueError with what is wrong with the first damaged record of a folder."""
+    for place in places_of_run(folder):
+        for path in sorted(place.glob("oom-rank*.json")):
+            open_oom_record(path)
+
+
 def read_oom_records(folder: Path) -> list[OomRecord]:
     """Read the records of all ranks in a folder, oldest first, without damaged files."""
     records = read_all(folder, "oom-rank[0-9]+", OomRecord)
     return sorted(records, key=lambda record: record.time_seconds)
+
+
+def open_oom_record(path: Path) -> OomRecord | None:
+    """Read a record that somebody names; None if the file is none, ValueError if it has a fault."""
+    try:
+        value = read_json(path)
+    except ValueError:
+        return None
+    is_named = re.fullmatch(r"oom-rank\d+(?:-\d+)?\.json", path.name) is not None
+    if not is_named and not (isinstance(value, Mapping) and value.keys() >= _OWN):
+        return None
+    try:
+        return from_json(OomRecord, value)
+    except (TypeError, ValueError) as error:
+        why = str(error).replace("OomRecord.__init__() ", "")
+        raise ValueError(f"{path} is no record of an OOM that can be read: {why}") from error
 
 
 def read_oom_record(path: Path) -> OomRecord | None:

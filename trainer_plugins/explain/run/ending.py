@@ -71,10 +71,11 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
     return Finding(
         code="run-cut-off",
         severity=Severity.WARNING,
-        summary=f"{who} ended without a word: its process was killed, or runs on another machine",
+        summary=f"{who} ended without a word: killed by a signal (preemption, scancel, the kernel),"
+        " or it runs on another machine",
         evidence="; ".join(evidence),
-        remedy="Look for its exit code (137 is SIGKILL) where it was launched, and for oom-kill in"
-        " the kernel's log (dmesg) or the scheduler's (sacct, kubectl describe pod).",
+        remedy="Look for its exit code where it was launched (143 is SIGTERM, 137 SIGKILL), and for"
+        " preemption or oom-kill in the scheduler's record (sacct, kubectl describe pod) or dmesg.",
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import cause, said, with_numbers
+from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
@@ -24,7 +25,12 @@ from trainer_plugins.record.history import (
     missing_in_words,
     read_history,
 )
-from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
+from trainer_plugins.record.oom_record import (
+    OomRecord,
+    Planned,
+    read_oom_records,
+    refuse_damaged_records,
+)
 from trainer_plugins.record.run_facts import RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Entry, Failure, Remark
 from trainer_plugins.units import size
@@ -39,6 +45,9 @@ _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpe
 def explain_run(folder: Path, predicts: bool = False) -> Explanation:
     """Explain the last run of a folder, or raise ValueError if no run wrote into it."""
     records, facts, history = read_oom_records(folder), read_run_facts(folder), _history(folder)
+    if not records:
+        with suppress(OSError):  # a FIFO
+            refuse_damaged_records(folder)
     if not records and not facts and history is None:
         raise ValueError(
             f"{printable(folder)} has no run.json, no oom-rank*.json and no memory/rank-*.jsonl"
@@ -256,6 +265,7 @@ def _without_record(
         return None
     failures = (failure for _, failure in entries_of(history.runs[-1].timelines, Failure))
     dead = next((each for each in failures if _DEAD_WORKER.search(each.words)), None)
+    workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
     if dead is not None:
         found = _of_worker(dead, facts)
     elif (finding := how_it_ended(history, folder)) is not None:
@@ -265,11 +275,19 @@ def _without_record(
         found = _of_kill(finding)
     else:
         return None
-    workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
+    remedies = less_main_memory(found.code, workers if isinstance(workers, int) else 0)
+    if found.grade == "possible":  # a signal, and nobody knows whose
+        place = facts[-1].place if facts else None
+        is_slurm = place is not None and any("SLURM" in name for name in place.limits)
+        asked = advice.ASK_SLURM if is_slurm else advice.FIND_THE_KILL
+        remedies = tuple(
+            replace(remedy(one, next(iter(one.spellings))), cause=found.code)
+            for one in (asked, advice.RESUME_THE_RUN)
+        )
     return Explanation(
         subject=printable(folder),
         causes=with_numbers([found], Numbers(), lambda _: "main memory"),
-        remedies=less_main_memory(found.code, workers if isinstance(workers, int) else 0),
+        remedies=remedies,
         unknown=("what the process held: a process that is killed writes no record",),
     )
 

@@ -1,10 +1,11 @@
-"""Finds the first OOM of a log of any size, and keeps the lines around it, cleaned."""
+"""Finds the OOM that ended a log of any size, and keeps the lines around it, cleaned."""
 
 import codecs
 import html
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import astuple
@@ -14,21 +15,26 @@ from typing import BinaryIO, NamedTuple
 from trainer_plugins.explain.text.notebook import is_notebook, printed_by
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
+from trainer_plugins.units import size
 
 _BLOCK_BYTES = 1 << 20
 _NOTEBOOK_BLOCKS = 64  # of a notebook, which is read at once: pictures make it large
+_HEAD_BLOCKS, _END_BLOCKS = 4, 12  # of a large log: what lies between is not searched
+_MOST_BYTES = 1 << 29  # what gzip has packed may unpack to any size
+_MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs that are compared, and characters read to find them
 _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
 _LONGEST_LINE = 4000
 # Words without which no line is an OOM.
 _HINTS = re.compile(
-    r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|OOM when|EXHAUSTED|ALLOC_FAILED"
-    r"|annot allocate|not enough mem|memory pressure|Allocation |llocation of|llocation failed"
-    r"|lloc |lloc: |loc async|_STATUS_"
+    r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|ALLOC_FAILED"
+    r"|annot allocate|NOT allocate|not enough mem|memory pressure|Allocation |llocation of"
+    r"|llocation failed|lloc |lloc: |loc async|_STATUS_"
     r"|cuDNN algo|cusolver error|CUFFT_|OUT_OF_|INTERNAL ASSERT|API call failed|Workspace can"
     r"|unable to (?:mmap|write|open|allo|resize)|posix_mem|bad_alloc|srun: err|oom[-_ ]kill"
-    r"|SIGKILL|xit ?code|xit(?:ed)? with|xit status|code = -9|by signal|bus error|Killed|1455"
-    r"|Free memory on|cache blocks|max seq len|mem-fraction-static|Resource exhausted|zsh: killed"
-    r"|Invalid buffer size|Insufficient Mem|metal::malloc|running low on mem|w on resource"
+    r"|SIGKILL|xit|eturn ?code|eturn(?:ed)?[_ -](?:code|value|status)|died|erminated"
+    r"| ended with|illed|ignals?\W{1,6}(?:9|killed)|us error|1455"
+    r"|Free memory on|cache blocks|max seq len|mem-fraction-static|zsh: killed"
+    r"|Invalid buffer size|Insufficient Mem|running low on mem|w on resource"
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
@@ -78,6 +84,24 @@ _MOST_PREFIXES = 6
 # A traceback as one string of JSON, and Docker's line of JSON.
 _ESCAPED, _END = '\\n  File \\"', re.compile(r"(?<!\\)\\n")
 _DOCKER = re.compile(r'\{"log": ?"((?:[^"\\]|\\.){0,8000})"')
+_HTML = re.compile(
+    r"&(?:quot|lt|gt|amp|#\d{1,4}|#x[\da-fA-F]{1,4});|</(?:pre|span|code|p|div)>|<br ?/?>"
+)
+_BREAK = re.compile(r"<br ?/?>|</(?:p|div|tr|li)>")
+_TAG = re.compile(
+    r"</?(?:pre|span|code|p|div|a|b|i|td|tr|table|body|html|li|ul|font|strong)"
+    r"(?: [^<>\n]{0,300})?/?>"
+)
+# Between two OOMs: one was raised while the other was handled; a person speaks, or types.
+_CHAINED = re.compile(r"During handling of the above exception|was the direct cause of the foll")
+_SPOKEN = re.compile(
+    r"(?m)^(?!.*(?:Error|[={}<>|]))(?=\W{0,3}(?:(?i:after|now|then|with|when|next|still|again"
+    r"|update|edit|but|and|second|later)\b|[^\n]*\b(?:I|we|We|my|My)\b))"
+    r"[^\W\d](?:[^\s]{1,40}[ \t]+){4,60}[^\n]*$"
+    r"|^(?:[^\n]{0,60}[$#>] |!|\+ )(?:\w+=\S+ ){0,9}"
+    r"(?:python\S*|torchrun|accelerate|deepspeed|trl|axolotl|srun) \S"
+)
+_SKIPPED = "\n\0\n"
 _GZIP = b"\x1f\x8b"
 
 
@@ -89,11 +113,13 @@ class Line(NamedTuple):
 
 
 class Excerpt(NamedTuple):
-    """Keeps the cleaned lines around the first OOM of a log, or its head and its end."""
+    """Keeps the cleaned lines around the OOM of a log, or its head and its end."""
 
     oom: OutOfMemory | None
     lines: tuple[Line, ...]
     at: int = 0  # the index of the line with the OOM
+    since: int = 0  # the index of the line with which the attempt begins that failed so
+    not_read: str = ""  # the part of a large log that was not searched, as a clause
 
 
 def _clean_lines(text: str) -> list[Line]:
@@ -116,64 +142,80 @@ def _clean_line(raw: str) -> Line:
     return Line(writer, _BOX.sub("", text))
 
 
-def find_first(stream: BinaryIO) -> Excerpt:
-    """Read a log until its first OOM and a little further, in bounded memory and linear time."""
-    head = buffer = ""
-    scanned, is_cut = 0, False
-    for text, is_last in _texts(stream):
-        buffer += text
-        head = head or buffer[:_KEPT_CHARACTERS]
-        limit = len(buffer) if is_last else max(0, len(buffer) - _KEPT_CHARACTERS)
-        at = _first_oom(buffer, scanned, limit)
-        if at is not None:
-            start = max(0, at - _KEPT_CHARACTERS)
-            is_far = is_cut or start > _KEPT_CHARACTERS
-            before = _clean_lines(head + "\n" + buffer[start:at] if is_far else buffer[:at])
-            after = _clean_lines(buffer[at : at + _KEPT_CHARACTERS])
-            return _excerpt([*before[:-1], *after], len(before) - 1)
-        scanned = max(0, limit - _LONGEST_HINT)
-        drop = max(0, scanned - _KEPT_CHARACTERS)
-        buffer, scanned, is_cut = buffer[drop:], scanned - drop, is_cut or drop > 0
-    tail = buffer[-_KEPT_CHARACTERS:]
-    lines = tuple(_clean_lines(head + "\n" + tail if is_cut else tail))
+def find_oom(stream: BinaryIO) -> Excerpt:
+    """Read the head and the end of a log, and find the OOM of its last attempt."""
+    text, not_read = _text(stream)
+    parts = text.split(_SKIPPED)  # what was skipped lies between the head and the end
+    for part in reversed(parts):
+        if (at := _last_attempt(part)) is not None:
+            begin, since = at
+            start = max(0, begin - _KEPT_CHARACTERS)
+            head = "" if part is parts[0] and start <= _KEPT_CHARACTERS else text[:_KEPT_CHARACTERS]
+            start = start if head else 0
+            before = _clean_lines(f"{head}\n{part[start:begin]}" if head else part[:begin])
+            after = _clean_lines(part[begin : begin + _KEPT_CHARACTERS])
+            num_since = part.count("\n", max(start, since), begin)
+            index = len(before) - 1
+            first = max(0, index - num_since) if since else 0
+            found = _excerpt([*before[:-1], *after], index, first)
+            return found._replace(since=min(first, found.at), not_read=not_read)
+    is_cut = len(text) > 2 * _KEPT_CHARACTERS
+    kept = f"{text[:_KEPT_CHARACTERS]}\n{text[-_KEPT_CHARACTERS:]}" if is_cut else text
+    lines = tuple(_clean_lines(kept))
     for at in range(len(lines) - 1, -1, -1):
         if said := _GAVE_UP.search(lines[at].text):
-            text = lines[at].text[said.start() :]
-            oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=text)
-            return Excerpt(oom, lines, at)
-    return Excerpt(None, lines)
+            words = lines[at].text[said.start() :]
+            oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
+            return Excerpt(oom, lines, at, not_read=not_read)
+    return Excerpt(None, lines, not_read=not_read)
 
 
-def _texts(stream: BinaryIO) -> Iterator[tuple[str, bool]]:
-    """Yield the text block by block, and whether it is the last one."""
-    blocks = _blocks(stream)
-    block = next(blocks, b"")
-    if not block.strip():
+def _text(stream: BinaryIO) -> tuple[str, str]:
+    """Return the head and the end of a log as text, and which part of it was left out."""
+    raw = stream.read(_BLOCK_BYTES)
+    is_packed = raw.startswith(_GZIP)
+    blocks = _blocks(raw, stream)
+    first = next(blocks, b"")
+    if not first.strip():
         raise ValueError("there is nothing in it")
-    wide = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if not wide and b"\0" in block[:_KEPT_CHARACTERS]:
+    wide = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if not wide and b"\0" in first[:_KEPT_CHARACTERS]:
         raise ValueError("it is not text")
-    if is_notebook(block):
-        block += b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
-        printed = printed_by(block.decode("utf-8", "replace"))
+    if is_notebook(first):
+        whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
+        printed = printed_by(whole.decode("utf-8", "replace"))
         if printed is not None:
-            yield printed, True
-            return
-    decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace")
-    while block:
-        following = next(blocks, b"")
-        text = decoder.decode(block, not following)
-        if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
-            raise ValueError("it is not text")
-        if _ESCAPED in text:
-            text = _END.sub("\n", text).replace('\\"', '"')
-        yield (html.unescape(text) if "&quot;" in text else text), not following
-        block = following
+            return printed, ""
+        first, blocks = whole, iter(())
+    head = first + b"".join(islice(blocks, _HEAD_BLOCKS))
+    end, num_bytes = deque[bytes](maxlen=_END_BLOCKS), len(head)
+    is_bomb = False
+    for block in blocks:
+        end.append(block)
+        num_bytes += len(block)
+        if is_bomb := is_packed and num_bytes > _MOST_BYTES:
+            break
+    tail = b"".join(end)
+    encoding = "utf-16" if wide else "utf-8"
+    skipped = num_bytes - len(head) - len(tail)
+    if skipped and wide:
+        tail = head[:2] + tail[(len(head) + skipped) % 2 :]
+    parts = (head, tail) if skipped else (head + tail,)
+    text = _SKIPPED.join(part.decode(encoding, "replace") for part in parts)
+    if text.count("\ufffd") > _MOST_UNKNOWN * len(text):
+        raise ValueError("it is not text")
+    if _ESCAPED in text:
+        text = _END.sub("\n", text).replace('\\"', '"')
+    if _HTML.search(text):
+        text = html.unescape(_TAG.sub("", _BREAK.sub("\n", text)))
+    if not skipped:
+        return text, ""
+    left_out = f"{size(skipped)} between its first {size(len(head))} and its last {size(len(tail))}"
+    return text, left_out + f" (it unpacks to more than {size(_MOST_BYTES)})" * is_bomb
 
 
-def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
     """Read block by block; unpack what gzip has packed, also if its end is missing."""
-    block = stream.read(_BLOCK_BYTES)
     packed = zlib.decompressobj(wbits=31) if block.startswith(_GZIP) else None
     while block:
         try:
@@ -183,20 +225,64 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
         block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 
-def _first_oom(text: str, start: int, end: int) -> int | None:
-    """Return where the first line with an OOM begins, at or after `start`; None without one."""
-    seen = start
-    for match in _HINTS.finditer(text, start, end):
+def _last_attempt(text: str) -> tuple[int, int] | None:
+    """Return where the first OOM of the last attempt begins, and where that attempt does.
+
+    A second error of the same rank and card is another attempt, unless it repeats the first; so is
+    one behind a person's sentence. Errors of other ranks, or that follow, belong to the first.
+    """
+    found = _ooms(text)
+    if not found:
+        return None
+    begin, since, seen = found[0][0], 0, dict[tuple[object, ...], OutOfMemory]()
+    for (before, _, _), (start, writer, oom) in zip([found[0], *found], found, strict=False):
+        key = (writer, oom.source, oom.device)
+        between = text[before:start]
+        if start != before and _CHAINED.search(between):
+            continue
+        is_repeated = key in seen and _numbers_of(seen[key]) == _numbers_of(oom)
+        again = key in seen and oom.requested_bytes is not None and not is_repeated
+        if start != before and (again or _SPOKEN.search(between)):
+            begin, since, seen = start, 1 + text.find("\n", before), {}
+        seen.setdefault(key, oom)
+    return begin, since
+
+
+def _numbers_of(oom: OutOfMemory) -> tuple[int | None, ...]:
+    return (oom.requested_bytes, oom.free_bytes, oom.allocated_bytes)
+
+
+def _ooms(text: str) -> list[tuple[int, str, OutOfMemory]]:
+    """Return the last OOMs of a text: where their lines begin, who wrote them, and what they are.
+
+    Lines are read from the end, up to a number of characters: each costs far more than the search
+    for those that may be one.
+    """
+    begins: dict[int, int] = {}
+    seen = 0
+    for match in _HINTS.finditer(text):
         if match.start() < seen:
             continue
         earliest = max(0, match.start() - _LONGEST_LINE)
         begin = 1 + max(text.rfind(end_of, earliest, match.start()) for end_of in "\n\r")
-        begin = begin or earliest
-        line = re.match(r"[^\r\n]*", text[begin : match.end() + _LONGEST_LINE])
-        seen = begin + (line.end() if line else 0)
-        if line and _oom_in(line[0]):
-            return begin
-    return None
+        begins.setdefault(begin or earliest, match.end() + _LONGEST_LINE)
+        ends = [
+            at
+            for end_of in "\n\r"
+            if (at := text.find(end_of, match.end(), match.end() + _LONGEST_LINE)) >= 0
+        ]
+        seen = min(ends, default=match.end() + _LONGEST_LINE)
+    found: list[tuple[int, str, OutOfMemory]] = []
+    judged = 0
+    for begin in sorted(begins, reverse=True):
+        line = re.match(r"[^\r\n]*", text[begin : begins[begin]])
+        raw = line[0] if line else ""
+        judged += len(raw)
+        if (oom := _oom_in(raw)) is not None:
+            found.append((begin, _clean_line(raw).writer, oom))
+        if len(found) == _MOST_OOMS or judged > _MOST_JUDGED:
+            break
+    return found[::-1]
 
 
 def _oom_in(raw: str) -> OutOfMemory | None:
@@ -205,16 +291,17 @@ def _oom_in(raw: str) -> OutOfMemory | None:
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 
 
-def _excerpt(lines: list[Line], at: int) -> Excerpt:
+def _excerpt(lines: list[Line], at: int, since: int) -> Excerpt:
     """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
     writer = lines[at].writer
-    context = [one.text for one in lines[max(0, at - _NUM_BEFORE) : at] if one.writer == writer]
+    first = max(since, at - _NUM_BEFORE)
+    context = [one.text for one in lines[first:at] if one.writer == writer]
     found = classify("\n".join([*context, _message(lines, at)])) or _oom_in(lines[at].text)
     if found and not found.is_certain:
         for later in range(at + 1, min(len(lines), at + _NUM_AFTER)):
             better = _oom_in(lines[later].text)
             if better and better.is_certain:
-                return _excerpt(lines, later)
+                return _excerpt(lines, later, since)
     return Excerpt(found, tuple(lines), at)
 
 
@@ -228,12 +315,18 @@ def _message(lines: list[Line], at: int) -> str:
     for line in lines[at + 1 : at + _MOST_BROKEN_LINES]:
         if _ANOTHER.match(line.text) or (is_one_line and _COMPLETE.search(" ".join(said))):
             break
-        if line.writer == lines[at].writer:
+        # The rest of a line that was broken has no prefix.
+        if line.writer in ("", lines[at].writer):
             said.append(line.text)
     if not is_one_line:
         return "\n".join(said)
-    # Some break between words, others in the middle of one.
-    return max("".join(said), " ".join(map(str.strip, said)), key=_num_numbers)
+    # Some break between words, others in the middle of one, or of a number.
+    whole, *rest = said
+    for line in rest:
+        is_number = re.search(r"\d\.?$", whole) and re.match(r"\.?\d", line)
+        joined = (f"{whole}{line}", f"{whole.rstrip()} {line.lstrip()}")
+        whole = max(joined if is_number else joined[::-1], key=_num_numbers)
+    return whole
 
 
 def _num_numbers(message: str) -> int:

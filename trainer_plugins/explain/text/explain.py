@@ -7,23 +7,46 @@ from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
-from trainer_plugins.advice import FREE_DISK, REBOOT, SMALLER_BLOCKS, WAIT_FOR_KERNELS
+from trainer_plugins.advice import (
+    ASK_SLURM,
+    FREE_DISK,
+    REBOOT,
+    RESUME_THE_RUN,
+    SMALLER_BLOCKS,
+    WAIT_FOR_KERNELS,
+)
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
-from trainer_plugins.explain.shared import cause, with_numbers
+from trainer_plugins.explain.shared import cause, quoted, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
-from trainer_plugins.explain.text.excerpt import Excerpt, find_first
+from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, vendor_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
 from trainer_plugins.oom import OutOfMemory
+from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.oom_record import Frame, Process
 from trainer_plugins.units import size
 
+# How a run says that it was asked to end. A launcher that ends the others writes "closing signal".
+_STOPPED = (
+    r"\bCANCELLED AT\b|DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAIL)|\bscancel\b"
+    r"|(?i:\b(?:job|instance|node|pod|VM)\b.{0,30}\bpreempt(?:ed|ion)\b)"
+    r"|(?i:\bspot\b.{0,20}(?:interrupt|terminat|reclaim))"
+    r"|(?i:\b(?:got|received|by)(?: death)? signal:? ?\(?15)|Received 15 death signal"
+    r"|(?i:\b(?:got|received|caught|was sent)\b.{0,16}SIGTERM)|Signal 15 \(SIGTERM\)"
+    r"|(?i:\bexit\w*|return(?:ed)?[ _]?code|status)\b[^\n\d]{0,14}?\(?(?:-15|143)\b"
+    r"|(?<!closing )[Ss]ignal SIGTERM|Signals\.SIGTERM|^Terminated$"
+)
 # Words that people take for an OOM of the card, what they are, and what helps.
 _LOOKALIKES = (
+    (
+        _STOPPED,
+        "the run was asked to end (SIGTERM), as preemption, scancel or a time limit do",
+        (ASK_SLURM, RESUME_THE_RUN),
+    ),
     (
         r"(?i:no space left on device|disk quota exceeded)",
         "a disk is full, not the card",
@@ -43,11 +66,6 @@ _LOOKALIKES = (
         r"device-side assert triggered|\.(?:cu|hip):\d{1,5}: .{0,300}\bAssertion `",
         "an index is out of range in a kernel",
         (WAIT_FOR_KERNELS,),
-    ),
-    (
-        r"_bfc\) ran out of memory .*this is not a failure",
-        "TensorFlow found no room for a faster way, and takes a slower one",
-        (),
     ),
     (
         r"allocator cache flushes since last step",
@@ -75,6 +93,11 @@ _LOOKALIKES = (
 )
 _DOUBTS = (  # where the same words may follow an OOM
     (
+        _STOPPED,
+        "The text does not show who asked: the scheduler's record does (`sacct -j JOB`,"
+        " `kubectl describe pod`), or the cloud's notice of preemption",
+    ),
+    (
         r"cublas|Generic failure",
         "A full card may look like this too: `nvidia-smi` while it fails shows whether there is"
         " room",
@@ -95,12 +118,12 @@ def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
 
 def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
     """Explain the first OOM of a log of any size, or raise ValueError if it is empty or no text."""
-    return explain_excerpt(find_first(stream), subject)
+    return explain_excerpt(find_oom(stream), subject)
 
 
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain what was found in a log."""
-    if excerpt.oom is None:
+    if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
     vendor = vendor_of(facts)
@@ -114,9 +137,15 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
         causes=with_numbers(causes, numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts, vendor),
         facts=_known(facts, numbers),
-        unknown=_unknown(facts),
+        unknown=(*_unknown(facts), *_not_read(excerpt)),
         numbers=numbers,
     )
+
+
+def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
+    """Return whether SIGKILL came after a request to end, when a scheduler waits no longer."""
+    is_kill = oom.fatal == KILLED_FROM_OUTSIDE
+    return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 
 
 def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
@@ -128,7 +157,7 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
-            evidence = f"The words are: {line.text.strip()[:200]}"
+            evidence = f"The words are: {quoted(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
             doubt = vendor_of(facts).translated(said)
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
@@ -136,7 +165,14 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     if found_in_words := told(excerpt):
         return explain_excerpt(found_in_words, subject)
-    return Explanation(subject=subject, causes=(), remedies=())
+    return Explanation(subject=subject, causes=(), remedies=(), unknown=_not_read(excerpt))
+
+
+def _not_read(excerpt: Excerpt) -> tuple[str, ...]:
+    if not excerpt.not_read:
+        return ()
+    where = f"what a part of it says: {excerpt.not_read} were not read"
+    return (f"{where}; give the part with the error alone if it is there",)
 
 
 def _numbers(facts: TextFacts) -> Numbers:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer_plugins.explain.shared import is_ours, is_users
+from trainer_plugins.explain.shared import is_ours, is_users, quoted
 from trainer_plugins.explain.text.excerpt import Line
 
 _MOST_LINES = 600
@@ -39,9 +39,9 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         if not self.path:
-            return f"'{self.source[:100]}'"
+            return f"'{quoted(self.source, 100)}'"
         place = re.split(r"[/\\]", self.path)[-1] + (f":{self.line}" if self.line else "")
-        source = f": {self.source[:100]}".rstrip(" ,(") if self.source else ""
+        source = f": {quoted(self.source, 100)}".rstrip(" ,(") if self.source else ""
         return f"{place} in {self.function}{source}"
 
 

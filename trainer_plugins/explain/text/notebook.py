@@ -20,11 +20,12 @@ def printed_by(notebook: str) -> str | None:
     """
     decoder, has_outputs = json.JSONDecoder(), False
     printed: list[str] = []
-    for match in _OUTPUTS.finditer(notebook):
+    end = 0
+    while match := _OUTPUTS.search(notebook, end):
         try:
-            outputs, _ = decoder.raw_decode(notebook, match.end())
-        except ValueError:  # the end is missing
-            continue
+            outputs, end = decoder.raw_decode(notebook, match.end())
+        except (ValueError, RecursionError):  # the end is missing, or nobody has written it
+            break
         has_outputs = True
         for output in outputs:
             printed += _printed(output) if isinstance(output, dict) else ()

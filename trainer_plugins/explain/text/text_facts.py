@@ -20,11 +20,22 @@ _IN_BANNERS = {
     "gradient_accumulation_steps": r"|Gradient [Aa]ccumulation steps",
 }
 _NUM_LAST_WORDS, _NUM_NEAR = 4, 600
+_MESSAGE = r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of|NVML_SUCCESS|[\w.]+(?:Error|Exception): "
 _SMI_PROCESS = re.compile(
     r"^\|\s+(\d{1,3})\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(\d{2,9})\s+(?:C|G|C\+G|M\+C)\s+(\S.*?)\s+"
     r"(\d{1,7})MiB\s*\|"
 )
 _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
+
+
+# A line of code, of a log or of torch's message is no sentence of a person.
+_NO_SENTENCE = re.compile(
+    r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%"
+    r"|\[(?:INFO|WARN|ERROR|rank)|^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
+)
+_SPEAKS = re.compile(
+    r"(?i:\bOOMs?\b|memory|[\d ]G(?:i?B)?\b|\b(?:crash|dies|died|fail|kill)\w*)"
+).search
 
 
 class SmiProcess(NamedTuple):
@@ -55,6 +66,7 @@ class TextFacts:
     processes: tuple[SmiProcess, ...]
     cards: tuple[SmiCard, ...]
     progress: str  # how far the run had come, as one clause; empty at its start, or if unknown
+    is_later_attempt: bool  # whether the text shows an attempt before, which failed too
     num_skipped: int  # lines that report a skipped batch
 
     @property
@@ -109,15 +121,6 @@ class TextFacts:
         return "No executable batch size" in self.oom.text
 
     @property
-    def framework(self) -> str:
-        """Return the name of another framework whose words these are; empty if it is torch."""
-        if not re.search(r"(?i)resource.exhausted|OOM when allocating", self.oom.text):
-            return ""
-        if self.called("torch_xla") or self.says("torch_xla"):
-            return ""
-        return "TensorFlow" if re.search(r"(?i)tensorflow\.|OOM when", self.oom.text) else "JAX"
-
-    @property
     def own(self) -> int | None:
         """Return what this process holds: by the message, else what torch has reserved."""
         own = [size for pid, size in self._named if pid is None]
@@ -157,9 +160,32 @@ class TextFacts:
         frames = self.frames[-innermost:] if innermost else self.frames
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 
+    def told(self, pattern: str) -> str:
+        """Return a person's sentence on memory or an end, with these words; empty without one."""
+        found = (one for one in self._sentences if re.search(rf"(?i:{pattern})", one))
+        return next(found, "")
+
+    @property
+    def _sentences(self) -> list[str]:
+        lines = [line for line in self.text.splitlines() if not _NO_SENTENCE.search(line)]
+        return [one for line in lines for one in re.split(r"(?<=[.!?;]) ", line) if _SPEAKS(one)]
+
     def says(self, pattern: str) -> re.Match[str] | None:
         """Find words anywhere in the text, the head of the log included."""
         return re.search(pattern, self.text) or re.search(pattern, self.command)
+
+    @property
+    def has_ranks(self) -> str:
+        """Return the words that show a launch of several ranks; empty if there are none."""
+        named = self.says(
+            r"(?:nproc[_-]per[_-]node|num_processes|num[_-]gpus|world_size|NPROC_PER_NODE)"
+            r"[\"']?[ =:]{1,3}(?:[2-9]|\d\d|gpu|auto)|\btorchrun\b|accelerate[ -]launch"
+            r"|\bdeepspeed |mpirun|local[_-]rank|LOCAL_RANK|MULTI_GPU|DistributedDataParallel"
+            r"|\[rank\d+\]|\b[Rr]ank [1-9]\b"
+        )
+        if named:
+            return named[0].strip()
+        return f"rank {self.writer}" if self.writer.isdigit() else ""
 
     @property
     def users_frame(self) -> Frame | None:
@@ -193,7 +219,13 @@ class TextFacts:
     @property
     def launched(self) -> str:
         """Return the command line of the run, its launcher included."""
-        return launched(f"{self.command}\n{self.text}", self.frames, self.writer)
+        return launched(self.whole, self.frames, self.writer)
+
+    @property
+    def whole(self) -> str:
+        """Return the text, with the attempt that failed so at the front if there were several."""
+        parts = (self.text, self.command) if self.is_later_attempt else (self.command, self.text)
+        return "\n".join(parts)
 
     def rows(self, name: str) -> int | None:
         """Return a number that the command line or a config in the text gives to a setting."""
@@ -204,14 +236,14 @@ class TextFacts:
 
 def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     """Read the facts from the lines around an OOM."""
-    lines, at = excerpt.lines, excerpt.at
+    lines, at, since = excerpt.lines, excerpt.at, excerpt.since
     texts = [line.text for line in lines]
-    near = max(0, at - _NUM_NEAR)
+    near = max(since, at - _NUM_NEAR)
     processes = filter(None, map(_SMI_PROCESS.match, texts))
     cards = filter(None, map(_SMI_CARD.search, texts))
     return TextFacts(
         oom=oom,
-        frames=frames_around(lines, at) or _last_words(texts, at),
+        frames=frames_around(lines[since:], at - since) or _last_words(texts[since:], at - since),
         writer=lines[at].writer,
         text="\n".join(texts[near:]),
         command="\n".join(texts[:near]),
@@ -219,7 +251,8 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
             SmiProcess(int(one[1]), int(one[2]), one[3], int(one[4]) * MIB) for one in processes
         ),
         cards=tuple(SmiCard(int(one[1]) * MIB, int(one[2]) * MIB) for one in cards),
-        progress=progress(lines[: at + 1]),
+        progress=progress(lines[since : at + 1]),
+        is_later_attempt=since > 0,
         num_skipped=sum(bool(re.search(r"(?i)skipping (?:this )?batch", text)) for text in texts),
     )
 
@@ -227,9 +260,9 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
 def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     """Take what stands right before the message as the place, where no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
-    words = [*before, re.split(r"(?:CUDA|HIP|XPU|NPU|MPS backend) [Oo]ut of", texts[at])[0]]
+    words = [*before, re.split(_MESSAGE, texts[at])[0]]
     return tuple(
         Frame("", None, "", one.strip())
         for one in words
-        if re.search(r"\w\((?!\):)|\", line \d|^ +\w+ = ", one)
+        if re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
     )

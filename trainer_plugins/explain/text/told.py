@@ -24,7 +24,8 @@ _SAID: tuple[tuple[Source, str, str], ...] = (
         "",
         r"(?i:out[ -]of[ -]memory|OutOfMemory|(?<![a-z0-9_-])OOM(?![a-z0-9_-])|CUDA out of$"
         r"|not enough (?:gpu )?memory|failed to allocate memory|capture cuda graph failed(?!:)"
-        r"|enough GPU RAM)"
+        r"|enough GPU RAM|memory (?:use |usage )?(?:grows|rises|increases|climbs|keeps)"
+        r"|\d ?Gi?B\b[^.!?]{0,24}\b(?:stays?|never (?:freed|released)|more each))"
         r"|Invalid buffer size|NvMapMemAlloc\w*.{0,20}error 12|显存不足|爆显存|显存溢出",
     ),
 )

@@ -9,16 +9,17 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     # Sizes that make no sense.
     numbers.impossible_size,
+    numbers.largest_block,
     numbers.contradictory,
     # Who else is on the card.
     others.ddp_gpu0,
+    others.own_ranks,
     others.data_parallel,
     others.engine_share,
     numbers.spilled,
     others.kept_after_catch,
     others.gave_up,
     others.refused_load,
-    others.other_framework,
     # Not the card's memory.
     off_card.shm,
     off_card.host_limit,
@@ -31,10 +32,13 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     others.foreign,
     numbers.mps_other,
     # What the run was doing.
+    place.adapter_merge,
     place.eval_logits,
     place.eval_batch,
+    place.eval_outputs,
     place.save_gather,
     place.resume_load,
+    place.ddp_buckets,
     place.shard_too_large,
     place.load_too_large,
     place.adapter_delta,
@@ -50,6 +54,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     place.generation,
     # What is left: pieces, a shape, growth, size.
     numbers.fragmentation,
+    numbers.mostly_cache,
     numbers.wrong_shape,
     place.long_sample,
     numbers.capacity,

@@ -1,5 +1,7 @@
 """Causes that the numbers of a message show."""
 
+import re
+
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
@@ -9,12 +11,20 @@ from trainer_plugins.explain.shared import (
     cause,
     is_in_pieces,
     is_refused_though_free,
+    quoted,
     said,
 )
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import GIB
+from trainer_plugins.units import GIB, MIB
 
+ONE_BLOCK = "NOT allocate memory block with size larger than"
 _OTHER_FRACTION = 0.25
+_LITTLE_FRACTION = 0.5  # live at the peak, of what is reserved
+# `max_allocated: 8.34e+03`, `| GPU reserved memory | 5542 MiB`, DeepSpeed's `MA 8.3 GB  CA 55 GB`.
+_NOTED = re.compile(
+    r"(?<![a-z])(?:max_?|peak[_ ]|GPU |memory_)?((?:[Aa]lloc|[Rr]eserv|[Cc]ache)[a-z]*|MA|CA)\b"
+    r"(?:[ _]memory)?[^\d\n]{0,14}?(\d[\d.]*(?:e[+-]?\d+)?) ?(GiB|GB|MiB|MB)?"
+)
 _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
@@ -31,6 +41,20 @@ def impossible_size(facts: TextFacts) -> Cause | None:
         "It asked for more than 1 EB at once." if is_cut else said(asked, **facts.stated),
         "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
         " memory helps.",
+    )
+
+
+def largest_block(facts: TextFacts) -> Cause | None:
+    """The card has room, but gives no more than 4 GiB at once."""
+    if not re.search(ONE_BLOCK, facts.oom.text):
+        return None
+    return cause(
+        "api-misuse",
+        said(
+            "It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated
+        ),
+        facts.users_line,
+        summary="one tensor is larger than the 4 GiB that this card allocates at once",
     )
 
 
@@ -146,6 +170,37 @@ def fragmentation(facts: TextFacts) -> Cause | None:
     )
 
 
+def mostly_cache(facts: TextFacts) -> Cause | None:
+    """Lines of a log show far more reserved than was ever allocated, and the message no numbers."""
+    if facts.live is not None or facts.oom.source not in ("allocator", "masked"):
+        return None
+    found: dict[bool, float] = {}
+    lines = [line for line in facts.text.splitlines() if "by PyTorch" not in line]
+    for line in lines:
+        of_line = re.search(r"\((GiB|GB|MiB|MB)\)", line)
+        for name, number, unit in _NOTED.findall(line):
+            unit = unit or (of_line[1] if of_line else "")
+            if unit:
+                num_bytes = float(number) * (GIB if unit[0] in "Gg" else MIB)
+                is_reserved = name[0].lower() in "rc"
+                found[is_reserved] = max(found.get(is_reserved, 0.0), num_bytes)
+    live, reserved = found.get(False, 0.0), found.get(True, 0.0)
+    if not 0 < live <= _LITTLE_FRACTION * reserved:
+        return None
+    return cause(
+        "fragmentation",
+        said(
+            "The log shows {reserved_bytes} reserved, and at most {peak_allocated_bytes} allocated:"
+            " the rest is the allocator's cache.",
+            reserved_bytes=int(reserved),
+            peak_allocated_bytes=int(live),
+        ),
+        summary="the allocator's cache fills the card, in pieces that fit no request",
+        doubt="The text does not show how the pieces lie: torch.cuda.memory_summary() before the"
+        " failing step shows inactive_split bytes",
+    )
+
+
 def pieces_beside_others(facts: TextFacts) -> Cause | None:
     """Others hold much too, but torch's own unused memory is more, and was enough alone."""
     was_enough = (facts.unused or 0) > max(facts.asked or 0, facts.others or 0)
@@ -206,9 +261,12 @@ def capacity(facts: TextFacts) -> Cause:
             " what earlier steps have left. `trainer-plugins plan` predicts what this run should"
             " need" + ("" if facts.frames else "; a traceback would show where it failed")
         )
+    masked = "the card was full, and torch could not say how: NVML failed (MIG, Jetson, a container"
+    masked += ", a driver that was updated)"
     return cause(
         "capacity",
-        *(evidence or [f"The words are: {facts.oom.text.splitlines()[0][:160]}"]),
+        *(evidence or [f"The words are: {quoted(facts.oom.text)}"]),
+        summary=masked if "NVML_SUCCESS" in facts.oom.text else "",
         grade="likely" if fills else "possible",
         doubt=doubt,
     )

@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, said
+from trainer_plugins.explain.shared import Said, cause, quoted, said
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB
 
@@ -17,6 +17,16 @@ _LIMITED = (
     r"|oom[-_ ]kill event|srun: error.*Out Of"
 )
 _LIMITING = r"(?i)slurmstepd|SLURM_|\bsrun\b|\bsbatch\b|kubectl|kubelet|docker run|\bpod\b"
+
+SLURM = r"(?i)slurm|\bsrun\b|\bsbatch\b"
+CONTAINER = r"(?i)docker|kubectl|kubelet|\bpod\b"
+# Notebooks in the cloud, whose user has no sudo on the host.
+HOSTED = r"(?i)\bcolab\b|/content/|kaggle|/usr/local/lib/python3\.\d+/dist-packages/google"
+# Files of NCCL in which it registers main memory, and a system that often refuses that.
+NCCL_ON_THE_HOST = (
+    r"transport/shm\.cc|ncclShm\w*|cuMemHost\w*|ibv_reg_mr\w*|shmutils\.cc"
+    r"|microsoft-standard-WSL2|\bWSL2?\b"
+)
 
 _BATCHES = "Batches of dataloader workers go"
 
@@ -39,12 +49,18 @@ def nccl(facts: TextFacts) -> Cause | None:
     """A collective got no buffer."""
     if facts.oom.source != "nccl":
         return None
+    by_host = facts.says(NCCL_ON_THE_HOST)
     return cause(
         "nccl",
         _words(facts),
-        "NCCL allocates outside torch, and torch's cache does not make room for it.",
-        doubt="NCCL_DEBUG=WARN prints the reason that this line leaves out",
-        is_sure=facts.oom.is_certain,
+        f"The text has `{by_host[0]}`: ranks exchange data there through main memory."
+        if by_host
+        else "NCCL allocates outside torch, and torch's cache does not make room for it.",
+        summary="NCCL could not register its shared memory: main memory, not the card's"
+        if by_host
+        else "",
+        doubt="NCCL says the same of the card's memory and of main memory that it registers:"
+        " NCCL_DEBUG=INFO prints the file, and `nvidia-smi` shows whether the card had room",
     )
 
 
@@ -53,14 +69,14 @@ def host_limit(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host":
         return None
     is_named = re.search(_LIMITED, facts.oom.text)
-    if not is_named and not (facts.says(_LIMITING) and _is_killed(facts)):
+    is_limited = facts.says(_LIMITING) and shows_main_memory(facts)
+    if not is_named and not (is_limited and _is_killed(facts)):
         return None
     return cause(
         "host-limit",
         _words(facts),
         _host_use(facts),
-        doubt="SIGKILL does not say who sent it: `kubectl describe pod`, `sacct -j JOB"
-        " --format=State,MaxRSS,ReqMem` or `cat /sys/fs/cgroup/memory.events` settles it",
+        doubt=f"SIGKILL does not say who sent it: {who_killed(facts)} settles it",
         is_sure=is_named and facts.oom.is_certain,
     )
 
@@ -76,7 +92,7 @@ _IN_SAVE = "the process was killed because main memory ran out while a checkpoin
 
 
 def host_kill(facts: TextFacts) -> Cause | None:
-    """The kernel killed the process for main memory."""
+    """The kernel killed the process for main memory, or somebody sent SIGKILL."""
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(
@@ -86,14 +102,44 @@ def host_kill(facts: TextFacts) -> Cause | None:
     )
     if not by_kernel and not _is_killed(facts):
         return None
+    if by_kernel or shows_main_memory(facts):
+        summary = _killed_in(facts)
+    else:
+        summary = "killed by a signal (SIGKILL): by the kernel for main memory, preemption, scancel"
     return cause(
         "host-kill",
         _words(facts),
         _host_use(facts),
-        summary=_killed_in(facts),
-        doubt=f"SIGKILL does not say who sent it: `{advice.FIND_THE_KILL.flag(Door.SHELL)}` settles"
-        " it; in a container look at `cat /sys/fs/cgroup/memory.events`",
+        summary=summary,
+        grade=None if by_kernel or shows_main_memory(facts) else "possible",
+        doubt=f"SIGKILL does not say who sent it: {who_killed(facts)} settles it",
         is_sure=by_kernel,
+    )
+
+
+def who_killed(facts: TextFacts) -> str:
+    """Name what shows who sent SIGKILL, by where the run was."""
+    if facts.says(HOSTED):
+        return "the notebook's own display of RAM, while it runs,"
+    if facts.says(SLURM):
+        return f"`{advice.ASK_SLURM.flag(Door.SHELL)}`"
+    if facts.says(CONTAINER):
+        return "`kubectl describe pod` or `cat /sys/fs/cgroup/memory.events`"
+    return (
+        f"`{advice.FIND_THE_KILL.flag(Door.SHELL)}` (in a container `cat"
+        " /sys/fs/cgroup/memory.events`, under Slurm `sacct -j JOB`)"
+    )
+
+
+def shows_main_memory(facts: TextFacts) -> bool:
+    """Return whether the text points to main memory, so that it was no stranger's signal."""
+    return bool(
+        facts.says(r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|(?:main|host|cpu) memory")
+        or facts.says(_USED)
+        or facts.says(LOAD_BAR)
+        or facts.says(SAVE_LINE)
+        or facts.says(_LIMITED)
+        or facts.says(r"exceeded (?:K8s pod )?memory|memory limit|memory usage")
     )
 
 
@@ -153,8 +199,7 @@ def _is_killed(facts: TextFacts) -> bool:
 
 
 def _words(facts: TextFacts) -> str:
-    line = next(iter(facts.oom.text.strip().splitlines()), "")
-    return f"The words are: {line[:200]}"
+    return f"The words are: {quoted(facts.oom.text)}"
 
 
 def _host_use(facts: TextFacts) -> str | Said:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, said
+from trainer_plugins.explain.shared import Said, cause, quoted, said
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
@@ -14,6 +14,7 @@ from trainer_plugins.units import size
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
+_ALIKE = 1.5
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 _ENGINE = (
@@ -28,6 +29,31 @@ _REFUSALS = (
     (r"max seq len", "the longest request does not fit in the inference engine's KV cache"),
     (r"", "the inference engine's share of the card leaves nothing for its KV cache"),
 )
+
+
+def own_ranks(facts: TextFacts) -> Cause | None:
+    """The other processes are this launch's own ranks, all on one card."""
+    sizes = sorted(size for _, size in facts.neighbours)
+    if not sizes or facts.own is None or not facts.total:
+        return None
+    together = sorted([*sizes, facts.own])
+    # The others are as large as this one, or alike among themselves: contexts on the first card.
+    are_alike = together[-1] <= _ALIKE * together[0] or (
+        len(sizes) > 1 and sizes[-1] <= _ALIKE * sizes[0]
+    )
+    is_at_home = facts.writer.isdigit() and int(facts.writer) == facts.oom.device
+    if not are_alike or not facts.has_ranks or (is_at_home and facts.oom.device):
+        return None
+    return cause(
+        "ddp-gpu0",
+        sum_of(facts),
+        f"{_names(facts)[:-1]}: alike, and the text shows several ranks ({facts.has_ranks}).",
+        summary=f"several ranks share GPU {facts.oom.device or 0}: each needs the one of its"
+        " LOCAL_RANK",
+        doubt="The text does not show that these processes are ranks of this launch: print"
+        " os.environ['LOCAL_RANK'] and torch.cuda.current_device() in each of them; a device_map, a"
+        ' "cuda:0" or a CUDA_VISIBLE_DEVICES with one card puts all on it',
+    )
 
 
 def ddp_gpu0(facts: TextFacts) -> Cause | None:
@@ -95,7 +121,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         return None
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
-        return cause("engine-share", f"The engine's words are: {words[:200]}", summary=summary)
+        return cause("engine-share", f"The engine's words are: {quoted(words)}", summary=summary)
     inside = facts.called(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
     engine = inside or re.search(_ENGINE, facts.writer + words)
     if not facts.frames:
@@ -133,7 +159,7 @@ def gave_up(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "capacity",
-        f"The words are: {facts.oom.text[:200]}",
+        f"The words are: {quoted(facts.oom.text)}",
         summary="not even one row fits: auto_find_batch_size has tried all sizes down to it",
         doubt="The text has neither the OOM that was caught nor what the tries before it left: the"
         f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
@@ -146,26 +172,9 @@ def refused_load(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "load-too-large",
-        f"The words are: {facts.oom.text.strip()[:200]}",
+        f"The words are: {quoted(facts.oom.text)}",
         doubt="The text does not show how much of the card was free: `nvidia-smi` before the start"
         " settles it",
-    )
-
-
-def other_framework(facts: TextFacts) -> Cause | None:
-    """JAX or TensorFlow got no memory: what is known of torch does not apply."""
-    if not facts.framework:
-        return None
-    shows = {
-        "JAX": "jax.profiler.save_device_memory_profile('memory.prof') shows it",
-        "TensorFlow": "tf.config.experimental.get_memory_info('GPU:0') shows this program's part",
-    }
-    return cause(
-        "capacity",
-        f"The words are: {facts.oom.text.strip()[:200]}",
-        said("It asked for {requested_bytes} at once.", **facts.stated) if facts.asked else "",
-        summary=f"{facts.framework}, not torch, found no room on the card",
-        doubt=f"The text does not show what fills the card: {shows[facts.framework]}",
     )
 
 
@@ -179,13 +188,14 @@ def foreign(facts: TextFacts) -> Cause | None:
     if facts.called(_DESERIALISES, innermost=12):
         return _ranks_on_one_card(facts)
     is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
+    is_sure = is_sure and not facts.has_ranks
     return cause(
         "foreign",
         sum_of(facts),
         _names(facts),
         "It is not this run: no batch size, no allocator setting helps." if is_sure else "",
-        doubt="Memory of this process outside torch (TensorFlow, JAX, a second library) would look"
-        f" alike: `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
+        doubt="Other ranks of this run, or memory of this process outside torch, would look alike:"
+        f" `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
         is_sure=is_sure,
     )
 

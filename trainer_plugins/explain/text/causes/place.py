@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, said
+from trainer_plugins.explain.shared import Said, cause, quoted, said
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB
 
@@ -47,6 +47,19 @@ ATTENTION = (
 )
 LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
+_USUAL_VOCABULARIES = (32_000, 128_256, 151_936)
+# From the configs of the models on the Hub, by the name of their module.
+_VOCABULARIES = {
+    "qwen2": (151_936, 152_064),
+    "qwen3": (151_936,),
+    "llama": (32_000, 128_256),
+    "mistral": (32_000, 131_072),
+    "mixtral": (32_000,),
+    "gemma": (256_000, 262_144),
+    "phi3": (32_064,),
+    "gpt2": (50_257,),
+    "gpt_oss": (201_088,),
+}
 _NEEDLE_BYTES = 256 * MIB
 
 
@@ -62,8 +75,12 @@ class ByFrame:
     unless: str = ""  # frames with which it is something else
     unless_within: str = ""  # frames that it must not have called: then those were what failed
     within: str = ""  # a frame that must be there as well
+    words: str = ""  # a person's words for it, where no frame shows the place
 
     def __call__(self, facts: TextFacts) -> Cause | None:
+        if self.words and not facts.frames and (sentence := facts.told(self.words)):
+            told = f"The text says: {quoted(sentence)}"
+            return cause(self.code, told, summary=self.summary, doubt=self.doubt)
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
             return None
@@ -76,12 +93,37 @@ class ByFrame:
         return cause(self.code, place, summary=self.summary, doubt=self.doubt)
 
 
+def _moment(words: str) -> str:
+    """Make a pattern for the moment in which it happens, as a person says it."""
+    when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
+    return rf"{when}[^.!?]{{0,40}}?\b(?:{words})"
+
+
+adapter_merge = ByFrame(
+    code="adapter-merge",
+    pattern=r"_merge_lora|merge_lora|merge_and_unload|merge_adapter|_unload_and_optionally_merge"
+    r"|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf)|unsloth_save_model"
+    r"|export_model\b|tuners[/\\]\S+ (?:un)?merge(?= |$)|\bmerged? = .*merge",
+    innermost=None,
+    unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
+    words=_moment(
+        r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
+        r"|(?:adapter|lora)\W{1,3}merg\w+|gguf"
+    )
+    + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
+    doubt="The text does not show what else is on the card: the trainer, its optimizer and a base"
+    " in 4 bits, whose weights are made 16 bits to be merged",
+)
 eval_logits = ByFrame(
     code="eval-logits",
     pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
     r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
     within=EVALUATION,
     innermost=10,
+    words=_moment(
+        r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
+    )
+    + r"|\b(?:compute_metrics|metrics?)\b[^.!?]{0,40}?\beval",
     doubt="The text does not show how many batches had been kept: with no compute_metrics, or with"
     f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
 )
@@ -90,6 +132,7 @@ eval_batch = ByFrame(
     pattern=EVALUATION,
     innermost=None,
     unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
+    words=_moment(r"eval(?:s|uat\w+)?\b|validat(?:ion|ing|e)\b|predict(?:s|ion|ing)?\b"),
     summary="evaluation does not fit: its batch, or what training and earlier batches left",
     doubt="The text does not show whether the batch or kept outputs are too large: see whether it"
     f" fails with {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
@@ -102,6 +145,9 @@ save_gather = ByFrame(
     innermost=20,
     unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
     r"|from_pretrained|\bevaluate\b|evaluation_loop",
+    words=_moment(
+        r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"
+    ),
     doubt="The text does not show how large the gathered state is: weights in fp32 take 4 bytes a"
     " parameter",
 )
@@ -112,6 +158,9 @@ resume_load = ByFrame(
     r"|\brestore\b",
     innermost=20,
     unless=LOADING + r"|safetensors",
+    words=_moment(
+        r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"
+    ),
     doubt="The text does not show whether the checkpoint or the run itself is too large: see"
     " whether it fits without resuming",
 )
@@ -121,6 +170,7 @@ load_too_large = ByFrame(
     r"|materialize|prepare_model_for_kbit_training",
     innermost=None,
     unless=r"training_step|\bforward\b|backward",
+    words=_moment(r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained"),
     doubt="The text does not show whether something else was on the card already: compare"
     " parameters x bytes with what `nvidia-smi` shows as free before the start",
 )
@@ -150,7 +200,7 @@ move_too_large = ByFrame(
 )
 before_training = ByFrame(
     code="load-too-large",
-    pattern=r"prepare_model\b|_configure_distributed_model|_ddp_init_helper|dist\.Reducer\("
+    pattern=r"prepare_model\b|_configure_distributed_model"
     r"|_wrap_model|DistributedDataParallel\(|resize_token_embeddings|get_peft_model"
     r"|inject_adapter|deepcopy\(",
     innermost=8,
@@ -176,6 +226,7 @@ generate_cache = ByFrame(
 )
 generation = ByFrame(
     code="generate-cache",
+    words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b"),
     pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
     innermost=None,
     unless=r"backward",
@@ -187,8 +238,10 @@ optimizer_state = ByFrame(
     pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\("
     r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
     r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
-    r"|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
+    r"|_optimizer_step|_take_model_step|_sub_group\b|stage(?:3|_1_and_2)\.py \w*step\b"
+    r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
     unless_within=r"\bforward\b|training_step|backward",
+    words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
     doubt="The text does not show whether the states or the temporaries of a foreach step are too"
     " large: if the first step fails it is usually the states",
 )
@@ -201,6 +254,31 @@ zero3_gather = ByFrame(
 )
 
 
+def ddp_buckets(facts: TextFacts) -> Cause | None:
+    """DDP copies all gradients into buckets when it wraps the model."""
+    frame = facts.called(r"\bReducer\(|_ddp_init_helper", innermost=4)
+    if not frame:
+        return None
+    asked = facts.asked
+    of = "{requested_bytes} are the gradients of {num_parameters:,} parameters in float32."
+    return cause(
+        "ddp-buckets",
+        f"It failed in {frame}.",
+        said(of, num_parameters=asked // 4, **facts.stated) if asked else "",
+        "DDP keeps weights, gradients, buckets and optimizer states whole on each card.",
+        doubt="The text does not show in which dtype the trained weights are: print"
+        " next(model.parameters()).dtype",
+    )
+
+
+def eval_outputs(facts: TextFacts) -> Cause | None:
+    """The evaluation itself asked, not the model in it: it may be what it keeps."""
+    frame = facts.called(EVALUATION, innermost=2)
+    if not frame:
+        return None
+    return cause("eval-logits", f"It failed in {frame}.", grade="possible", doubt=eval_logits.doubt)
+
+
 def logits_loss(facts: TextFacts) -> Cause | None:
     """Logits over the vocabulary, in fp32, at the loss."""
     frame = facts.called(_LOGITS, innermost=4)
@@ -210,18 +288,27 @@ def logits_loss(facts: TextFacts) -> Cause | None:
         return None
     tokens: str | Said = ""
     if asked and facts.called(_LANGUAGE):
-        vocabulary = facts.rows("vocab_size")
-        sizes = (vocabulary,) if vocabulary else (32_000, 128_256, 151_936)
-        counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in sizes)
-        tokens = said(
-            "{requested_bytes} are logits in fp32 of {counts}.", counts=counts, **facts.stated
+        counts = " or ".join(
+            f"{asked // (4 * one):,} tokens of {one:,} words" for one in _vocabularies(facts)
         )
+        words = "{requested_bytes} are logits in fp32 of {counts}."
+        tokens = said(words, counts=counts, **facts.stated) if counts else ""
     return cause(
         "logits-loss",
         f"It failed in {frame}.",
         tokens,
         doubt="The text does not show the shape of the logits: print logits.shape before that line",
     )
+
+
+def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
+    """Return the vocabulary of the text, else of the model in the traceback, else usual ones."""
+    if vocabulary := facts.rows("vocab_size"):
+        return (vocabulary,)
+    named = facts.called(r"modeling_\w+\.py")
+    if not named:
+        return _USUAL_VOCABULARIES
+    return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.path), ())
 
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:

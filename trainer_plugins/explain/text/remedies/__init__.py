@@ -4,21 +4,23 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import (
     FOR_CAUSE,
     ONE_ROW,
     ONLY_RUN,
-    OTHER_FRAMEWORKS,
     in_order,
 )
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
+from trainer_plugins.explain.text.in_force import is_in_force
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
 
+_STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
 _OF_THE_TRAINER = (Door.TRAINER, Door.TRL)
 _OF_ANY_SCRIPT = (
     Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT, Door.SHELL, Door.VLLM,
@@ -54,10 +56,10 @@ def vendor_of(facts: TextFacts) -> Vendor:
 
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
+    if code in ("capacity", "long-sample") and _is_last_straw(facts):
+        return (advice.OBSERVE, *(each for each in FOR_CAUSE[code] if each is not advice.OBSERVE))
     if code != "capacity":
         return in_order(code, "text")
-    if facts.framework:
-        return OTHER_FRAMEWORKS[facts.framework]
     if facts.has_tried_one_row:
         return ONE_ROW
     uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
@@ -65,9 +67,17 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     return ONLY_RUN if uses is not None and trains is None else FOR_CAUSE[code]
 
 
+def _is_last_straw(facts: TextFacts) -> bool:
+    """Return whether little was asked of a full card after some steps: memory may have grown."""
+    asked, live, total = facts.asked, facts.live, facts.total
+    if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
+        return False
+    return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
+
+
 def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
     applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
-    if applies is not None and not applies(facts):
+    if is_in_force(one, facts) or (applies is not None and not applies(facts)):
         return None
     if filled := FILLED.get(one):
         return filled(one, facts)

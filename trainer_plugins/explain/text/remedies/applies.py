@@ -5,13 +5,22 @@ from collections.abc import Callable, Mapping
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
-from trainer_plugins.explain.text.causes.off_card import LOAD_BAR, SAVE_LINE
+from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
+from trainer_plugins.explain.text.causes.off_card import (
+    CONTAINER,
+    HOSTED,
+    LOAD_BAR,
+    NCCL_ON_THE_HOST,
+    SAVE_LINE,
+    SLURM,
+)
 from trainer_plugins.explain.text.causes.place import (
     ATTENTION,
     LEAST_QUADRATIC_BYTES,
     LOADING,
     SHARDING,
 )
+from trainer_plugins.explain.text.in_force import is_in_force
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -73,10 +82,14 @@ _OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_called("fsdp"), _says("(?i)fsdp"))
 _UNSLOTH = _any_of(_called("(?i)unsloth"), _says("CPU_BUFFERS"))
-_TPU = _says(r"TPU|\bhbm\b|_HBM\d")
-_SLURM = _says(r"(?i)slurm|srun|sbatch")
-_CONTAINER = _says(r"(?i)docker|kubectl|kubelet|\bpod\b")
-_DEEPSPEED = _called("deepspeed|zero3")
+_SLURM = _says(SLURM)
+_CONTAINER = _says(CONTAINER)
+_ON_THE_HOST = _says(NCCL_ON_THE_HOST)
+_REGISTERS_FOR_IB = _says("ibv_reg_mr")
+_GATHERS_ALL = _called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
+_GENERATES = _any_of(_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
+_NO_PLACE = _none_of(lambda facts: facts.frames)
+_DEEPSPEED = _called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
 _MERGE = _called(r"\bmerge")
 _DORA = _called(r"\bdora\.py|get_weight_norm")
 _KBIT = _called("prepare_model_for_kbit_training")
@@ -96,6 +109,7 @@ _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windo
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
 _FSDP2_STATES = _called("load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict")
 _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
+_TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
@@ -113,11 +127,10 @@ APPLIES: Mapping[Advice, Test] = {
         _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
     ),
     advice.PAD_TO_FEW_LENGTHS: uses_trainer,
+    advice.ARGMAX_LOGITS: uses_trainer,
     advice.LIGER: uses_trainer,
+    advice.NEWER_XPU: _says(ONE_BLOCK),
     advice.WSL_MEMORY: _is_windows,
-    advice.JAX_SHARE: _none_of(_TPU),
-    advice.JAX_GROWS: _none_of(_TPU),
-    advice.MERGE_IN_MAIN_MEMORY: _MERGE,
     advice.NO_DORA: _all_of(_DORA, _none_of(_MERGE)),
     advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
@@ -136,19 +149,34 @@ APPLIES: Mapping[Advice, Test] = {
     advice.RESUME_GUARD: _FSDP2_STATES,
     advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
     advice.COPY_IN_MAIN_MEMORY: _never,
-    advice.SHARDED_SAVE: _all_of(_FSDP, _none_of(_DEEPSPEED)),
-    advice.SAVE_WITHOUT_GATHER: _DEEPSPEED,
+    advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
+    advice.SAVE_WITHOUT_GATHER: _any_of(_DEEPSPEED, _all_of(_NO_PLACE, _none_of(_FSDP))),
+    advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
+    advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES),
+    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_called("generat"))),
+    **dict.fromkeys(
+        (advice.NO_CUMEM_HOST, advice.NO_NCCL_SHM, advice.NEWER_NCCL),
+        _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB)),
+    ),
+    advice.LOCK_MORE_MEMORY: _REGISTERS_FOR_IB,
+    advice.SMALLER_NCCL_BUFFERS: _none_of(_ON_THE_HOST),
+    advice.MORE_CARDS: _DEEPSPEED,
+    advice.END_PROCESS: _never,  # a text cannot show whose process it is
+    advice.ASK_SLURM: _SLURM,
+    advice.LIGHTER_SAMPLES: lambda facts: is_in_force(advice.FEWER_WORKERS, facts),
     advice.SAVE_ONLY_MODEL: _called("_save_optimizer"),
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
     advice.FUSED_ADAMW: _all_of(_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
     advice.OFFLOAD_OPTIMIZER: _DEEPSPEED,
     advice.EIGHT_BIT_ADAMW: _none_of(_DEEPSPEED),
     advice.ADAFACTOR: _none_of(_DEEPSPEED),
-    advice.FEWER_LIVE_PARAMETERS: _DEEPSPEED,
+    advice.FEWER_LIVE_PARAMETERS: _all_of(_DEEPSPEED, _none_of(_GATHERS_ALL)),
     advice.WRAP_LAYERS: _none_of(_DEEPSPEED),
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
-    advice.FIND_THE_KILL: _none_of(_says("(?i)dataloader|offload|cpu_?adam"), _says(LOAD_BAR)),
+    advice.FIND_THE_KILL: _none_of(
+        *map(_says, ("(?i)dataloader|offload|cpu_?adam|kubectl|\\bpod\\b", LOAD_BAR, HOSTED, SLURM))
+    ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.LOAD_ONCE: _loads_twice,
@@ -157,8 +185,8 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NO_PINNED_OFFLOAD: _any_of(_called("deepspeed"), _says("(?i)deepspeed")),
     advice.NO_PINNED_ACTIVATIONS: _UNSLOTH,
     advice.NO_PINNED_BATCHES: _none_of(_UNSLOTH),
-    advice.HEADROOM: shows_trainer,
-    advice.MEMORY_FRACTION: _none_of(shows_trainer),
+    advice.HEADROOM: _all_of(shows_trainer, _none_of(_ON_THE_HOST)),
+    advice.MEMORY_FRACTION: _none_of(shows_trainer, _ON_THE_HOST),
     advice.KEEP_NUMBERS: lambda facts: facts.num_skipped < 2,
     advice.EMPTY_CACHE_AFTER_EXCEPT: lambda facts: facts.num_skipped >= 2,
     advice.RELEASE_EARLIER_RUNS: _TRIAL,
@@ -167,19 +195,32 @@ APPLIES: Mapping[Advice, Test] = {
 }  # what is not here applies everywhere
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
+    ("adapter-merge", advice.RELEASED): _none_of(_never),
+    ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
+    ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
+        _called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
+    ),
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
-    ("engine-share", advice.END_PROCESS): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
     ("host-alloc", advice.SDPA_ATTENTION): _all_of(_called(ATTENTION, innermost=3), _is_large),
     ("host-alloc", advice.SMALLER_MICRO_BATCH): _called(r"\bforward\b|backward|loss", innermost=4),
-    ("host-kill", advice.FEWER_WORKERS): _all_of(_has_workers, _none_of(_says(SAVE_LINE))),
+    ("host-kill", advice.FEWER_WORKERS): _all_of(
+        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_says(SAVE_LINE))
+    ),
+    ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
+    ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_says(HOSTED)),
     ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_says(SAVE_LINE), _says("(?i)zero_?-?3")),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
     # transformers 5, which alone converts, loads the dtype of the checkpoint
     ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
+    **{
+        ("zero3-gather", each): _none_of(_GATHERS_ALL)
+        for each in (advice.SMALLER_MICRO_BATCH, advice.SURVIVE, advice.PLAN_THE_RUN)
+    },
+    ("zero3-gather", advice.CHECKPOINTING): _none_of(_GATHERS_ALL),
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
     ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),

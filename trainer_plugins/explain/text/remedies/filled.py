@@ -27,7 +27,7 @@ _SUMMED_PRICE = (
     " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
 )
 _OF_THE_REST = 0.95  # a card's context and pieces take the other part
-_IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
+_IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
 
 def uses_trainer(facts: TextFacts) -> bool:
@@ -85,9 +85,7 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked, free = "", facts.asked, facts.free
-    if facts.framework and asked:
-        effect = f"{size(asked)} were asked for at once"
-    elif not facts.framework and asked and free is not None and asked > free:
+    if asked and free is not None and asked > free:
         effect = f"at least {size(asked - free)} less are needed"
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
@@ -107,14 +105,16 @@ def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
-    pieces, needed = size(facts.unused or 0), size(facts.asked or 0)
+    if facts.unused is None or facts.asked is None:
+        return remedy(one, Door.ENVIRONMENT)
+    pieces, needed = size(facts.unused), size(facts.asked)
     effect = f"up to {pieces} in pieces become usable, {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
 
 def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
     pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
-    then = "end what is yours, or take another card"
+    then = "if they are not this run's own ranks, take another card"
     return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 

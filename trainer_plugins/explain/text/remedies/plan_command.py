@@ -39,7 +39,7 @@ _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
-        self.text = checkpointing.spelled(f"{facts.command}\n{facts.text}")
+        self.text = checkpointing.spelled(facts.whole)
         self.given = _arguments(shown(self.text))
 
     def value(self, names: str, values: str) -> str:
@@ -61,6 +61,18 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         loaded = re.search(rf"from_pretrained\(\s*[\"']({path})[\"']", self.text)
         return given[0] if given else loaded[1] if loaded else self.value(_MODEL, path)
 
+    @property
+    def loaded_as(self) -> str:
+        """Return the dtype of the model; a dtype alone is that of any tensor in a line of code."""
+        found = re.search(
+            rf"from_pretrained\([^)\n]{{0,300}}\bdtype=[\"']?(?:torch\.)?({_DTYPES})"
+            rf"|[\"']dtype[\"']: [\"'](?:torch\.)?({_DTYPES})[\"']"
+            r"|(?i:(?:model|weights|param\w*)\b[^\n=]{0,24}?\b(?:dtype|in)\b[: =]{1,3}"
+            rf"(?:torch\.)?({_DTYPES})\b)",
+            self.text,
+        )
+        return next(filter(None, found.groups()), "").lower() if found else ""
+
 
 def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
     """Write the command, and list what is to be filled in, because the text does not show it."""
@@ -80,9 +92,11 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     if trainer := next(filter(None, trainers), None):
         yield from ("--trainer", trainer[1])
     yield from ("--seq-length", read.value(_LENGTH, r"\d{1,7}") or "LENGTH")
-    # A dtype alone is that of any tensor in a line of code.
-    if dtype := read.value("torch_dtype", _DTYPES) or read.given.get("dtype", ""):
+    if dtype := read.value("torch_dtype", _DTYPES) or read.given.get("dtype", "") or read.loaded_as:
         yield from ("--dtype", dtype)
+    precision = read.value("mixed_precision", "bf16|fp16")
+    if precision and not read.value("bf16|fp16", "[Tt]rue|1"):
+        yield from (f"--{precision}", "True")
     yield from _adapter(facts, read)
     rows = read.value(_ROWS, r"\d{1,6}") or str(facts.rows("per_device_train_batch_size") or "ROWS")
     yield from ("--per_device_train_batch_size", rows)

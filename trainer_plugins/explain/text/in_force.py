@@ -1,0 +1,101 @@
+"""is_in_force: whether a text says that a remedy is set, or was tried, already."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from trainer_plugins import advice
+from trainer_plugins.advice import Advice
+from trainer_plugins.advice.entry import BLANKS
+from trainer_plugins.explain.text.text_facts import TextFacts
+
+# A setting of a spelling: `--name value`, `name=value`, `"name": value`.
+_SETTING = re.compile(
+    r"(?=--([\w.-]{4,60})[= ]([\w.]+)|\b([a-zA-Z][\w.]{3,60})[\"']?(?:=|: ?)[\"']?([\w.]+))"
+)
+_CALL = re.compile(r"\b(\w{6,60})\(\)")
+_PREFIX = re.compile(r"^(?:use|enable|load_in|dataloader|per_device)[_-]")
+_ON = r"(?:True|true|1|on|enabled)"
+# How people say that they have done something, before the name of it and behind it.
+_DONE = (
+    r"(?:\btried\b|\balready\b|\beven (?:with|after)\b|\bwith\b|\bafter\b|\benabled\b|\bset\b"
+    r"|\b(?:I|we)(?:'m|'re| am| are)? (?:\w+ )?us(?:e|ed|ing)\b)"
+)
+_DONE_BEHIND = (
+    r"(?:is|are|was|were|:|=)? ?(?:enabled|already|set\b|in use|(?:turned |switched )?on\b|tried)"
+)
+_NO_HELP = r"(?:(?:did|does|do)(?:n't| not) (?:help|change)|(?:made|makes|make) no difference)"
+_NOT = r"(?:\bno\b|\bnot\b|n't\b|\bwithout\b|\bdisabl|\boff\b|[Ff]alse\b)"
+_LESS = r"(?:lower|reduc|halv|decreas|dropp|shrink|shorten|cut)"
+# Words for what has no single value: these were made smaller, or are as small as they get.
+_SMALLER = {
+    advice.SMALLER_MICRO_BATCH: r"(?<!eval )(?<!eval_)(?:batch(?:es|[ _-]?size)?|\bbs)",
+    advice.SMALLER_EVAL_BATCH: r"eval\w*[ _]batch(?:[ _-]?size)?",
+    advice.SHORTER_ROWS: r"(?:sequence|seq|max|context|cutoff|input|prompt)[ _-]?len(?:gth)?",
+    advice.FEWER_WORKERS: r"workers",
+    advice.SMALLER_ENGINE_SHARE: r"(?:memory[ _-]utili[sz]ation|mem[_-]fraction)",
+    advice.SHORTER_ANSWERS: r"(?:max[_ ]new[_ ]tokens|completion[_ ]length)",
+}
+_OTHER_NAMES = {
+    advice.ADAPTER: r"Q?LoRA",
+    advice.CHECKPOINTING: r"activation[_ -]?checkpointing",
+    advice.EIGHT_BIT_ADAMW: r"8[ -]?bit[ _-](?:adam\w*|optim\w*)|adamw?_8bit",
+    advice.FLASH_ATTENTION: r"flash[_ -]?att(?:n|ention)",
+    advice.FOUR_BITS: r"QLoRA|4[ -]?bit",
+    advice.OFFLOAD_OPTIMIZER: r"(?:optimizer|CPU)[_ -]?offload(?:ing)?|offload_optimizer",
+    advice.SURVIVE: r"preset survive|survive_oom\(",
+}
+_WITHOUT_A_NAME = {advice.SURVIVE}  # its words alone say that it is in force
+_TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
+_CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
+
+
+def is_in_force(one: Advice, facts: TextFacts) -> bool:
+    """Return whether the text says that an advice is followed already, or did not help."""
+    text = _TORCHS_ADVICE.sub("", facts.whole)
+    if one is advice.CHECKPOINTING and facts.called(_CHECKPOINTED):
+        return True
+    return any(re.search(pattern, text) for pattern in _patterns(one))
+
+
+@cache
+def _patterns(one: Advice) -> tuple[str, ...]:
+    return tuple(_words_of(one))
+
+
+def _words_of(one: Advice) -> Iterator[str]:
+    names = set()
+    for spelling in (*one.spellings.values(), one.unfilled):
+        names |= set(_CALL.findall(spelling))
+        for flag, of_flag, name, of_name in _SETTING.findall(spelling):
+            last, value = (flag or name).rpartition(".")[2], of_flag or of_name
+            if value in BLANKS or last in BLANKS or len(last) < 4:
+                continue
+            is_on = value in ("True", "true")
+            wanted = _ON if is_on else re.escape(value)
+            yield rf"\b{re.escape(last)}[\"'\]]{{0,2}}(?: ?[=:,] ?| is | to | )[\"']?{wanted}\b"
+            names |= {last} if is_on else set()
+    for name in sorted(names):
+        spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))
+        yield from _told(spoken)
+    if other := _OTHER_NAMES.get(one):
+        yield from (other,) if one in _WITHOUT_A_NAME else _told(other)
+    if what := _SMALLER.get(one):
+        yield rf"(?i:{_LESS}(?:e?d|t)?\b(?<=d|t)[^.\n]{{0,40}}?{what})"
+        yield rf"(?i:\b(?:after|tried|despite) \w{{0,12}}ing\b[^.\n]{{0,40}}?{what})"
+        fewer = r"\b(?:tried|with|even)\b[^.\n]{0,20}\b(?:smaller|fewer|lower)\b"
+        yield rf"(?i:{fewer}[^.\n]{{0,20}}?{what})"
+        yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
+        least = "0|zero" if one is advice.FEWER_WORKERS else "1|one"
+        end = r"\b(?!['\w]|[.,]\d|[/:|]| ?(?:of|loss|/|\|))"
+        yield rf"(?i:{what}[\"']?\W{{0,3}}(?:is|of|to|was)?\W{{0,3}}(?:{least}){end})"
+        if one is advice.FEWER_WORKERS:
+            yield r"(?i:\b(?:zero|no|0) (?:data ?loader )?workers\b)"
+
+
+def _told(name: str) -> Iterator[str]:
+    """Yield how people write that something is on, or was tried; a denial between is none."""
+    between = rf"(?:(?!{_NOT})(?:[^.\n]|\.(?=\S))){{0,40}}?"
+    yield rf"(?i:{_DONE}{between}(?<!\w)(?:{name})(?!\w)(?!=? ?false))"
+    behind = rf"(?:(?!{_NOT})[^.\n]){{0,12}}?(?:{_DONE_BEHIND}|{_NO_HELP})"
+    yield rf"(?i:(?<!\w)(?:{name})(?!\w) ?{behind})"
