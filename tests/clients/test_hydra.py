@@ -22,6 +22,8 @@ from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent.parent
 APP = Path(__file__).parent / "hydra_app" / "app.py"
+TOLD = "++hydra.callbacks.trainer_plugins._target_=trainer_plugins.integrations.hydra.AttachToJob"
+"""Hydra makes its callbacks before it takes a sweep apart: one over presets has to be told."""
 SHAPES = ("forwards", "own_callbacks", "evaluates_itself", "instantiates")
 CALLBACKS = "trainer_plugins.callbacks"
 
@@ -68,21 +70,16 @@ def test_each_job_of_a_multirun_has_each_callback_once(tmp_path: Path) -> None:
 
 def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
     presets = {preset.name: preset.callbacks for preset in PRESETS}
-    # Hydra makes its callbacks once, before it takes the sweep apart: where that is over presets,
-    # it has to be told.
-    told = (
-        "++hydra.callbacks.trainer_plugins._target_=trainer_plugins.integrations.hydra.AttachToJob"
-    )
-
     done = run(
         tmp_path,
         "--multirun",
         f"+trainer_plugins={','.join(presets)}",
         f"trainer={','.join(SHAPES)}",
-        told,
+        TOLD,
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "attaches nothing" not in done.stderr
     jobs = [tmp_path / str(number) for number in range(len(presets) * len(SHAPES))]
     for job, (preset, shape) in zip(jobs, [(p, s) for p in presets for s in SHAPES], strict=True):
         memo = ["trainer_plugins.survival.memo.SurvivalMemo"] if preset == "survive" else []
@@ -97,6 +94,17 @@ def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
         # then makes twice).
         assert [step for step, moment in moments(job) if moment == "train"] == [1, 2, 3, 4]
         assert {step for step, moment in moments(job) if moment == "eval"} == {2, 4}
+
+
+def test_a_sweep_over_presets_that_attaches_nothing_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path, "--multirun", "+trainer_plugins=choice(observe)")
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ours(tmp_path / "0") == []
+    says = "trainer_plugins: this sweep over presets attaches nothing: "
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith(says))
+    assert line.endswith(f". Add {TOLD}")
+    assert says in run(tmp_path, "--help", "+trainer_plugins=observe,survive").stderr
 
 
 def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,10 +17,23 @@ _FOLDER = Path(__file__).parent.parent / "configs" / "hydra" / "trainer_plugins"
 _CALLBACKS = "trainer_plugins.callbacks"
 _OVERRIDE = re.compile(r"~?(trainer_plugins\.[\w.]+)(=|$)")
 _OWN_KEY = re.compile(r"\+{1,2}(\w+)=")
+# Hydra's extended override grammar: `a,b`, `choice(a,b)`, `glob(*)`.
+_SWEEP = re.compile(
+    r"\+{0,2}trainer_plugins(?:@[^=]*)?=.*[,(]|hydra\.sweeper\.params\.\+*trainer_plugins="
+)
+_ATTACHES = re.compile(r"(?:\+\+)?hydra\.callbacks\.|~?trainer_plugins/attach")
+_TO_ATTACH = (
+    "++hydra.callbacks.trainer_plugins._target_=trainer_plugins.integrations.hydra.AttachToJob"
+)
 
 
-def say_what_was_meant(words: Iterable[str]) -> None:
-    """Write a line to stderr for each word of a command line whose key is probably misspelt."""
+def say_what_was_meant(words: Sequence[str]) -> None:
+    """Write a line to stderr for each word whose key is probably misspelt, and if none attaches."""
+    if any(map(_SWEEP.match, words)) and not any(map(_ATTACHES.match, words)):
+        sys.stderr.write(
+            "trainer_plugins: this sweep over presets attaches nothing: Hydra makes its callbacks"
+            f" before it takes a sweep apart. Add {_TO_ATTACH}\n"
+        )
     # Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
     for word in words:
         if (override := _OVERRIDE.match(word)) and override[1] not in _known():

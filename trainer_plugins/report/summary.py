@@ -7,7 +7,15 @@ from operator import attrgetter
 from pathlib import Path
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.record.history import History, Run, Timelines, entries_of, has_end
+from trainer_plugins.record.history import (
+    History,
+    Run,
+    Timelines,
+    entries_of,
+    has_end,
+    missing_in_words,
+    ranks_in_words,
+)
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.timeline import Beginning, Failure, Flush, Remark, Sample
 
@@ -119,6 +127,16 @@ def strategies_of(timelines: Timelines) -> list[str]:
         f"from step {entry.step}: {entry.strategy}" for _, entry in entries_of(timelines, Beginning)
     )
     return [*dict.fromkeys(began)]
+
+
+def places_of(run: Run) -> list[str]:
+    """Name the job and the machines of a run, and the ranks that wrote elsewhere."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in sorted(run.hosts.items()):
+        hosts.setdefault(host, []).append(rank)
+    places = [f"{ranks_in_words(ranks)} on {host}" for host, ranks in hosts.items()]
+    missing = [missing_in_words(run)] if run.missing_ranks else []
+    return [", ".join([*run.jobs, *places]), *missing] if places else missing
 
 
 def steps_in_words(first: int, last: int) -> str:

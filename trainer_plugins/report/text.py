@@ -17,13 +17,13 @@ from trainer_plugins.record.history import (
     Timelines,
     has_end,
     has_failed,
-    missing_in_words,
     ranks_in_words,
 )
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
     failures_of,
     peaks,
+    places_of,
     releases,
     repeated,
     steps_in_words,
@@ -45,7 +45,8 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
             parts.append(Text(str(ending), style=STYLES[ending.severity]))
         else:
             parts += _endless(run, is_last=number == num_runs)
-        parts += [*_failures(run, history), memory_report(run.timelines), *_places(run)]
+        parts += [*_failures(run, history), memory_report(run.timelines)]
+        parts += [Text(printable(line)) for line in places_of(run)]
     if not history.runs:
         parts.append(Text("The files have no entries"))
     for rank, num in history.num_passed_over.items():
@@ -89,16 +90,6 @@ def when(run: Run) -> str:
     """Say which steps a run had, and when."""
     began, ended = (datetime.fromtimestamp(each).isoformat(" ", "seconds") for each in run.seconds)
     return f"{steps_in_words(*run.steps)}, {began} to {ended}"
-
-
-def _places(run: Run) -> list[Text]:
-    """Name the machines and the job of a run, and the ranks that wrote elsewhere."""
-    hosts: dict[str, list[int]] = {}
-    for rank, host in sorted(run.hosts.items()):
-        hosts.setdefault(host, []).append(rank)
-    places = [f"{ranks_in_words(ranks)} on {host}" for host, ranks in hosts.items()]
-    lines = [Text(printable(", ".join([*run.jobs, *places])))] if places else []
-    return [*lines, *([Text(missing_in_words(run), "yellow")] if run.missing_ranks else [])]
 
 
 def _failures(run: Run, history: History) -> list[Text]:
