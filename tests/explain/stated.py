@@ -15,7 +15,7 @@ def check_figures(cause: dict[str, Any]) -> None:
     for each in cause["figures"]:
         name, value = each["name"], each["value"]
         sentence = cause["evidence"][each["sentence"]]
-        shown = size(value) if name.endswith("_bytes") else str(value)
+        shown = size(value) if "bytes" in name.split("_") else str(value)
         shown = percent(value) if name.endswith("_fraction") else shown
         assert shown in sentence or f"{value:,}" in sentence
         assert name in cause["data"]

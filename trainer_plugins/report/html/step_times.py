@@ -195,7 +195,7 @@ def _chart(
 
 
 def _peak(pace: Pace, highest: float, usual: float, text: str) -> Dot:
-    """Mark the highest value; one that would flatten the rest is said at the edge."""
+    """Mark the highest value; one that would flatten the rest is written at the edge."""
     value = min(highest, _FAR * usual)
     return Dot(
         at=(pace.began_seconds + pace.ended_seconds) / 2,
