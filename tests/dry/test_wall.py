@@ -162,8 +162,7 @@ def test_what_is_allowed_is_done(behind: list[str], project: Path, heard: Heard)
     assert (project / "out" / "new").read_text() == "new"
     assert (project / "out" / "log").read_text().endswith("log!")
     assert heard.connections == 1
-    words = ("--allow-writes", "elsewhere", "does.py", 1)
-    done = run(behind, project, *words)
+    done = run(behind, project, "--allow-writes", "elsewhere", "does.py", 1)
     assert done.returncode == 2
     assert "--allow-writes: elsewhere does not exist" in done.stderr
 
@@ -198,7 +197,7 @@ Trainer(model, args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Best(
     [
         pytest.param([], (), 0, "Fits", id="namespaces"),
         pytest.param(
-            *([], ("push",), 2, "--allow-network lets it (at train.py:24)"),
+            *([], ("push",), 2, "OfflineModeIsEnabled"),
             id="hub",
             marks=pytest.mark.all,
         ),
@@ -221,12 +220,15 @@ def test_a_plan_keeps_checkpoints(
     (project / "train.py").write_text(SAVES)
     before = contents(project.parent)
     done = run(
-        *(behind, project, sys.executable, "train.py", *words),
+        behind,
+        project,
+        *(sys.executable, "train.py", *words),
         command="-m trainer_plugins plan --gpu 24GiB --",
         environ={"HF_ENDPOINT": f"http://127.0.0.1:{heard.server_port}", "HF_HUB_OFFLINE": "0"},
     )
     print(done.stdout, done.stderr)
     assert done.returncode == exit_code
     assert said in done.stdout + done.stderr
+    assert "project/train.py:" in done.stderr or exit_code == 0
     assert contents(project.parent) == before
     assert heard.connections == 0

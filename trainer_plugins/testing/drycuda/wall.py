@@ -29,10 +29,10 @@ _REFUSALS = {
 """What an error says if the wall was in the way, and what to do."""
 
 OFFLINE = {
-    "HF_HUBOFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
-    "CLEARMLOFFLINE_MODE": "1",
+    "CLEARML_OFFLINE_MODE": "1",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
     "SWANLAB_MODE": "disabled",
     "TRACKIO_DISABLED": "1",
