@@ -85,16 +85,9 @@ def test_a_run_that_does_not_fit_trains_the_same_in_smaller_pieces(folder: Path)
     script.write_text(
         script.read_text().replace("ForCausalLM", "ForMaskedLM").replace('"llama"', bert)
     )
-    flags = (
-        *_FLAGS,
-        "--max_steps",
-        "-1",
-        "--num_train_epochs",
-        "1",
-        "--dataloader_drop_last",
-        "True",
-    )
-    flags = (*flags, "--per_device_train_batch_size", "6", "--optim", "sgd", "--learning_rate", "1")
+    flags: tuple[str, ...] = (*_FLAGS, "--max_steps", "-1", "--num_train_epochs", "1")
+    flags += ("--dataloader_drop_last", "True")
+    flags += ("--per_device_train_batch_size", "6", "--optim", "sgd", "--learning_rate", "1")
     on_card = ("-m", "trainer_plugins.testing.simgpu", "--capacity")
     whole = _typed(folder, *on_card, "8GiB", "train.py", *flags)
     assert "trained 6 1 False 8 2" in whole.stdout, whole.stderr[-2000:]

@@ -10,7 +10,7 @@ from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import LORA
-from trainer_plugins.planner.plan import MemoryPlan, MomentPeak
+from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak
 from trainer_plugins.testing.drycuda import dry_search
 from trainer_plugins.testing.drycuda.dry_plan import DryAnswer
 from trainer_plugins.testing.drycuda.dry_run import DryRun
@@ -35,7 +35,7 @@ def first_that_fits(
     fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
     trainer: str = "SFTTrainer",
     why_whole: dict[str, list[str]] = {},  # noqa: B006
-    short: tuple[str, ...] = ("backward",),
+    short: tuple[Moment, ...] = ("backward",),
     **given: Any,
 ):
     """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
@@ -48,15 +48,15 @@ def first_that_fits(
     def dry_plan(run: DryRun, tell: object) -> DryAnswer:
         tried.append({**run.changed})
         fits = fitting.items() <= run.changed.items()
-        moments = dict.fromkeys(short, MomentPeak(allocated_bytes=_SHORT, reserved_bytes=_SHORT))
+        peak = MomentPeak(allocated_bytes=_SHORT, reserved_bytes=_SHORT)
+        moments = {**_PLAN.moments, **dict.fromkeys(short, peak)}
         plan = replace(
             _PLAN,
             planned={"model": f"LlamaForCausalLM, trained by {trainer}"},
             breakdown={"activations": 15 * GIB, "logits and loss": 5 * GIB, "gradients": 10 * GIB},
         )
         if not fits:
-            peak = {"nvidia_smi_peak_bytes": _SHORT, "moments": {**_PLAN.moments, **moments}}
-            plan = replace(plan, fits=False, **peak)
+            plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
         return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)

@@ -46,7 +46,7 @@ def evaluated(tmp_path):
 
 def grouped(tmp_path):
     rows = [{**row, "length": len(row["input_ids"])} for row in ragged_rows()]
-    strategy = {"train_sampling_strategy": "group_by_length"}
+    strategy: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
     if not hasattr(small_trainer(tmp_path).args, "train_sampling_strategy"):
         strategy = {"group_by_length": True}  # before transformers 5
     return small_trainer(tmp_path, train_dataset=rows, **strategy)

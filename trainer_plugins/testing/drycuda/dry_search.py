@@ -282,7 +282,7 @@ class Variations:
     def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
         """Return whether all that changes free of a plan that is short, if it were gone, is enough.
 
-        What cannot be said is tried.
+        A change without figures is tried.
         """
         changes = [each for each in changes if each.subject != "evaluation"]
         if short is None or not all(each.frees for each in changes):

@@ -120,7 +120,7 @@ def record() -> None:
     torch.cuda.memory._record_memory_history(
         context="alloc", stacks="python", max_entries=_MOST_EVENTS
     )
-    # A program that records for itself would begin this recording anew, or end it.
+    # A program that records for itself would restart this recording, or end it.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
     show = sys.excepthook
 
