@@ -4,7 +4,10 @@ import functools
 import gc
 import inspect
 import logging
+import os
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from tests import processes
+from tests.explain.test_text import FULL, TRAINER, explained
 from tests.models import tiny_llama
+from tests.planner.test_plans import request
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.judge import _LARGEST, _TAKES_A_LOSS, class_names
 from tests.survival.classes.tiny import tiny_model
@@ -23,6 +29,9 @@ from trainer_plugins import Preflight, StrategyInForce
 from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.explain.text.remedies.filled import SUMMED
+from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.units import MIB
 
 NUM_ROWS = 4
 EXACT, IN_FLOAT32 = 1e-6, 2e-3
@@ -30,7 +39,6 @@ NUM_SHARDS = 8
 KINDS = {
     "LlamaForCausalLM": Effect.SAME,
     "ViTForImageClassification": Effect.SAME,
-    "Wav2Vec2ForCTC": Effect.SAME,  # a sum over rows
     "BertForSequenceClassification": Effect.SCALED,
     "LlamaForTokenClassification": Effect.SCALED,
     "BertForMaskedLM": Effect.SCALED,
@@ -39,7 +47,6 @@ KINDS = {
     "BertForQuestionAnswering": Effect.OTHER,
     "EsmForMaskedLM": Effect.OTHER,
     "PaliGemmaForConditionalGeneration": Effect.OTHER,
-    "Wav2Vec2ConformerForCTC": Effect.OTHER,
 }
 """One class of each kind."""
 
@@ -54,7 +61,7 @@ class Seen(TrainerCallback):
 
 def run_of(model, batch, num_steps: int, folder, trainer_class=Trainer, **into_trainer) -> Trainer:
     """A run of one step, which moves nothing: the rows of a batch in so many micro-batches."""
-    rows = NUM_ROWS // num_steps
+    rows = NUM_ROWS // num_steps // int(os.environ.get("WORLD_SIZE", "1"))
     args = TrainingArguments(
         output_dir=str(folder), max_steps=1, per_device_train_batch_size=rows, report_to="none",
         gradient_accumulation_steps=num_steps, max_grad_norm=0, learning_rate=0.0, optim="sgd",
@@ -84,6 +91,11 @@ def gradient(trainer: Trainer) -> torch.Tensor:
 
 def off_by(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
+
+
+def rows_of_classes() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 120, (NUM_ROWS, 8), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids[:, 0] % 3}
 
 
 def hold(judged: Accumulation, make, batches, tolerance: float = EXACT) -> None:
@@ -279,11 +291,10 @@ OWN: dict[str, tuple[Any, dict[str, Any], Effect]] = {
 def test_a_loss_of_the_users_own_is_judged_as_it_trains(case: str, tmp_path) -> None:
     build, into_trainer, effect = OWN[case]
     model = build()
-    dice = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 120, (NUM_ROWS, 8), generator=dice)
-    labels = ids.clone() if build is llama else ids[:, 0] % 3
     make = functools.partial(run_of, model, folder=tmp_path, **into_trainer)
-    batch = {"input_ids": ids, "labels": labels}
+    batch = rows_of_classes()
+    if build is llama:
+        batch["labels"] = batch["input_ids"].clone()
 
     judged = judge_accumulation(make(batch, 1), batch)
 
@@ -298,9 +309,7 @@ def test_a_loss_of_the_users_own_is_judged_as_it_trains(case: str, tmp_path) -> 
 )
 def test_a_run_whose_micro_batches_add_up_is_told_so_once(tmp_path, caplog, callbacks) -> None:
     def train(num_steps: int, *, is_cured: bool = False) -> list[str]:
-        ids = torch.arange(32).view(NUM_ROWS, 8) + 1
-        batch = {"input_ids": ids, "labels": ids[:, 0] % 3}
-        trainer = run_of(classifier(), batch, num_steps, tmp_path)
+        trainer = run_of(classifier(), rows_of_classes(), num_steps, tmp_path)
         if is_cured:
             trainer.model_accepts_loss_kwargs = False
         for each in callbacks:
@@ -315,3 +324,71 @@ def test_a_run_whose_micro_batches_add_up_is_told_so_once(tmp_path, caplog, call
     assert "BertForSequenceClassification.forward ignores num_items_in_batch" in said
     assert "set trainer.model_accepts_loss_kwargs = False" in said
     assert train(1) == train(NUM_ROWS, is_cured=True) == []
+
+
+def test_on_two_ranks_the_trainer_multiplies_by_them_too(tmp_path) -> None:
+    one = gradient(run_of(classifier(), rows_of_classes(), 1, tmp_path))
+    command = (
+        "from tests.test_accumulation import *; import logging; logging.basicConfig();"
+        " run = run_of(classifier(), rows_of_classes(), 2, sys.argv[1]);"
+        " run.add_callback(StrategyInForce()); found = gradient(run);"
+        " torch.save(found, sys.argv[1] + f'/{run.args.process_index}.pt')"
+    )
+    (tmp_path / "train.py").write_text(command)
+    done = processes.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(tmp_path / "train.py"), str(tmp_path)],
+        cwd=tmp_path, environ={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("[gradient-summed]") == 1
+    assert "are 4 times too large" in done.stderr
+    assert (
+        "does not divide by the 2 micro-batches of a step and multiplies by the 2 ranks"
+        in done.stderr
+    )
+    assert off_by(torch.load(tmp_path / "0.pt"), 4 * one) < EXACT
+
+
+FORWARD = (
+    '  File "/v/lib/python3.12/site-packages/torch/nn/functional.py", line 2, in gelu\n'
+    "    return torch._C._nn.gelu(input)\n"
+)
+TRACEBACK = "Traceback (most recent call last):\n"
+BERT = {
+    "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 128,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
+def test_what_a_plan_proposes_has_its_price_for_this_loss() -> None:
+    def plan(gpu: str, *, proposes: bool = False, **changed: object) -> MemoryPlan:
+        run = request({**BERT, **changed}, rows=64, gpu=gpu, dtype=None, sequence_length=512)
+        (found,) = predict_all([replace(run, proposes=proposes)])
+        assert isinstance(found, MemoryPlan), found
+        return found
+
+    whole = plan("80GiB")
+    assert whole.accumulation is not None
+    assert whole.accumulation.effect is Effect.SCALED
+    assert MemoryPlan.from_json(whole.to_json()) == whole
+    gpu = f"{(whole.nvidia_smi_peak_bytes + whole.context_bytes) // 2 // MIB}MiB"
+    found = [each for each in plan(gpu, proposes=True).proposals if each.accumulation_steps > 1]
+    assert found
+    for each in found:
+        assert "set trainer.model_accepts_loss_kwargs = False" in each.price
+        assert "the same training" not in each.price
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"),
+    [("BertForTokenClassification", True), ("LlamaForCausalLM", False), ("EsmForMaskedLM", False)],
+)
+def test_an_explanation_names_the_price_of_fewer_rows_for_the_model_that_a_log_names(
+    name: str, is_named: bool
+) -> None:
+    log = f"Some weights of {name} were not initialized\n{TRACEBACK}{TRAINER}{FORWARD}{FULL}"
+    fewer = next(each for each in explained(log).remedies if "accumulation" in each.do)
+    assert (f"gradients of {name} add up" in fewer.price) is is_named
+    assert ("trainer.model_accepts_loss_kwargs = False" in fewer.price) is is_named
