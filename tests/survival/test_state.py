@@ -250,7 +250,7 @@ def test_a_count_is_put_back_wherever_a_module_keeps_it(tmp_path) -> None:
 def test_a_mean_of_rows_is_refused_by_the_place_where_a_module_keeps_it(tmp_path, name) -> None:
     trainer = small_trainer(tmp_path, held_by(Averages, name))
     survive_oom(trainer, ladder=())
-    with pytest.raises(torch.OutOfMemoryError, match="each pass moves `.*according to its rows"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"each pass moves `.*according to its rows"):
         Run(trainer, {0: [100]})
     assert not remarks(tmp_path, "out-of-memory-survived")
 
