@@ -20,7 +20,13 @@ from transformers import (
 from tests.models import tiny_llama
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
-from trainer_plugins import KVCacheGuard, generation_memory, protect
+from trainer_plugins import (
+    EvalGenerateCleanup,
+    KVCacheGuard,
+    MemoryWatchdog,
+    generation_memory,
+    protect,
+)
 
 PROMPT = [[5, 17, 99, 3]]
 
@@ -96,9 +102,12 @@ def test_no_checkpointed_forward_builds_a_cache(make_trainer, checkpointing: boo
 
 
 class Failing(TrainerCallback):
+    def __init__(self, error) -> None:
+        self.error = error
+
     def on_step_end(self, args, state, control, **kwargs):
         self.inside = text(kwargs["model"])
-        raise RuntimeError("training raises")
+        raise self.error("training raises")
 
 
 def frozen_state(model) -> dict[str, object]:
@@ -112,13 +121,17 @@ def frozen_state(model) -> dict[str, object]:
     }
 
 
-def test_everything_is_as_it_was_also_when_training_raises(make_trainer) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_everything_is_as_it_was_also_when_training_raises(make_trainer, error) -> None:
     model = tiny_llama()
-    failing = Failing()
-    trainer = make_trainer(failing, KVCacheGuard(), model=model, gradient_checkpointing=True)
-    with pytest.raises(RuntimeError, match="training raises"):
+    failing = Failing(error)
+    guards = (KVCacheGuard(), MemoryWatchdog(), EvalGenerateCleanup())
+    trainer = make_trainer(failing, *guards, model=model, gradient_checkpointing=True)
+    with pytest.raises(error, match="training raises"):
         trainer.train()
 
+    assert "generate" not in vars(model)
+    assert not model._forward_pre_hooks
     before = frozen_state(model)
     unguarded = text(
         model
@@ -126,11 +139,6 @@ def test_everything_is_as_it_was_also_when_training_raises(make_trainer) -> None
     assert frozen_state(model) == before
     assert model.training
     assert unguarded != failing.inside == text(copy.deepcopy(model).eval())
-
-    trainer.pop_callback(Failing)
-    trainer.train()  # a training that ends well takes away what was left
-    assert "generate" not in vars(model)
-    assert not model._forward_pre_hooks
 
 
 def test_a_generate_that_raises_restores_too(make_trainer) -> None:

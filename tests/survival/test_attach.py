@@ -1,5 +1,6 @@
 """survive_oom in the life of a run: attached and let go, told, remembered; and what happens when nothing helps."""
 
+import copy
 import json
 import math
 
@@ -39,6 +40,20 @@ def test_detach_restores_everything(tmp_path) -> None:
     survival.detach()
 
     assert (vars(trainer), vars(trainer.accelerator), trainer.callback_handler.callbacks) == before
+
+
+def test_a_copied_trainer_survives_as_well(tmp_path) -> None:
+    """Both share accelerate's Accelerator, which does not let itself be copied."""
+    whole = Run(small_trainer(tmp_path))
+    trainer = small_trainer(tmp_path)
+    survival = survive_oom(trainer)
+    copied = copy.deepcopy(trainer)
+    for one in (copied, trainer):
+        run = Run(one, {0: [60], 1: [300]})
+        assert run.allocations.num_failed == 2
+        assert gradients_off_by(run, whole) <= 1e-6
+    survival.detach()
+    assert Run(copied, {0: [60]}).allocations.num_failed == 1
 
 
 def test_as_a_context_manager(tmp_path) -> None:

@@ -71,6 +71,8 @@ class Certificate:
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._has_own_code = has_own_code  # whether code of a user's has a part in a pass
+        self._varies = False  # whether its passes draw numbers, or move state
+        self._looked_at: set[int] = set()  # labels of rows that were compared beside others
         self._full_state = full_state
         self._class_weights: ClassWeights | None = None
         self._classes: set[int] = set()  # measured next to others, if the user vouches
@@ -163,10 +165,11 @@ class Certificate:
         self.known = _known(told)
         logger.info("%s", self.known)
 
-    def looks_at_each(self) -> bool:
-        """Tell whether rows are compared again before each micro-batch that is divided."""
+    def looks_at(self, inputs: Inputs) -> bool:
+        """Tell whether rows are compared again before this micro-batch is divided."""
         # What code of a user's does may depend on chance, on counts, and on labels.
-        return self._has_own_code and not self._ranks.measures_together
+        is_own = self._has_own_code and not self._ranks.measures_together
+        return is_own and (self._varies or bool(samples.labels_of_rows(inputs) - self._looked_at))
 
     def look_at_neighbours(
         self,
@@ -190,6 +193,8 @@ class Certificate:
         finally:
             put_back()
             state.restore()
+        self._varies |= neighbours.varies
+        self._looked_at |= samples.labels_of_rows(inputs)
         if why:
             self._refuse(batch_kind(layout, inputs), why)
             raise NotAdditiveError(why)

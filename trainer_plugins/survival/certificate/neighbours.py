@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +31,27 @@ _NUM_SEEDS = 6
 # An event of one in a hundred happens at one of the two levels, or at both.
 _LEVELS = (0.005, 0.995)
 
-_OF_ROUNDING = 10.0  # times what other rounding changes, a row has changed
+# A module that gets the same rows may round them otherwise if it takes another kernel.
+_LEAST_CHANGE, _NUM_DIGITS = 1e-5, 4  # of a row, and last digits of its type
+
+_OF_ROUNDING = 3.0  # times what other rounding changes: a change up to that may be rounding
 
 Draw = Callable[[], AbstractContextManager[object]]
 
-_Row = tuple[str, torch.Tensor]  # a module's name, and of each row that it returned three numbers
+
+class _Rows(NamedTuple):
+    """Holds what a module returned: three numbers of each row."""
+
+    module: str
+    marks: torch.Tensor
+    least: float  # the least change of a row that is not its rounding
+
+    def off(self, other: "_Rows") -> float:
+        """Return how far the same rows are apart, as a part of their size."""
+        if self.marks.shape != other.marks.shape or not self.marks.numel():
+            return 0.0
+        off, size = (self.marks - other.marks).abs().amax(1), self.marks[:, 2].clamp(min=1e-30)
+        return float((off / size).nan_to_num(0.0).max())
 
 
 class _DoesNotFitError(Exception):
@@ -53,12 +69,12 @@ class _Arranged:
 
 @dataclass(slots=True)
 class _Passed:
-    rows: list[_Row]
+    rows: list[_Rows]
     drawn: list[object]  # the states of all generators after it
     moved: dict[str, Moved]  # what it has moved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Neighbours:
     """Compares rows that pass beside others, on all ranks that measure together."""
 
@@ -67,6 +83,7 @@ class Neighbours:
     loss: Callable[[Inputs], torch.Tensor]
     state: State
     put_back: Callable[[], object]  # restores random numbers and metrics
+    varies: bool = False  # whether a pass drew numbers, or moved state: a later one may differ
 
     def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
@@ -89,13 +106,12 @@ class Neighbours:
             # How many numbers are drawn may depend on the rows: then they are arranged otherwise.
             if self.ranks.on_any(not all(map(_is_same_state, one.drawn, other.drawn))):
                 continue
-            if not self.ranks.on_any(_off(one.rows[-1:], other.rows[-1:]) > 0):
+            pairs = len(one.rows) == len(other.rows) and bool(one.rows)
+            if not self.ranks.on_any(pairs and one.rows[-1].off(other.rows[-1]) > 0):
                 return ""
             with rounded_differently(self.ranks.bare):
                 again = self._pass(batches.one, batches, draw)
-            said = self._said(one.rows, other.rows, again.rows, batches) if again else ""
-            if said and (kept := why_rows_differ(one.moved, other.moved, ())):
-                said += f"; {kept}"
+            said = _said(one, other, again, batches) if again and pairs else ""
             if self.ranks.on_any(bool(said)):
                 return said or "rows are mixed on another rank, which says where"
             return ""
@@ -108,9 +124,11 @@ class Neighbours:
 
         def work() -> torch.Tensor:
             with _watched(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
+                before = self._drawn()
                 loss = self.loss(some)
-            drawn = [*Generators(self.ranks.device).state(), *self.state.drawn()]
-            passed[:] = [_Passed(rows, drawn, self.state.moved())]
+            drawn, moved = self._drawn(), self.state.moved()
+            self.varies |= bool(moved) or not all(map(_is_same_state, before, drawn))
+            passed[:] = [_Passed(rows, drawn, moved)]
             return loss
 
         try:
@@ -127,6 +145,9 @@ class Neighbours:
             raise _DoesNotFitError
         return passed[0]
 
+    def _drawn(self) -> list[object]:
+        return [*Generators(self.ranks.device).state(), *self.state.drawn()]
+
     def _draws(self) -> list[Draw]:
         levels = [partial(_at_level, level) for level in _LEVELS]
         return [nullcontext, *levels, *(partial(self._seeded, 1 + n) for n in range(_NUM_SEEDS))]
@@ -138,28 +159,6 @@ class Neighbours:
         torch.manual_seed(seed)
         self.state.draw_more(seed)
         yield
-
-    def _said(
-        self, one: list[_Row], other: list[_Row], again: list[_Row], batches: _Arranged
-    ) -> str:
-        """Name the first module in which rows have changed by more than rounding."""
-        if not len(one) == len(other) == len(again):
-            return ""
-        changed = []
-        for place, (name, _) in enumerate(one):
-            here = slice(place, place + 1)
-            off, noise = _off(one[here], other[here]), _off(one[here], again[here])
-            changed.append((off > _OF_ROUNDING * noise, name, off))
-        if not changed[-1][0]:
-            return ""  # a module inside may sort rows, and another put them back
-        _, name, off = next(each for each in changed if each[0])
-        kind = type(self.ranks.bare.get_submodule(name)).__name__
-        where = f"`{name}` ({kind})" if name else kind
-        num = int(batches.is_alike.sum())
-        return (
-            f"{where} mixes the rows of a micro-batch: {num} of them changed by {off:.1e} when "
-            "those beside them were others, with the same random numbers"
-        )
 
 
 @contextmanager
@@ -187,18 +186,20 @@ def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
 
 
 @contextmanager
-def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator[list[_Row]]:
+def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator[list[_Rows]]:
     """Note three numbers of each row that both batches have, wherever a module returns rows."""
-    rows: list[_Row] = []
+    rows: list[_Rows] = []
 
-    def note(name: str, _: nn.Module, __: object, output: object) -> None:
+    def note(name: str, module: nn.Module, _: object, output: object) -> None:
+        words = f"`{name}` ({type(module).__name__})" if name else type(module).__name__
         for value in _tensors(output):
             if value.dim() > 1 and len(value) == len(is_alike) and value.is_floating_point():
                 kept = value.detach()[is_alike.to(value.device)].flatten(1)
                 kept = kept.to(torch.promote_types(kept.dtype, torch.float32))
                 spread = signs(kept.size(1), kept)
                 marks = (kept @ spread, kept @ spread.roll(1), kept.norm(dim=1))
-                rows.append((name, torch.stack(marks, 1).cpu()))
+                least = max(_LEAST_CHANGE, _NUM_DIGITS * torch.finfo(value.dtype).eps)
+                rows.append(_Rows(words, torch.stack(marks, 1).cpu(), least))
 
     hooks = [
         module.register_forward_hook(partial(note, name))
@@ -220,15 +221,25 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _off(one: list[_Row], other: list[_Row]) -> float:
-    """Return how far rows are apart, as a part of their size."""
-    worst = 0.0
-    for (_, mine), (_, theirs) in zip(one, other, strict=True):
-        if mine.shape != theirs.shape or not mine.numel():
-            continue
-        off, size = (mine - theirs).abs().amax(1), mine[:, 2].clamp(min=1e-30)
-        worst = max(worst, float((off / size).nan_to_num(0.0).max()))
-    return worst
+def _said(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
+    """Name the first module in which rows have changed by more than rounding."""
+    # A module inside may sort rows, and another put them back: the last one has to differ.
+    if len(one.rows) != len(again.rows) or one.rows[-1].off(other.rows[-1]) <= one.rows[-1].least:
+        return ""
+    is_rounded = False
+    for mine, theirs, rounded in zip(one.rows, other.rows, again.rows, strict=True):
+        off, least = mine.off(theirs), mine.least
+        if is_rounded:  # from the first digit that differs on, it may be rounding that has grown
+            least = max(least, _OF_ROUNDING * mine.off(rounded))
+        is_rounded |= off > 0
+        if off > least:
+            kept = why_rows_differ(one.moved, other.moved, ())
+            return (
+                f"{mine.module} mixes the rows of a micro-batch: {int(batches.is_alike.sum())} of "
+                f"them changed by {off:.1e} when those beside them were others, with the same "
+                "random numbers" + (f"; {kept}" if kept else "")
+            )
+    return ""
 
 
 def _is_same_state(one: Any, other: Any) -> bool:

@@ -96,6 +96,12 @@ def classes(inputs: Inputs) -> frozenset[int]:
     return frozenset(there if len(there) <= _MOST_CLASSES else ())
 
 
+def labels_of_rows(inputs: Inputs) -> frozenset[int]:
+    """Return the classes of a micro-batch, if each row has one label."""
+    labels = inputs.get("labels")
+    return classes(inputs) if torch.is_tensor(labels) and labels.dim() == 1 else frozenset()
+
+
 def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Sample]:
     """Pair, for each of these classes, the row with most of it and the one with least."""
     samples: list[Sample] = []

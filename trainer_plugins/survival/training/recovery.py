@@ -335,8 +335,9 @@ class Recovery:
         """Return the weight that makes pieces add up; measure it if it is unknown or due again."""
         certificate = self._run.certificate
         try:
-            is_due = certificate.wants(self._kind, self._micro.whole.inputs)
-            if is_due or (certificate.looks_at_each() and not self._has_looked):
+            inputs = self._micro.whole.inputs
+            is_due = certificate.wants(self._kind, inputs)
+            if is_due or (not self._has_looked and certificate.looks_at(inputs)):
                 self._measure(layout, num_fit, is_due=is_due)
         except IndivisibleError as error:  # a buffer that moved is the reason
             raise IndivisibleError(self._run.what_moved or str(error)) from error
