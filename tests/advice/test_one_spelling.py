@@ -17,7 +17,6 @@ from trainer_plugins.advice.for_causes import (
     FOR_CAUSE,
     ONE_ROW,
     ONLY_RUN,
-    OTHER_FRAMEWORKS,
     OTHERWISE,
     in_order,
 )
@@ -54,6 +53,7 @@ READS = {
     "allocator/": "reads and judges settings of the allocator",
     "explain/text/excerpt.py": "finds errors in logs",
     "explain/text/causes/off_card.py": "finds errors in logs",
+    "explain/text/in_force.py": "finds settings in logs",
     "explain/text/remedies/applies.py": "finds settings in logs",
     "explain/text/remedies/engine.py": "finds settings in logs",
     "explain/text/remedies/plan_command.py": "finds settings in logs, and writes a plan's options",
@@ -185,7 +185,7 @@ def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
 
 def orders(cause: str, room: str) -> list[tuple[Advice, ...]]:
     found = [in_order(cause, room)]  # type: ignore[arg-type]
-    return [*found, ONE_ROW, ONLY_RUN, *OTHER_FRAMEWORKS.values()] if cause == "capacity" else found
+    return [*found, ONE_ROW, ONLY_RUN] if cause == "capacity" else found
 
 
 def may_be_first(names: set[str], cause: str, room: str) -> bool:

@@ -125,7 +125,7 @@ OFFLOAD, SAVED = "zero3_offload_optimizer", 'save_pretrained("adapter")'
         (f'  File "{SITE}/deepspeed/runtime/zero/stage3.py", line 9, in _optimizer_step\n' + FULL, "optimizer-state", OFFLOAD, ROWS),
         (stage("_optimizer_step", "_1_and_2") + FULL, "optimizer-state", OFFLOAD, ROWS),
         ("stage3.py, line 1003, in _optimizer_step\n" + FULL, "optimizer-state", OFFLOAD, ROWS),
-        ("ZeRO-3 with optimizer offload to CPU\n" + stage("_optimizer_step") + FULL, "optimizer-state", "more than now", (OFFLOAD, *ROWS)),
+        ("ZeRO-3 with optimizer offload to CPU\n" + stage("_optimizer_step") + FULL, "optimizer-state", "more cards than now", (OFFLOAD, *ROWS)),
         # An adapter is merged.
         (frame(f"{SITE}/unsloth/save.py", "unsloth_save_pretrained_merged", "unsloth_save_model(**arguments)") + frame(f"{SITE}/unsloth/save.py", "_merge_lora", "W.min().abs()") + FULL, "adapter-merge", SAVED, ROWS),
         (frame("merge.py", "<module>", "model = model.merge_and_unload()") + frame(f"{SITE}/peft/tuners/lora/bnb.py", "merge", "w_data = dequantize(w)") + FULL, "adapter-merge", SAVED, ROWS),

@@ -237,6 +237,7 @@ LARGER_PAGING_FILE = Advice(
 )
 LOCK_MORE_MEMORY = Advice(
     effect="a process may lock as much as it asks for",
+    when="where the limit of locked memory is low",
     shell="ulimit -l unlimited; in Docker: --ulimit memlock=-1",
 )
 FIND_THE_KILL = Advice(

@@ -128,7 +128,7 @@ GENERATE_ON_ITS_OWN_CARD = Advice(
     effect="vLLM generates on a card of its own, and the training cards gather nothing",
     price="another card",
     when=NO_GATHER_TO_GENERATE.when,
-    trl="--use_vllm True --vllm_mode server",
+    shell="trl vllm-serve ...   # on its own card; in the training use_vllm, as a server",
 )
 GATHER_BY_MODULE = Advice(
     effect="one module is gathered at a time; stage3_max_live_parameters does not bound this",

@@ -230,7 +230,7 @@ MORE_CARDS = Advice(
     effect="ZeRO divides the optimizer states among more cards",
     price="more cards",
     when="where DeepSpeed runs",
-    shell="accelerate launch --num_processes CARDS ...   # more than now",
+    shell="launch on more cards than now",
 )
 OFFLOAD_OPTIMIZER = Advice(
     effect="optimizer states of 12 bytes a parameter go to main memory",

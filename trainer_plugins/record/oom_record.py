@@ -184,7 +184,7 @@ def read_oom_records(folder: Path) -> list[OomRecord]:
 
 
 def open_oom_record(path: Path) -> OomRecord | None:
-    """Read a record that somebody names; None if the file is none, ValueError if it has a fault."""
+    """Read a record by its path; None if the file is none, ValueError if a value is wrong."""
     try:
         value = read_json(path)
     except ValueError:

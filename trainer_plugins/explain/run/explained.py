@@ -276,7 +276,7 @@ def _without_record(
     else:
         return None
     remedies = less_main_memory(found.code, workers if isinstance(workers, int) else 0)
-    if found.grade == "possible":  # a signal, and nobody knows whose
+    if found.grade == "possible":  # a signal whose sender is unknown
         place = facts[-1].place if facts else None
         is_slurm = place is not None and any("SLURM" in name for name in place.limits)
         asked = advice.ASK_SLURM if is_slurm else advice.FIND_THE_KILL

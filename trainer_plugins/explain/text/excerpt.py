@@ -162,11 +162,11 @@ def find_oom(stream: BinaryIO) -> Excerpt:
     is_cut = len(text) > 2 * _KEPT_CHARACTERS
     kept = f"{text[:_KEPT_CHARACTERS]}\n{text[-_KEPT_CHARACTERS:]}" if is_cut else text
     lines = tuple(_clean_lines(kept))
-    for at in range(len(lines) - 1, -1, -1):
-        if said := _GAVE_UP.search(lines[at].text):
-            words = lines[at].text[said.start() :]
+    for number in range(len(lines) - 1, -1, -1):
+        if said := _GAVE_UP.search(lines[number].text):
+            words = lines[number].text[said.start() :]
             oom = OutOfMemory(source="allocator", is_certain=False, fatal="", text=words)
-            return Excerpt(oom, lines, at, not_read=not_read)
+            return Excerpt(oom, lines, number, not_read=not_read)
     return Excerpt(None, lines, not_read=not_read)
 
 
@@ -322,9 +322,9 @@ def _message(lines: list[Line], at: int) -> str:
         return "\n".join(said)
     # Some break between words, others in the middle of one, or of a number.
     whole, *rest = said
-    for line in rest:
-        is_number = re.search(r"\d\.?$", whole) and re.match(r"\.?\d", line)
-        joined = (f"{whole}{line}", f"{whole.rstrip()} {line.lstrip()}")
+    for text in rest:
+        is_number = re.search(r"\d\.?$", whole) and re.match(r"\.?\d", text)
+        joined = (f"{whole}{text}", f"{whole.rstrip()} {text.lstrip()}")
         whole = max(joined if is_number else joined[::-1], key=_num_numbers)
     return whole
 

@@ -24,7 +24,7 @@ def printed_by(notebook: str) -> str | None:
     while match := _OUTPUTS.search(notebook, end):
         try:
             outputs, end = decoder.raw_decode(notebook, match.end())
-        except (ValueError, RecursionError):  # the end is missing, or nobody has written it
+        except (ValueError, RecursionError):  # the end is missing, or it is no notebook
             break
         has_outputs = True
         for output in outputs:

@@ -92,7 +92,7 @@ _IN_SAVE = "the process was killed because main memory ran out while a checkpoin
 
 
 def host_kill(facts: TextFacts) -> Cause | None:
-    """The kernel killed the process for main memory, or somebody sent SIGKILL."""
+    """The kernel killed the process for main memory, or another sender did."""
     if facts.oom.source != "host":
         return None
     by_kernel = re.search(

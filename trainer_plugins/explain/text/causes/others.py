@@ -52,7 +52,7 @@ def own_ranks(facts: TextFacts) -> Cause | None:
         " LOCAL_RANK",
         doubt="The text does not show that these processes are ranks of this launch: print"
         " os.environ['LOCAL_RANK'] and torch.cuda.current_device() in each of them; a device_map, a"
-        ' "cuda:0" or a CUDA_VISIBLE_DEVICES with one card puts all on it',
+        ' "cuda:0", or one visible card for all of them puts all on it',
     )
 
 
