@@ -132,6 +132,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
             "model": f"{fullest['model']}, trained by {fullest['trainer']}",
             "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
             "command": shlex.join(run.command),
+            **({"card": run.card.guess} if run.card.guess else {}),
         },
         **result.smallest,
     )
