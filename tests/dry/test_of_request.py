@@ -98,6 +98,13 @@ def test_text_is_generated_before_a_step_learns_from_it(folder: Path) -> None:
     assert dry.moments["generation"].allocated_bytes < states, "gradients are gone by then"
 
 
+def test_what_a_reference_computes_before_the_training_is_no_load(folder: Path) -> None:
+    words = ("--trainer", "dpo", "--precompute_ref_log_probs", "True", "--save_strategy", "no")
+    dry = planned(folder, *words, "--gpu", "80GiB")
+    weights = 4 * dry.num_parameters
+    assert weights <= dry.moments["load"].allocated_bytes < 1.5 * weights
+
+
 def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
     launch = {
         "distributed_type": "DEEPSPEED",

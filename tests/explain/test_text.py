@@ -330,6 +330,8 @@ def test_the_plan_that_is_filled_in_can_be_typed(tmp_path: Path) -> None:
         ("    weights = softmax(weights, dim=-1, dtype=torch.float32)", "plan --model MODEL --gpu 23.65GiB --seq-length LENGTH --per_device_train_batch_size ROWS"),
         ("base_model: mistralai/Mistral-7B-v0.1\nsequence_len: 4096\nmicro_batch_size: 2\nload_in_8bit: true\nlora_r: 32\ntorch_dtype: bfloat16", "plan --model mistralai/Mistral-7B-v0.1 --gpu 23.65GiB --seq-length 4096 --dtype bfloat16 --load-in-8bit --lora-r 32 --per_device_train_batch_size 2"),
         ('model = AutoModelForCausalLM.from_pretrained("org/m", load_in_4bit=True)\nLoraConfig(task_type="CAUSAL_LM", r=8)\nmax_seq_length=512, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16', "plan --model org/m --gpu 23.65GiB --seq-length 512 --load-in-4bit --bnb-4bit-quant-type nf4 --bnb-4bit-compute-dtype bfloat16 --lora-r 8 --per_device_train_batch_size ROWS"),
+        ('AutoModelForCausalLM.from_pretrained("org/m", dtype=torch.bfloat16)\nbf16: auto', "plan --model org/m --gpu 23.65GiB --seq-length LENGTH --dtype bfloat16 --per_device_train_batch_size ROWS --bf16 True"),
+        ("SFTConfig(max_length=512, model_init_kwargs={'dtype': 'bfloat16'})\nmixed_precision: bf16", "plan --model MODEL --gpu 23.65GiB --seq-length 512 --dtype bfloat16 --per_device_train_batch_size ROWS --bf16 True"),
         ("$ llamafactory-cli train --model_name_or_path org/m --quantization_bit 4 --lora_rank 8 --cutoff_len 1024 --per-device-train-batch-size=2 --deepspeed 'a b.json'", "plan --model org/m --gpu 23.65GiB --seq-length 1024 --load-in-4bit --lora-r 8 --per_device_train_batch_size 2 --deepspeed 'a b.json'"),
     ],
 )  # fmt: skip

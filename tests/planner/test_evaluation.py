@@ -37,7 +37,7 @@ ENCODER_BYTES = ROWS * LENGTH * WIDTH * 4
 """The last hidden state of the encoder, which T5 returns too."""
 
 
-def request(metrics: bool, *more: str, gpu: str | None = "1GiB"):
+def request(metrics: bool, *more: str, gpu: str | None = "1GiB,sm_90"):
     data = ((*FLAGS, *more), LENGTH, TARGET, None, None, None, NUM_BATCHES, metrics)
     return request_of(T5, ConfigInputs(*data), RunInputs(gpu, calibration=False))
 
@@ -48,7 +48,7 @@ def plans() -> dict[str, MemoryPlan]:
         "losses": request(False),
         "metrics": replace(request(True), proposes=True),
         "no card": request(True, gpu=None),
-        "4 GiB": request(True, gpu="4GiB"),
+        "4 GiB": request(True, gpu="4GiB,sm_90"),
     }
     answers = zip(requests, predict_all(list(requests.values())), strict=True)
     found = {name: plan for name, plan in answers if isinstance(plan, MemoryPlan)}

@@ -23,7 +23,7 @@ from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.predict import predict_one
-from trainer_plugins.planner.request import DEFAULT_SEQUENCE_LENGTH
+from trainer_plugins.planner.request import default_length
 from trainer_plugins.units import MIB
 
 
@@ -54,7 +54,7 @@ def gather_launch(
     )
     if model is None:
         return replace(facts, run=run)
-    length = details.seq_length or DEFAULT_SEQUENCE_LENGTH
+    length = details.seq_length or default_length(details.trainer)
     target = details.target_length or length
     data = DataFacts(
         lengths=(length,),

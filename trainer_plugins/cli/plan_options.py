@@ -48,7 +48,7 @@ class DataOptions:
     panel: ClassVar[str] = "Data and evaluation"
 
     seq_length: int | None = option(
-        "Tokens in each row (default: 2048; with --trainer at most its max_length).",
+        "Tokens in each row (default: 2048; 1024 where TRL cuts rows there).",
         panel=MOST_USED,
     )
     target_length: int | None = option(

@@ -20,11 +20,11 @@ from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
-    DEFAULT_SEQUENCE_LENGTH,
     MOST_PIXELS,
     TRL_TRAINERS,
     ConfigSource,
     PlanRequest,
+    default_length,
     fields_of,
 )
 
@@ -134,7 +134,7 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     file, length = details.accelerate_config, details.seq_length
-    usual = getattr(details.training_args, "max_length", None) or DEFAULT_SEQUENCE_LENGTH
+    usual = getattr(details.training_args, "max_length", None) or default_length(details.trainer)
     arguments = arguments_to_send(details.training_args)
     if isinstance(given_fields := details.training_args, Mapping):
         _check_flags([f"--{name}={value}" for name, value in given_fields.items()])

@@ -13,6 +13,7 @@ from trainer_plugins.planner.pretend import eight_bit, optimizers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.wrapped import base_model
 
+_NO_CARD = "none is named: kernels of an H100 (sm_90)"
 _EXPORTED = "PARALLELISM_CONFIG_"
 
 
@@ -184,8 +185,8 @@ def planned_of(
         "checkpointing": is_on if checkpoints else "off",
         "strategy": _strategy(request, kind),
     }
-    if request.card is not None and request.card.guess:
-        planned["card"] = request.card.guess
+    if guess := _NO_CARD if request.card is None else request.card.guess:
+        planned["card"] = guess
     if request.launch_file is not None:
         planned["launch file"] = Path(request.launch_file).name
     if request.allocator:

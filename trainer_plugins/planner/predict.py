@@ -73,7 +73,8 @@ def plan_run(
         trainer_or_config: a Trainer before training, which is not changed; or a model's config: the
             config object, a dict, the path of its file or folder, or a name in the hub's cache.
         training_args: with a config: TrainingArguments, or a dict of their fields.
-        seq_length: with a config: tokens in each row (default: 2048).
+        seq_length: with a config: tokens in each row (default: that of TRL's `max_length` in
+            `training_args`, else 2048).
         target_length: with an encoder-decoder's config: tokens in each label (default:
             `seq_length`).
         dtype: with a config: for example "bfloat16" (default: what `from_pretrained` chooses).

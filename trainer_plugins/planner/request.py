@@ -10,6 +10,7 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import PlanError
 
 DEFAULT_SEQUENCE_LENGTH = 2048
+TRL_LENGTH = 1024  # `max_length` of its configs
 DEFAULT_EVALUATION_BATCHES = 8
 LONGEST_SEQUENCE = 1 << 24  # tokens of a row: no model has 10 million
 LONGEST_SOUND_SECONDS = 1 << 16
@@ -196,6 +197,12 @@ class PlanRequest:
     def is_launched(self) -> bool:
         """Return whether a launcher's settings have to be read: a file, or what it exported."""
         return self.launch_file is not None or bool(self.environment)
+
+
+def default_length(trainer: str | None) -> int:
+    """Return the tokens of a row if none are given: the most that TRL leaves of it by default."""
+    cuts = trainer is not None and trainer not in ONLINE_TRAINERS
+    return TRL_LENGTH if cuts else DEFAULT_SEQUENCE_LENGTH
 
 
 def with_nodes(request: PlanRequest) -> PlanRequest:

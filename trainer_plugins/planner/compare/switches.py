@@ -191,6 +191,7 @@ def half_as_long(run: PlanRequest) -> PlanRequest:
     halved = replace(
         source,
         sequence_length=half_length(source),
+        has_length=True,
         target_length=max(1, target // 2) if target is not None else None,
     )
     return replace(run, source=halved)

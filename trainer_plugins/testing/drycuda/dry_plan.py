@@ -139,6 +139,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
             "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
             "command": shlex.join(run.command),
             **({"quantised": "its base"} if fullest["is_quantised"] else {}),
+            **({"card": run.card.guess} if run.card.guess else {}),
         },
         **result.smallest,
     )

@@ -34,6 +34,13 @@ _DTYPES = "bfloat16|float16|float32"
 # Elsewhere than in a command line the names of the other arguments mean many things.
 _PLAIN = {"gradient_accumulation_steps", checkpointing.NAME, "bf16", "fp16", "optim"}
 _TRAINER = re.compile(r"trl[/\\]\S*?\b(sft|dpo|kto|reward|grpo|rloo|orpo|cpo)_trainer")
+_LOADED_AS = re.compile(
+    r"(?:from_pretrained\(|model_init_kwargs)[^)}]{0,300}?\bdtype[\"']?\s{0,2}[=:]\s{0,2}[\"']?"
+    rf"(?:torch\.)?({_DTYPES})\b"
+    rf"|[\"']dtype[\"']: [\"'](?:torch\.)?({_DTYPES})[\"']"
+    r"|(?i:(?:model|weights|param\w*)\b[^\n=]{0,24}?\b(?:dtype|in)\b[: =]{1,3}"
+    rf"(?:torch\.)?({_DTYPES})\b)"
+)
 _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 
@@ -55,6 +62,11 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         return bool(self.value(names, "[Tt]rue|1"))
 
     @property
+    def precision(self) -> str:
+        """Return what accelerate computes in: `bf16`, `fp16`, or empty."""
+        return self.value("mixed_precision", "bf16|fp16")
+
+    @property
     def model(self) -> str:
         given = [self.given[name] for name in _MODEL.split("|") if name in self.given]
         path = r"[\w.~-]*/[\w./-]*\w"
@@ -62,16 +74,12 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         return given[0] if given else loaded[1] if loaded else self.value(_MODEL, path)
 
     @property
-    def loaded_as(self) -> str:
-        """Return the dtype of the model; a dtype alone is that of any tensor in a line of code."""
-        found = re.search(
-            rf"from_pretrained\([^)\n]{{0,300}}\bdtype=[\"']?(?:torch\.)?({_DTYPES})"
-            rf"|[\"']dtype[\"']: [\"'](?:torch\.)?({_DTYPES})[\"']"
-            r"|(?i:(?:model|weights|param\w*)\b[^\n=]{0,24}?\b(?:dtype|in)\b[: =]{1,3}"
-            rf"(?:torch\.)?({_DTYPES})\b)",
-            self.text,
-        )
-        return next(filter(None, found.groups()), "").lower() if found else ""
+    def dtype(self) -> str:
+        """Return that of the weights: a dtype alone is that of any tensor in a line of code."""
+        if found := self.value("torch_dtype", _DTYPES) or self.given.get("dtype", ""):
+            return found
+        loaded = _LOADED_AS.search(self.text)
+        return next(filter(None, loaded.groups()), "").lower() if loaded else ""
 
 
 def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
@@ -92,7 +100,7 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     if trainer := next(filter(None, trainers), None):
         yield from ("--trainer", trainer[1])
     yield from ("--seq-length", read.value(_LENGTH, r"\d{1,7}") or "LENGTH")
-    if dtype := read.value("torch_dtype", _DTYPES) or read.given.get("dtype", "") or read.loaded_as:
+    if dtype := read.dtype:
         yield from ("--dtype", dtype)
     precision = read.value("mixed_precision", "bf16|fp16")
     if precision and not read.value("bf16|fp16", "[Tt]rue|1"):
@@ -102,6 +110,8 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     yield from ("--per_device_train_batch_size", rows)
     for name in DECIDING:
         value = read.value(name, r"[\w.]+") if name in _PLAIN else read.given.get(name)
+        if name in ("bf16", "fp16") and (value == "auto" or read.precision == name):
+            value = "True"
         if value and name not in _ROWS:
             yield from (f"--{name}", value)
 

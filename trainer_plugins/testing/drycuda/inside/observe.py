@@ -36,6 +36,12 @@ from trainer_plugins.testing.drycuda.inside.named import (
     named_allocations,
     names_of,
 )
+from trainer_plugins.testing.drycuda.inside.passes import (
+    notice_passes,
+    peaks,
+    reset_peaks,
+    until_training,
+)
 from trainer_plugins.testing.drycuda.inside.process import counters, outside_bytes, say
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
@@ -122,6 +128,7 @@ def record() -> None:
     )
     # A program that records for itself would restart this recording, or end it.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
+    notice_passes()
     show = sys.excepthook
 
     def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -130,8 +137,9 @@ def record() -> None:
                 _Observer.last.write(died=True)
             else:
                 seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
-                seen.moments["load"] = _peaks()
-                _write(seen)
+                moments, began = until_training()
+                seen.moments = moments or {"load": peaks()}
+                _write(seen, began)
         show(kind, error, traceback)
 
     sys.excepthook = written
@@ -191,7 +199,7 @@ class _Observer:
         self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._moment = "load"
-        self._began: list[tuple[int, str]] = [(0, "load")]
+        self._seen.moments, self._began = until_training()
         self._names: list[Names] = []
         self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
@@ -351,13 +359,12 @@ class _Observer:
 
     def _close(self) -> None:
         """Count the peaks since the last call as those of the present moment."""
-        peaks = _peaks()
-        known = self._seen.moments.get(self._moment, [(0, 0)] * len(peaks))
+        new = peaks()
+        known = self._seen.moments.get(self._moment, [(0, 0)] * len(new))
         self._seen.moments[self._moment] = [
-            (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, peaks, strict=True)
+            (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, new, strict=True)
         ]
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
+        reset_peaks()
 
 
 def _write(
@@ -390,10 +397,3 @@ def _write(
     draft = folder / f"seen-{seen.rank}.draft"
     draft.write_text(json.dumps(asdict(seen), default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")
-
-
-def _peaks() -> list[tuple[int, int]]:
-    return [
-        (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
-        for index in range(torch.cuda.device_count())
-    ]
