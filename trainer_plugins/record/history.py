@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -55,8 +56,8 @@ class Run:
     @property
     def hosts(self) -> dict[int, str]:
         """Return the name of the machine of each rank, as far as it is known."""
-        known = (each for kind in (Beginning, Failure) for each in entries_of(self.timelines, kind))
-        return {rank: entry.host for rank, entry in known if entry.host}
+        began, failed = (entries_of(self.timelines, kind) for kind in (Beginning, Failure))
+        return {rank: entry.host for rank, entry in chain(began, failed) if entry.host}
 
     @property
     def jobs(self) -> list[str]:
