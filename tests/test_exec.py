@@ -226,8 +226,8 @@ def test_a_signal_for_exec_reaches_the_command_once(tmp_path: Path, name: str) -
 def test_a_command_dies_with_an_exec_that_is_killed(tmp_path: Path) -> None:
     code = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
     call = [sys.executable, "-m", "trainer_plugins", "exec", sys.executable, "-c", code]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = processes.start(call, cwd=tmp_path, **pipes)
+    pipe = subprocess.PIPE
+    process = processes.start(call, cwd=tmp_path, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
     child = os.pidfd_open(int(process.stdout.readline()))
     process.kill()

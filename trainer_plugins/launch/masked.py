@@ -169,8 +169,10 @@ def _value(
 def _arguments() -> Mapping[str, Parameter]:
     """Return the arguments of all TrainingArguments that this process has imported."""
     module = sys.modules.get("transformers.training_args")
-    kinds = [*_with_subclasses(module.TrainingArguments)] if module else []
-    return {name: each for kind in kinds for name, each in declared(kind).items()}
+    found: dict[str, Parameter] = {}
+    for kind in _with_subclasses(module.TrainingArguments) if module else ():
+        found |= declared(kind)
+    return found
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -56,8 +55,9 @@ class Run:
     @property
     def hosts(self) -> dict[int, str]:
         """Return the name of the machine of each rank, as far as it is known."""
-        began, failed = (entries_of(self.timelines, kind) for kind in (Beginning, Failure))
-        return {rank: entry.host for rank, entry in chain(began, failed) if entry.host}
+        began = {rank: entry.host for rank, entry in entries_of(self.timelines, Beginning)}
+        failed = {rank: entry.host for rank, entry in entries_of(self.timelines, Failure)}
+        return {rank: host for rank, host in {**failed, **began}.items() if host}
 
     @property
     def jobs(self) -> list[str]:
