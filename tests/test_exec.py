@@ -214,21 +214,21 @@ TRAPS = "trap 'echo got; kill $!; exit 3' {}; sleep 1000 & echo ready; wait"
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "HUP"])
 def test_a_signal_for_exec_reaches_the_command_once(tmp_path: Path, name: str) -> None:
-    call = [sys.executable, "-m", "trainer_plugins", "exec", *OBSERVE, "sh", "-c", TRAPS]
-    call[-1] = call[-1].format(name)
-    process = processes.start(call, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
+    call = [sys.executable, "-m", "trainer_plugins", "exec", *OBSERVE, "sh", "-c"]
+    process = processes.start([*call, TRAPS.format(name)], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
     process.send_signal(getattr(signal, f"SIG{name}"))
-    assert process.stdout.read() == "got\n"
+    assert process.stdout.read() == b"got\n"
     assert processes.end(process) == [3]
 
 
 def test_a_command_dies_with_an_exec_that_is_killed(tmp_path: Path) -> None:
     code = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
     call = [sys.executable, "-m", "trainer_plugins", "exec", sys.executable, "-c", code]
-    process = processes.start(
-        call, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipe = subprocess.PIPE
+    process = processes.start(call, cwd=tmp_path, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
     child = os.pidfd_open(int(process.stdout.readline()))
     process.kill()
     assert select.select([child], [], [], processes.ENDS_A_HANG)[0] == [child]

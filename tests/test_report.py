@@ -236,8 +236,13 @@ def test_the_machine_of_each_rank_is_named_and_ranks_that_wrote_elsewhere_too(
     """Each of three machines has an output_dir of its own; copied into one they are one run."""
     strategy = replace(STRATEGY, world_size=6)
     for rank in range(6):
-        where = {"host": f"node{rank // 2}", "job": "Slurm 4242"}
-        began = Beginning(step=0, strategy=strategy, time_seconds=100.2, **where)
+        began = Beginning(
+            step=0,
+            strategy=strategy,
+            time_seconds=100.2,
+            host=f"node{rank // 2}",
+            job="Slurm 4242",
+        )
         folder = tmp_path / str(rank // 2)
         write(folder, rank, [*run_of(range(2), seconds=100)[:1], began])
 

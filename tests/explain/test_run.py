@@ -233,6 +233,9 @@ def test_a_run_that_was_killed_is_found_out(make_trainer, tmp_path) -> None:
 class FillsTheDisk(TrainerCallback):
     """Leaves room for half a line of the timeline, until training has ended."""
 
+    def __init__(self, room: int) -> None:
+        self.room = room
+
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:
             path = folder_of_run(Path(args.output_dir)) / "memory" / "rank-0.jsonl"
@@ -247,15 +250,14 @@ class FillsTheDisk(TrainerCallback):
 
 @pytest.mark.parametrize("room", [0, 50])
 def test_a_run_that_a_full_disk_has_cut_off_was_not_killed(make_trainer, tmp_path, room) -> None:
-    full = FillsTheDisk()
-    full.room = room
+    full = FillsTheDisk(room)
     folder = killed(make_trainer, tmp_path, full, num_oom_kills=place().num_oom_kills - 2)
     assert report(folder).startswith(
         "[timeline-cut-off] how the run ended is unknown: the disk had"
     )
     assert "was killed" not in report(folder)
     said = explain_run(folder)
-    assert said.causes == said.remedies == ()
+    assert (said.causes, said.remedies) == ((), ())
     assert said.facts[0].startswith("[timeline-cut-off]")
 
     make_trainer(MemoryWatchdog(), OOMReporter(), max_steps=1).train()

@@ -61,8 +61,11 @@ class StrategyInForce(RunCallback):
             wrapper = model_of(event) if trainer is None else trainer.model_wrapped
             strategy = strategy_of(wrapper, event.get("optimizer"), args)
             timeline = self.timeline_for(args)
-            where = {"host": socket.gethostname(), "job": job(os.environ)}
-            timeline.add(Beginning(step=state.global_step, strategy=strategy, **where))
+            host = socket.gethostname()
+            began = Beginning(
+                step=state.global_step, strategy=strategy, host=host, job=job(os.environ)
+            )
+            timeline.add(began)
             found = [*verify(_asked(args), strategy)]
             if (wrong := allocator.check()) is not None:
                 found.append(wrong)

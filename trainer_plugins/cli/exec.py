@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,15 +118,16 @@ def _run(words: list[str], environ: dict[str, str]) -> None:
     """Run the command, say at its end if no Trainer had callbacks, and end as it did."""
     from trainer_plugins.cli.exec_child import end_as, run_as_child
 
-    try:
-        with folder_for_marks() as folder:
+    with folder_for_marks() as folder:
+        try:
             code = run_as_child(words, environ | {MARKS: folder})
+        except OSError as error:
+            # As shells, env and timeout do: a launcher may check for these two.
+            exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+            ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
+        with suppress(OSError):  # the reader of a pipe may be gone
             if lack := describe_lack(folder):
                 sys.stderr.write(f"{ExecCommand.prog}: {lack}\n")
-    except OSError as error:
-        # As shells, env and timeout do: a launcher may check for these two.
-        exit_code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-        ExecCommand.refuse(f"cannot run {words[0]}: {error.strerror}", exit_code)
     end_as(code)
 
 

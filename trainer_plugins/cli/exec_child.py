@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ _NOT_TO_PASS_ON = {
 }
 
 
-def run_as_child(words: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
     """Run a command, pass signals on to it, and return its exit code; -N if signal N ended it.
 
     A signal that the terminal or the kernel sends reaches the command without us. If this
@@ -26,6 +26,8 @@ def run_as_child(words: Sequence[str], environ: Mapping[str, str]) -> int:
     Raises:
         OSError: the command cannot be run.
     """
+    if not hasattr(signal, "sigwaitinfo"):  # on macOS it replaces this process
+        os.execvpe(words[0], words, environ)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ignored = {each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN}
     passed_on = signal.valid_signals() - ignored - _NOT_TO_PASS_ON

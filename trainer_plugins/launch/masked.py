@@ -159,18 +159,20 @@ def _value(
     """Return a value of a command line; a dotted name, as Hydra's, has numbers alone."""
     *groups, last = re.split(r"[.@/]", name.lstrip("-+~").replace("-", "_"))
     field = declared.get(last)
-    is_known = (field is not None or _NAMES.fullmatch(last)) and not _SECRET.search(last)
+    is_known = bool((field or _NAMES.fullmatch(last)) and not _SECRET.search(last))
     is_number = field is not None and isinstance(field.default, bool | int | float)
     is_list = last == "lora_target_modules" or "list" in str(field and field.annotation)
-    is_first = is_list or not num_values_before
-    return _word(text, is_known and is_first, is_known and is_first and not (groups or is_number))
+    is_shown = is_known and (is_list or not num_values_before)
+    return _word(text, is_shown, is_shown and not (groups or is_number))
 
 
 def _arguments() -> Mapping[str, Parameter]:
     """Return the arguments of all TrainingArguments that this process has imported."""
     module = sys.modules.get("transformers.training_args")
-    kinds = _with_subclasses(module.TrainingArguments) if module else ()
-    return {name: each for kind in kinds for name, each in declared(kind).items()}
+    found: dict[str, Parameter] = {}
+    for kind in _with_subclasses(module.TrainingArguments) if module else ():
+        found |= declared(kind)
+    return found
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

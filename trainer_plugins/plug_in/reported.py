@@ -1,7 +1,7 @@
 """How `exec` knows whether a Trainer had callbacks: each process under it leaves a mark."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -48,9 +48,14 @@ def folder_for_marks() -> Iterator[str]:
     with ExitStack() as stack:
         folder = ""
         # First where machines of a cluster meet, and where nothing is deleted after some days.
-        for place in (lambda: cache_folder() / "exec", lambda: Path(gettempdir())):
+        places: tuple[Callable[[], Path], ...] = (
+            lambda: cache_folder() / "exec",
+            lambda: Path(gettempdir()),
+        )
+        for place in places:
             with suppress(OSError, RuntimeError):  # the second: this user has no home
-                (parent := place()).mkdir(parents=True, exist_ok=True)
+                parent = place()
+                parent.mkdir(parents=True, exist_ok=True)
                 made = TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
                 folder = stack.enter_context(made)
                 break

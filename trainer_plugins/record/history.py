@@ -55,8 +55,9 @@ class Run:
     @property
     def hosts(self) -> dict[int, str]:
         """Return the name of the machine of each rank, as far as it is known."""
-        known = (each for kind in (Beginning, Failure) for each in entries_of(self.timelines, kind))
-        return {rank: entry.host for rank, entry in known if entry.host}
+        began = {rank: entry.host for rank, entry in entries_of(self.timelines, Beginning)}
+        failed = {rank: entry.host for rank, entry in entries_of(self.timelines, Failure)}
+        return {rank: host for rank, host in {**failed, **began}.items() if host}
 
     @property
     def jobs(self) -> list[str]:
