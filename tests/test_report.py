@@ -279,18 +279,6 @@ def test_two_launches_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
     assert peaks == [["20.00"], ["10.00"]]
 
 
-def test_files_from_before_lines_named_their_process_read_the_same(tmp_path: Path) -> None:
-    path = write(tmp_path, 0, run_of(range(5), seconds=100) + run_of(range(5), seconds=200))
-    before = report(tmp_path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "".join(json.dumps({k: v for k, v in line.items() if k != "run"}) + "\n" for line in lines)
-    )
-
-    assert report(tmp_path) == before
-    assert len(blocks(before)) == 2
-
-
 # As of one process: those that share the tests have to give them the same names.
 SAMPLE, FLUSH, REMARK = (json.loads(to_line(entry)) | {"run": "0123abcd"} for entry in ENTRIES[:3])
 

@@ -332,31 +332,6 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=[MemoryWatchdo
     assert entries[0].reading.device == "cpu"  # type: ignore[union-attr]
 
 
-def test_a_timeline_that_cannot_be_written_harms_nothing(make_trainer, tmp_path, caplog) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "_trainer_plugins").write_text("a user's file")
-    trainer = make_trainer(MemoryWatchdog())
-    trainer.train()
-
-    assert trainer.state.global_step == 8
-    assert (tmp_path / "run" / "_trainer_plugins").read_text() == "a user's file"
-    assert "cannot be written" in caplog.text
-
-
-def test_a_watchdog_that_fails_is_silent_and_training_goes_on(make_trainer, caplog) -> None:
-    class Broken:
-        name, uuid = "broken:0", None
-
-        def read(self):
-            raise RuntimeError("the card fell off the bus")
-
-    trainer = make_trainer(MemoryWatchdog(device=Broken()))  # type: ignore[arg-type]
-    trainer.train()
-
-    assert trainer.state.global_step == 8
-    assert caplog.text.count("failed; training goes on, and this is logged once") == 1
-
-
 @pytest.mark.parametrize("every_steps", [1, 3])
 def test_looks_every_n_steps(make_trainer, every_steps: int) -> None:
     timeline = run(make_trainer, every_steps=every_steps)

@@ -22,10 +22,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tests.models import tiny_llama, token_rows
 from trainer_plugins import MemoryWatchdog, OOMReporter, protect, report_oom
-from trainer_plugins.explain.run import explain_run
 from trainer_plugins.planner.before import remember
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.record.history import read_history
 from trainer_plugins.record.oom_record import OomRecord, Planned, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Failure, read_timeline
@@ -323,23 +321,6 @@ def test_a_training_that_finishes_leaves_only_what_it_is(make_trainer, tmp_path)
         ignore_patterns=eval(ignored, {"PREFIX_CHECKPOINT_DIR": PREFIX_CHECKPOINT_DIR}),
     )
     assert list(uploaded) == ["model.safetensors"]
-
-
-def test_what_an_earlier_version_wrote_is_read(make_trainer, small, tmp_path) -> None:
-    died(long_rows(make_trainer(OOMReporter(), MemoryWatchdog(), **TOO_MANY)))
-    folder = tmp_path / "run"
-    new = explain_run(folder), read_history(folder)
-    for path in (folder / "_trainer_plugins").iterdir():
-        path.rename(folder / path.name)
-    (folder / "_trainer_plugins").rmdir()
-    old = explain_run(folder), read_history(folder)
-
-    assert old[0] == new[0]
-    assert old[1].runs == new[1].runs
-    gc.collect()
-    died(long_rows(make_trainer(OOMReporter(), MemoryWatchdog(), **TOO_MANY)))
-    assert len(read_history(folder).runs) == 2
-    assert len(records(tmp_path)) == 2
 
 
 def test_what_was_planned_is_in_the_record(make_trainer, small, tmp_path) -> None:

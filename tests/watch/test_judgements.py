@@ -106,29 +106,20 @@ def listed(*processes: tuple[int, float | None]) -> tuple[GpuProcess, ...]:
 
 
 ME = {100, 101}
+BYTES_ALONE = "judged by bytes alone"
 
 
 @pytest.mark.parametrize(
     ("non_torch", "processes", "foreign_gib", "names"),
     [
         (1, None, None, ""),
-        (10, None, 9, "judged by bytes alone"),  # the driver lists nothing
-        (
-            10,
-            listed((7, 20.0), (8, 9.0)),
-            9,
-            "judged by bytes alone",
-        ),  # host pids in a container: ours is not there
+        pytest.param(10, None, 9, BYTES_ALONE, id="nothing listed"),
+        pytest.param(10, listed((7, 20.0), (8, 9.0)), 9, BYTES_ALONE, id="host pids, not ours"),
         (10, listed((100, 21.0), (8, 9.0)), 9, "pid 8 (python infer.py): 9.00 GiB"),
         (10, listed((100, 30.0)), None, ""),  # all ours: NCCL, graphs
         (10, listed((100, 15.0), (101, 15.0)), None, ""),  # two of our ranks on one card
         (10, listed((100, 21.0)), 9, "a process that the driver does not list"),
-        (
-            10,
-            listed((100, None), (8, 9.0)),
-            9,
-            "judged by bytes alone",
-        ),  # MIG and WSL name no sizes
+        pytest.param(10, listed((100, None), (8, 9.0)), 9, BYTES_ALONE, id="no sizes: MIG, WSL"),
         (10, listed((100, 21.0), (8, None)), 9, "size unknown"),
     ],
 )

@@ -287,10 +287,11 @@ RULES = (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         "sgl-project/sglang#4330",
     ),
-    _ended(
+    _engine(
         r"alloc_\w{3,40} runs out of memory|(?:Prefill|Decode) out of memory\. Try to lower",
         "sgl-project/sglang#10408; sglang, mem_cache/common.py",
-    )._replace(source="engine"),
+        fatal=_ENDED,
+    ),
     # Killed by a signal: often for main memory, but any program may send it. The code or the signal
     # stands near a word of ending, in whatever order.
     _killed(

@@ -255,7 +255,7 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
-        """Read what `to_json` or `trainer-plugins plan --json` wrote, of this version or an older.
+        """Read what `to_json` or `trainer-plugins plan --json` wrote.
 
         Raises:
             ValueError: the text is not the JSON of a plan.

@@ -40,12 +40,12 @@ def folder_of_run(output_dir: Path) -> Path:
 
 
 def output_dir_of(folder: Path) -> Path:
-    """Return the output_dir of our folder; earlier versions wrote into the output_dir itself."""
+    """Return the output_dir of our folder; another folder may hold copies, and stands for both."""
     return folder.parent if folder.name == NAME else folder
 
 
 def places_of_run(output_dir: Path) -> tuple[Path, Path]:
-    """Return where to read: the output_dir, where earlier versions wrote, and our folder."""
+    """Return where to read: our folder in an output_dir, and the folder itself if it is ours."""
     return output_dir, folder_of_run(output_dir)
 
 

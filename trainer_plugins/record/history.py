@@ -174,7 +174,7 @@ def rank_files(run_dir: Path) -> dict[int, Path]:
 
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return all timeline files by rank, with an earlier version's before the one in our folder."""
+    """Return all timeline files by rank, of a folder itself before those in our folder in it."""
     found = (
         (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
         for place in places_of_run(run_dir)

@@ -1,4 +1,4 @@
-"""MemoryMetrics: the memory use between two lines of a run's log, for charts and Prometheus."""
+"""The memory use between two lines of a run's log, under its names in trackers and Prometheus."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,17 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import place_to_write, replacing
 from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import GIB
+
+logger = logging.getLogger(__name__)
+
+_HELP = {
+    "peak_bytes": "The most that tensors took at once since the log line before.",
+    "reserved_bytes": "Held by torch's caching allocator.",
+    "foreign_bytes": "Held on the device by other processes.",
+    "pressure_ratio": "Peak live memory as a fraction of the device.",
+    "alloc_retries_total": "Allocations that succeeded only after a flush of the cache.",
+    "flush_seconds_total": "Time that training waited for releases of cached memory.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +64,6 @@ def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
         "memory/alloc_retries": float(metrics.num_alloc_retries),
         "memory/flush_seconds": float(metrics.flush_seconds),
     }
-
-
-logger = logging.getLogger(__name__)
-
-_HELP = {
-    "peak_bytes": "The most that tensors took at once since the log line before.",
-    "reserved_bytes": "Held by torch's caching allocator.",
-    "foreign_bytes": "Held on the device by other processes.",
-    "pressure_ratio": "Peak live memory as a fraction of the device.",
-    "alloc_retries_total": "Allocations that succeeded only after a flush of the cache.",
-    "flush_seconds_total": "Time that training waited for releases of cached memory.",
-}
 
 
 class PrometheusFile:

@@ -46,7 +46,7 @@ class RunFacts:
     rank: int
     world_size: int
     command: tuple[str, ...]  # what follows `python`, with secrets masked
-    launch: Launch | None = None  # how it was launched; None if an earlier version wrote this
+    launch: Launch | None = None  # how it was launched
     trainer: str = ""  # the class of the Trainer
     model: str = ""  # the class of the model
     built_class: str = ""  # the class that the config builds, or an adapter's base, with its module

@@ -14,7 +14,7 @@ from trainer_plugins.record.folder import open_regular, replacing
 _TOGETHER = 8
 _AT_ONCE_BYTES = 1 << 20
 
-# A reading as `timeline.to_line` and earlier versions write it. All other lines stay.
+# A reading as `timeline.to_line` writes it. All other lines stay.
 _READING = re.compile(
     rb'(?P<told>\{"kind": "sample", (?P<run>"run": "\w*", )?"time_seconds": [\d.]+, '
     rb'"step": (?P<step>\d{1,18}), '

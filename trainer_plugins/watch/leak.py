@@ -66,9 +66,7 @@ KINDS = {
         f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for what is kept from step to"
         " step: losses or outputs appended to a list, hooks that store activations.",
     ),
-    "cache": _Kind(
-        "reserved but unused memory rises", "Lengths that never repeat fragment the cache."
-    ),
+    "cache": _Kind("reserved but unused memory rises", ""),
     "non_torch": _Kind(
         "memory outside torch rises",
         "A library takes it (NCCL communicators, CUDA graphs, a second context): look for what is"
@@ -150,16 +148,17 @@ def leaks(
     found = []
     for growth in growths(window, card, host):
         what, remedy = KINDS[growth.kind]
-        end, is_urgent = "out of memory", growth.steps_left <= WINDOW
+        end, why, is_urgent = "out of memory", "", growth.steps_left <= WINDOW
         if not growth.ends_the_run:
             end, is_urgent = "the allocator has to flush it and retry", False
-            remedy += f" {against_fragmentation(is_expandable)}"
+            why = "; lengths that never repeat fragment it"
+            remedy = against_fragmentation(is_expandable)
         leak = Finding(
             code=f"leak-{growth.kind.replace('_', '-')}",
             severity=Severity.ERROR if is_urgent else Severity.WARNING,
             summary=f"{what} step by step: {end} in about {growth.steps_left} steps",
             evidence=f"{size(growth.bytes_a_step)} a step, {size(growth.risen_bytes)} from step"
-            f" {window[0].step} to {window[-1].step}",
+            f" {window[0].step} to {window[-1].step}{why}",
             remedy=remedy,
             amount=_nearness(growth.steps_left),
             data={
