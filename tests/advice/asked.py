@@ -125,6 +125,10 @@ RECORDS = {
     "engine-share": record(processes=(OWN, replace(OTHER, name="vllm EngineCore"))),
     "eval-batch": record(moment="eval", part=""),
     "eval-logits": record(moment="eval", part="", frames=came_through("nested_concat")),
+    "ddp-gpu0": record(
+        processes=(OWN, replace(OTHER, used_bytes=9 * GIB, is_of_user=True)),
+        run=replace(RUN, world_size=2),
+    ),
     "foreign": record(processes=(OWN, OTHER)),
     "foreign, one's own": record(processes=(OWN, replace(OTHER, is_of_user=True))),
     "fragmentation": record(full(3 * GIB, live=12 * GIB, unused=10 * GIB)),

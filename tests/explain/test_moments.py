@@ -1,10 +1,14 @@
 """Reports as people paste them: the moment, the ranks, the signal and what was tried decide."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.advice.asked import RECORDS
 from tests.explain.test_other_words import frame
 from tests.explain.test_text import explained, todo
 from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.run import explain_record
 
 SITE = "/opt/py/site-packages"
 
@@ -194,6 +198,14 @@ def test_a_stranger_beside_a_rank_is_foreign_and_nothing_is_killed() -> None:
     )
     assert answer.causes[0].grade == "likely"
     assert explained(beside).causes[0].grade == "certain"
+
+
+def test_ranks_on_one_card_are_seen_in_the_record_of_a_launch(tmp_path: Path) -> None:
+    answer = explain_record(RECORDS["ddp-gpu0"], tmp_path)
+
+    assert (answer.causes[0].code, answer.causes[0].grade) == ("ddp-gpu0", "likely")
+    assert "LOCAL_RANK" in answer.remedies[0].do
+    assert "kill" not in todo(answer)
 
 
 PIECES = out("54.00 MiB", "41.38 MiB", "34.00 GiB", "4.16 GiB")

@@ -1,7 +1,7 @@
 """Texts, records and snapshots share these: whose a frame is, words of causes, and remedies."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +55,7 @@ def is_users(path: str) -> bool:
 
 
 IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
+_ALIKE = 1.5  # at most so many times as large: ranks of one launch, not strangers
 FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
 
 SUMMARIES: Mapping[str, str] = {
@@ -210,6 +211,13 @@ def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:
     """Return whether what the allocator held unused was enough, but in pieces."""
     is_worth_it = unused >= asked / 2 and unused >= FRAGMENTED_FRACTION * total
     return 0 < asked <= unused + free and is_worth_it
+
+
+def are_alike(own: int, others: Sequence[int]) -> bool:
+    """Return whether processes look like ranks: as large as this one, or alike among themselves."""
+    sizes = sorted(others)
+    all_alike = bool(sizes) and max(own, sizes[-1]) <= _ALIKE * min(own, sizes[0])
+    return all_alike or (len(sizes) > 1 and sizes[-1] <= _ALIKE * sizes[0])
 
 
 # What `survive_oom` writes where it cannot help.

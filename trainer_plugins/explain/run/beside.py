@@ -4,7 +4,7 @@ import re
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.shared import cause, said
+from trainer_plugins.explain.shared import are_alike, cause, quoted, said
 from trainer_plugins.record.oom_record import LiveModel
 
 _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
@@ -23,7 +23,7 @@ def other_memory(case: Case) -> Cause | None:
     host = case.record.host
     return cause(
         "host-kill" if is_kill else code,
-        f"the error reads: {words[:200]}",
+        f"the error reads: {quoted(words)}",
         said(
             "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm"
             " {shm_free_bytes} of {shm_total_bytes}",
@@ -49,8 +49,11 @@ def other_processes(case: Case) -> Cause | None:
     listed = [each for each in case.record.processes or () if not each.is_own]
     names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
     is_engine = any(_ENGINE.search(name) for name in names)
+    own = sum(each.used_bytes or 0 for each in case.record.processes or () if each.is_own)
+    sizes = [each.used_bytes or 0 for each in listed]
+    are_ranks = case.record.run.world_size > 1 and not is_engine and are_alike(own, sizes)
     return cause(
-        "engine-share" if is_engine else "foreign",
+        "engine-share" if is_engine else "ddp-gpu0" if are_ranks else "foreign",
         said(
             "of {capacity_bytes}, {foreign_bytes} are others', {allocated_bytes} were in tensors of"
             " this run and {free_bytes} free",
@@ -59,7 +62,7 @@ def other_processes(case: Case) -> Cause | None:
         ),
         ", ".join(names),
         said("without it the {requested_bytes} that were refused would have fitted", **case.stated),
-        grade="certain" if listed else "likely",
+        grade="certain" if listed and case.record.run.world_size == 1 else "likely",
     )
 
 

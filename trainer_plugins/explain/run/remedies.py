@@ -281,7 +281,7 @@ def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     others = [each for each in case.record.processes or () if not each.is_own]
-    if len(others) != 1 or not others[0].is_of_user:
+    if len(others) != 1 or not others[0].is_of_user or case.record.run.world_size > 1:
         return None
     pid, name = others[0].pid, others[0].name or "its name is unknown"
     effect = f"frees {size(case.foreign)}; it is yours: {name}"
@@ -392,6 +392,6 @@ _ALWAYS = {
     advice.OFFLOADED_CACHE, advice.RESUME_WITHOUT_STATES, advice.FEWER_LIVE_PARAMETERS,
     advice.NO_PINNED_BATCHES, advice.HEADROOM, advice.SMALLER_NCCL_BUFFERS, advice.WATCH_THE_CARD,
     advice.MAPPING_LIMITS, advice.ROCM_MEMORY, advice.ROCM_LOG, advice.MORE_MAIN_MEMORY,
-    advice.LARGER_SHM,
+    advice.LARGER_SHM, advice.OWN_CARD_FIRST, advice.OWN_DEVICE_MAP,
 }  # fmt: skip
 """What needs no number; advice that is nowhere here is not for a run with a record."""

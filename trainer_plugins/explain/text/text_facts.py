@@ -31,6 +31,7 @@ _SMI_CARD = re.compile(r"\|\s*(\d{1,7})MiB\s*/\s*(\d{1,7})MiB\s*\|")
 # A line of code, of a log or of torch's message is no sentence of a person.
 _NO_SENTENCE = re.compile(
     r"Tried to allocate|^\s*File |^\s{2,}\S|[\w\])]\(|[{}<>|]| = |=.*=.*=|\d%"
+    r"|^\W*(?:Try|Consider|To avoid)\b|[Ii]f you\b|[Yy]ou (?:can|may|should|might|need)\b"
     r"|\[(?:INFO|WARN|ERROR|rank)|^\[?\d{4}-|Error: |^\W*(?:INFO|WARN|DEBUG)"
 )
 _SPEAKS = re.compile(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, quoted, said
+from trainer_plugins.explain.shared import Said, are_alike, cause, quoted, said
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
@@ -14,7 +14,6 @@ from trainer_plugins.units import size
 _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
-_ALIKE = 1.5
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
 _DESERIALISES = r"_cuda_deserialize|restore_location"
 _ENGINE = (
@@ -33,16 +32,11 @@ _REFUSALS = (
 
 def own_ranks(facts: TextFacts) -> Cause | None:
     """The other processes are this launch's own ranks, all on one card."""
-    sizes = sorted(size for _, size in facts.neighbours)
-    if not sizes or facts.own is None or not facts.total:
+    sizes = [size for _, size in facts.neighbours]
+    if facts.own is None or not facts.total:
         return None
-    together = sorted([*sizes, facts.own])
-    # The others are as large as this one, or alike among themselves: contexts on the first card.
-    are_alike = together[-1] <= _ALIKE * together[0] or (
-        len(sizes) > 1 and sizes[-1] <= _ALIKE * sizes[0]
-    )
     is_at_home = facts.writer.isdigit() and int(facts.writer) == facts.oom.device
-    if not are_alike or not facts.has_ranks or (is_at_home and facts.oom.device):
+    if not are_alike(facts.own, sizes) or not facts.has_ranks or (is_at_home and facts.oom.device):
         return None
     return cause(
         "ddp-gpu0",
