@@ -45,7 +45,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     config = json.loads((CONFIGS / "qwen2.5-7b.json").read_text())
     config |= {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    place = ("--model", str(tmp_path), "--gpu", "8GiB")
+    place = ("--model", str(tmp_path), "--gpu", "8GiB,sm_90")
     rows = ("--per-device-train-batch-size", "2")
     done = plan(*QWEN_LORA, *place, *rows, *CHECKPOINTING, "--json")
     assert done.exit_code == 3, done.output
@@ -104,7 +104,7 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
 @pytest.mark.all
 def test_a_run_that_fits_is_told_how_many_rows_would(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, "vocab_size": 4096}))
-    asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "620MiB")
+    asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "620MiB,sm_90")
     rows = ("--per_device_train_batch_size", "1")
     done = plan(*asked, *rows, "--json")
     most = MemoryPlan.from_json(done.stdout).most_rows
@@ -117,7 +117,16 @@ def test_rows_are_found_where_the_first_ones_do_not_make_the_peak(tmp_path: Path
     """DDP's buffers make it at first: what is reserved does not grow with the rows."""
     config = {**SMALL_GPT2, "vocab_size": 4096, "n_embd": 512, "n_head": 8, "n_inner": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = ("--model", str(tmp_path), "--seq-length", "8", "--gpu", "800MiB", "--num-gpus", "2")
+    asked = (
+        "--model",
+        str(tmp_path),
+        "--seq-length",
+        "8",
+        "--gpu",
+        "800MiB,sm_90",
+        "--num-gpus",
+        "2",
+    )
     done = plan(*asked, "--per_device_train_batch_size", "1", "--optim", "sgd", "--json")
     assert MemoryPlan.from_json(done.stdout).most_rows > 20
 

@@ -45,7 +45,7 @@ def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_red
     assert spared > 0.7 * half
 
     between = (whole.nvidia_smi_peak_bytes + divided.nvidia_smi_peak_bytes) // 2
-    card = f"{between / MIB:.0f}MiB"
+    card = f"{between / MIB:.0f}MiB,sm_90"
     (plan,) = predict_all([asked(4, gpu=card, proposes=True)])
     assert isinstance(plan, MemoryPlan)
     assert plan.fits is False

@@ -100,7 +100,7 @@ REQUESTS = {
     ),
     "int8": planned(INT8),
     "no adapter": planned(NF4, peft=None),
-    "experts": of_experts(NF4, "1300MiB"),
+    "experts": of_experts(NF4, "1300MiB,sm_90"),
     "gptq": planned(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
     "unknown": planned(quantization_config={"quant_method": "foo"}),
     "trained in int8": planned({**INT8, "llm_int8_has_fp16_weight": True}),

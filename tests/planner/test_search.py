@@ -104,7 +104,7 @@ def short_llama(tmp_path: Path) -> Path:
 def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
     done = plan(
         llama,
-        *("--dtype", "bf16", "--gpu", "650MiB", "--search", "--seq-length", "256", "--json"),
+        *("--dtype", "bf16", "--gpu", "650MiB,sm_90", "--search", "--seq-length", "256", "--json"),
         *("--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "2", *ALONE),
     )
     assert done.exit_code == 0, done.output
@@ -112,7 +112,7 @@ def test_the_largest_micro_batch_is_that_of_a_try_of_all(llama: Path):
     assert found["effective_batch"] == ROWS
     assert all(line["micro_batch"] * line["accumulation_steps"] == ROWS for line in found["lines"])
     ways = [*product(MICRO_BATCHES, (False, True), (256,))]
-    outcomes = predict_all([in_full(LLAMA, way, "650MiB") for way in ways], ENDS_A_HANG)
+    outcomes = predict_all([in_full(LLAMA, way, "650MiB,sm_90") for way in ways], ENDS_A_HANG)
     plans = {
         way: outcome
         for way, outcome in zip(ways, outcomes, strict=True)
@@ -273,7 +273,7 @@ def test_the_effective_batch_is_kept_and_the_micro_batch_the_largest_divisor(
 @pytest.mark.all
 def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama: Path):
     command = [*(sys.executable, "-m", "trainer_plugins", "plan", "--model", str(llama))]
-    command += ["--gpu", "650MiB", "--search", "--seq-length", "256", "--dtype", "bf16"]
+    command += ["--gpu", "650MiB,sm_90", "--search", "--seq-length", "256", "--dtype", "bf16"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=llama
     )
@@ -293,7 +293,7 @@ def test_an_interrupted_search_tells_what_it_found_and_ends_its_subprocess(llama
 def test_nothing_fits_is_exit_code_3(short_llama: Path):
     flags = ("--dtype", "bf16", "--bf16", "True", "--lora-r", "8", "--search-lengths", "128,64")
     more = ("--per_device_train_batch_size", "1", *ALONE)
-    done = plan(short_llama, "--gpu", "516MiB", "--search", *flags, *more)
+    done = plan(short_llama, "--gpu", "516MiB,sm_90", "--search", *flags, *more)
     assert done.exit_code == 3, done.output
     assert "Nothing fits" in done.output
     lengths, checkpointing = 2, 1 if IS_TOO_OLD else 2  # where an adapter has no gradients with it

@@ -141,7 +141,7 @@ def where_no_card_is(monkeypatch):
 
 def test_the_verdict_is_that_of_the_fullest_card(where_no_card_is, tmp_path):
     """640 MiB less a context of 512 are enough for the first card, and not for the second."""
-    plan = plan_run(trainer_of("fp32", tmp_path), gpu="640MiB")
+    plan = plan_run(trainer_of("fp32", tmp_path), gpu="640MiB,sm_90")
 
     first, second = plan.cards
     assert first.reserved_bytes < 128 * MIB < second.allocated_bytes
