@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from trainer_plugins import checkpointing
 from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.planner.cards import card_of
@@ -155,6 +156,6 @@ def test_a_run_in_16_bits_keeps_its_precision(monkeypatch, given: dict[str, Any]
 
 
 def test_activations_stay_where_trl_loses_them(monkeypatch) -> None:
-    wanted: dict[str, Any] = {"gradient_checkpointing_kwargs": {"offload": True}}
+    wanted: dict[str, Any] = {checkpointing.OPTIONS: {"offload": True}}
     assert first_that_fits(monkeypatch, False, (), wanted)[0] is not None
     assert first_that_fits(monkeypatch, False, (), wanted, trainer="DPOTrainer")[0] is None

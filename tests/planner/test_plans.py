@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests.processes import ENDS_A_HANG
-from trainer_plugins import MemoryPlan, plan_run
+from trainer_plugins import MemoryPlan, checkpointing, plan_run
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.cards import CARDS, card_of
 from trainer_plugins.planner.plan import CATEGORIES, MOMENTS
@@ -271,7 +271,7 @@ def test_padding_makes_masks(outcomes):
         ("no target", "peft refuses the adapter: Target modules .*nowhere.* not found"),
         (
             "flag",
-            "neither plan nor TrainingArguments has an option --gradient_checkpoint: is it --gradient_checkpointing?",
+            f"neither plan nor TrainingArguments has an option --gradient_checkpoint: is it --{checkpointing.NAME}?",
         ),
         (
             "flag of another program",

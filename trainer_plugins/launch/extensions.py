@@ -38,7 +38,6 @@ _DEEPSPEED = {
     "fused_adam": _Build("optimizer on the card"),
     "async_io": _Build("access to a drive", "three minutes on two quiet cores"),
 }
-_OF_OPTIMIZERS = {"lion": "lion", "adagrad": "adagrad"}  # of DeepSpeed; the others are Adam's
 _OTHER = _Build("")
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
@@ -67,14 +66,14 @@ def needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, .
     >>> needed({"optimizer": "cpu", "param": "nvme"}), needed({}, "AdamW"), needed({})
     (('cpu_adam', 'async_io'), ('fused_adam',), ())
     """
-    kind = str(optimizer).lower()
-    family = next((name for word, name in _OF_OPTIMIZERS.items() if word in kind), "adam")
-    found = []
-    if "optimizer" in offload:
-        found.append(f"cpu_{family}")
-    elif optimizer is not None and "adam" in kind:
-        found.append("fused_adam")
-    return (*found, "async_io") if "nvme" in offload.values() else tuple(found)
+    is_adam = "adam" in str(optimizer or "adam").lower()
+    on_card = optimizer is not None and "optimizer" not in offload
+    wanted = {
+        "cpu_adam": is_adam and "optimizer" in offload,
+        "fused_adam": is_adam and on_card,
+        "async_io": "nvme" in offload.values(),
+    }
+    return tuple(name for name, is_needed in wanted.items() if is_needed)
 
 
 def needed_of(document: Document) -> tuple[str, ...]:

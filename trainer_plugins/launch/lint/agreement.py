@@ -5,93 +5,72 @@ create_accelerator_and_postprocess, transformers 5.23.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from trainer_plugins import checkpointing
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import Document, part
 
-_Asked = Callable[["_Training"], object]  # what TrainingArguments ask for; None if it is unknown
+_STOPS_MOST = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "bf16.enabled", "fp16.enabled",
+}  # fmt: skip
+"""Keys whose fixed value stops most trainings; the others are mostly written as they are given."""
 
 
-class _Training(NamedTuple):
-    values: Mapping[str, object]
-    num_ranks: int | None
+class _Asked(NamedTuple):
+    names: str  # of TrainingArguments
+    value: object  # None if it is unknown
 
-    def value(self, name: str, default: object) -> Any:
-        found = self.values.get(name)
+
+def asked_of(values: Mapping[str, object], num_ranks: int | None) -> dict[str, _Asked]:
+    """Return what TrainingArguments ask for each key that HfTrainerDeepSpeedConfig compares."""
+
+    def given(name: str, default: object) -> Any:
+        found = values.get(name)
         return default if found is None else found
 
-    def number(self, name: str, default: float) -> float:
-        found = self.value(name, default)
-        return found if isinstance(found, (int, float)) else default
+    def plain(name: str, default: object) -> _Asked:
+        return _Asked(name, given(name, default))
 
-    @property
-    def rows_of_a_rank(self) -> float:
-        rows = self.number("per_device_train_batch_size", 8)
-        return rows * self.number("gradient_accumulation_steps", 1)
+    def precision(name: str) -> _Asked:
+        full = f"{name}_full_eval"
+        return _Asked(f"{name} or {full}", bool(values.get(name)) or bool(values.get(full)))
 
-    @property
-    def num_steps(self) -> float | None:
-        steps = self.number("max_steps", -1)
-        return steps if steps > 0 else None
-
-
-class _Pair(NamedTuple):
-    names: str  # of TrainingArguments
-    asked: _Asked
-    stops_most: bool = False  # whether a fixed value stops most trainings
-
-
-def _plain(name: str, default: object, stops_most: bool = False) -> _Pair:
-    return _Pair(name, lambda training: training.value(name, default), stops_most)
-
-
-def _precision(name: str) -> _Pair:
-    full = f"{name}_full_eval"
-
-    def asked(training: _Training) -> bool:
-        return bool(training.value(name, False)) or bool(training.value(full, False))
-
-    return _Pair(f"{name}|{full}", asked, stops_most=True)
+    steps = _number(values, "max_steps", -1)
+    warmup = _number(values, "warmup_steps", 0) or _number(values, "warmup_ratio", 0)
+    if 0 < warmup < 1:
+        warmup = math.ceil(warmup * steps) if steps > 0 else -1
+    betas = [given("adam_beta1", 0.9), given("adam_beta2", 0.999)]
+    rows = None if num_ranks is None else num_ranks * _rows_of_a_rank(values)
+    return {
+        "train_micro_batch_size_per_gpu": plain("per_device_train_batch_size", 8),
+        "gradient_accumulation_steps": plain("gradient_accumulation_steps", 1),
+        "train_batch_size": _Asked("the effective batch of all processes", rows),
+        "gradient_clipping": plain("max_grad_norm", 1.0),
+        "bf16.enabled": precision("bf16"),
+        "fp16.enabled": precision("fp16"),
+        "optimizer.params.lr": plain("learning_rate", 5e-5),
+        "optimizer.params.betas": _Asked("adam_beta1 and adam_beta2", betas),
+        "optimizer.params.eps": plain("adam_epsilon", 1e-8),
+        "optimizer.params.weight_decay": plain("weight_decay", 0.0),
+        "scheduler.params.warmup_max_lr": plain("learning_rate", 5e-5),
+        "scheduler.params.total_num_steps": _Asked("max_steps", steps if steps > 0 else None),
+        "scheduler.params.warmup_num_steps": _Asked(
+            "warmup_steps", max(1, int(warmup)) if warmup >= 0 else None
+        ),
+    }
 
 
-def _betas(training: _Training) -> list[object]:
-    return [training.value("adam_beta1", 0.9), training.value("adam_beta2", 0.999)]
+def _number(values: Mapping[str, object], name: str, default: float) -> float:
+    found = values.get(name)
+    return found if isinstance(found, (int, float)) else default
 
 
-def _rows_of_all(training: _Training) -> float | None:
-    return None if training.num_ranks is None else training.num_ranks * training.rows_of_a_rank
-
-
-def _warmup(training: _Training) -> float | None:
-    steps = training.number("warmup_steps", 0) or training.number("warmup_ratio", 0)
-    if 0 < steps < 1:
-        steps = -1 if training.num_steps is None else math.ceil(steps * training.num_steps)
-    return max(1, int(steps)) if steps >= 0 else None
-
-
-# Every key that HfTrainerDeepSpeedConfig compares: tests/launch/test_lint.py reads its code.
-PAIRS = {
-    "train_micro_batch_size_per_gpu": _plain("per_device_train_batch_size", 8, stops_most=True),
-    "gradient_accumulation_steps": _plain("gradient_accumulation_steps", 1, stops_most=True),
-    "train_batch_size": _Pair(
-        "processes x per_device_train_batch_size x gradient_accumulation_steps",
-        _rows_of_all,
-        stops_most=True,
-    ),
-    "gradient_clipping": _plain("max_grad_norm", 1.0, stops_most=True),
-    "bf16.enabled": _precision("bf16"),
-    "fp16.enabled": _precision("fp16"),
-    "optimizer.params.lr": _plain("learning_rate", 5e-5),
-    "optimizer.params.betas": _Pair("adam_beta1+adam_beta2", _betas),
-    "optimizer.params.eps": _plain("adam_epsilon", 1e-8),
-    "optimizer.params.weight_decay": _plain("weight_decay", 0.0),
-    "scheduler.params.warmup_max_lr": _plain("learning_rate", 5e-5),
-    "scheduler.params.total_num_steps": _Pair("max_steps", lambda training: training.num_steps),
-    "scheduler.params.warmup_num_steps": _Pair("warmup_steps", _warmup),
-}
+def _rows_of_a_rank(values: Mapping[str, object]) -> float:
+    rows = _number(values, "per_device_train_batch_size", 8)
+    return rows * _number(values, "gradient_accumulation_steps", 1)
 
 
 def agreement_findings(
@@ -101,21 +80,20 @@ def agreement_findings(
     in_file = document.in_accelerate("num_processes")
     if num_ranks is None and isinstance(in_file, int) and in_file > 0:
         num_ranks = in_file
-    training = None if values is None else _Training(values, num_ranks)
     config = _handed_over(document)
-    for key, pair in PAIRS.items():
+    for key, asked in asked_of(values or {}, num_ranks).items():
         value = part(config, key)
         if value is None or value == "auto" or isinstance(value, dict):
             continue
         is_written = part(document.deepspeed or config, key) is not None
         source = "written" if is_written else "filled in by accelerate because it is missing"
-        if training is not None:
-            yield from _compared(key, value, pair, training, source)
-        elif pair.stops_most and not (key in ("bf16.enabled", "fp16.enabled") and value is False):
-            yield _fixed(key, value, f"{pair.names} differs", source)
-    if training is not None:
-        yield from _refused_together(document, training)
-        yield from _replaced(document, training)
+        if values is not None:
+            yield from _compared(key, value, asked, _rows_of_a_rank(values), source)
+        elif key in _STOPS_MOST and not (key in ("bf16.enabled", "fp16.enabled") and not value):
+            yield _fixed(key, value, f"{asked.names} differs", source)
+    if values is not None:
+        yield from _refused_together(document, values)
+        yield from _replaced(document, values)
 
 
 def _handed_over(document: Document) -> dict[str, Any]:
@@ -128,60 +106,50 @@ def _handed_over(document: Document) -> dict[str, Any]:
 
 
 def _compared(
-    key: str, value: object, pair: _Pair, training: _Training, source: str
+    key: str, value: object, asked: _Asked, rows: float, source: str
 ) -> Iterator[Finding]:
-    asked, rows = pair.asked(training), training.rows_of_a_rank
-    if asked is None and key == "train_batch_size" and isinstance(value, (int, float)) and rows > 0:
+    wanted = asked.value
+    if wanted is None and key == "train_batch_size" and isinstance(value, (int, float)) and rows:
         if value % rows == 0:
             yield _fixed(key, value, f"there are not {value / rows:.0f} processes", source)
             return
-        asked = f"a multiple of {rows:g}"
-    elif asked is None:
+        wanted = f"a multiple of {rows:g}"
+    elif wanted is None:
         yield _fixed(key, value, "the training has other steps", source)
         return
-    if value != asked:
+    if value != wanted:
         says = "the file says" if source == "written" else "accelerate fills in"
-        names = pair.names.replace("|", " or ").replace("+", " and ")
         yield _mismatch(
-            f"{key}: {says} {value}, the training arguments say {asked}",
-            f"{key} is {source}, and compared with {names}; transformers stops the training:"
+            f"{key}: {says} {value}, the training arguments say {wanted}",
+            f"{key} is {source}, and compared with {asked.names}; transformers stops the training:"
             " values that mismatch TrainingArguments",
             f'Write "{key}": "auto", and set it in TrainingArguments only',
         )
 
 
-def _refused_together(document: Document, training: _Training) -> Iterator[Finding]:
+def _refused_together(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
     """Judge what the Trainer refuses when it starts."""
-    given = training.values
-    is_deepspeed = document.zero_stage is not None
-    is_fsdp = document.in_accelerate("distributed_type") == "FSDP"
-    wrapper = "FSDP" if is_fsdp else "DeepSpeed"
     raises = "the Trainer raises when it starts"
-    only_model = bool(given.get("save_only_model"))
-    if only_model and given.get("load_best_model_at_end") and (is_fsdp or is_deepspeed):
-        yield _mismatch(
-            f"save_only_model cannot be combined with load_best_model_at_end under {wrapper}",
-            raises,
-            "Leave one of them out",
-        )
-    if is_deepspeed and document.zero_stage == 3 and given.get("auto_find_batch_size"):
-        what = "auto_find_batch_size cannot be combined with ZeRO-3"
-        yield _mismatch(what, raises, "Leave it out, or write stage 2")
-    if is_deepspeed and given.get("fsdp"):
-        yield _mismatch("--fsdp cannot be combined with DeepSpeed", raises, "Leave one of them out")
-    if not is_fsdp:
-        return
-    if checkpointing.is_asked(given) and _in_fsdp(document, "activation_checkpointing") is True:
-        yield _mismatch(
-            f"fsdp_activation_checkpointing cannot be combined with --{checkpointing.NAME}",
-            raises,
-            "Leave one of them out",
-        )
+    stage, is_fsdp = document.zero_stage, document.in_accelerate("distributed_type") == "FSDP"
+    is_only_model = bool(given.get("save_only_model"))
+    loads_best = bool(given.get("load_best_model_at_end")) and (is_fsdp or stage is not None)
+    fsdp_checkpoints = is_fsdp and _in_fsdp(document, "activation_checkpointing") is True
+    checkpoints = fsdp_checkpoints and checkpointing.is_asked(given)
+    by_the_trainer = f"--{checkpointing.NAME}"
+    for are_together, one, other in (
+        (is_only_model and loads_best, "save_only_model", "load_best_model_at_end"),
+        (stage == 3 and given.get("auto_find_batch_size"), "auto_find_batch_size", "ZeRO-3"),
+        (stage is not None and given.get("fsdp"), "--fsdp", "DeepSpeed"),
+        (checkpoints, "fsdp_activation_checkpointing", by_the_trainer),
+    ):
+        if are_together:
+            what = f"{one} cannot be combined with {other} under this file"
+            yield _mismatch(what, raises, "Leave one of them out")
     kind, default = _in_fsdp(document, "state_dict_type"), ""
     if not kind and _in_fsdp(document, "version") == 2:
         kind = "SHARDED_STATE_DICT"
         default = "; it is the default if fsdp_state_dict_type is missing under version 2"
-    if only_model and str(kind).upper() == "SHARDED_STATE_DICT":
+    if is_only_model and is_fsdp and str(kind).upper() == "SHARDED_STATE_DICT":
         yield _mismatch(
             "save_only_model cannot be combined with SHARDED_STATE_DICT",
             f"{raises}{default}",
@@ -198,21 +166,21 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
 
 
-def _replaced(document: Document, training: _Training) -> Iterator[Finding]:
+def _replaced(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
     """Judge a choice in TrainingArguments that a block of the DeepSpeed JSON replaces unsaid."""
-    kind, optim = document.in_deepspeed("optimizer.type"), _word(training, "optim")
+    kind, optim = document.in_deepspeed("optimizer.type"), _word(given, "optim")
     is_adam = "adam" in str(kind).lower()
     is_same = optim in _ADAMW if is_adam else str(kind).lower() in optim
     if kind is not None and optim and optim not in _ADAMW[:2] and not is_same:
         yield _overruled("optimizer", kind, f"--optim {optim}")
-    kind, schedule = document.in_deepspeed("scheduler.type"), _word(training, "lr_scheduler_type")
+    kind, schedule = document.in_deepspeed("scheduler.type"), _word(given, "lr_scheduler_type")
     # linear is the default: who has not typed it has it too
     if kind is not None and schedule not in ("", "linear", _SCHEDULES.get(str(kind))):
         yield _overruled("scheduler", kind, f"--lr_scheduler_type {schedule}")
 
 
-def _word(training: _Training, name: str) -> str:
-    found = training.values.get(name)
+def _word(given: Mapping[str, object], name: str) -> str:
+    found = given.get(name)
     return "" if found is None else str(getattr(found, "value", found))
 
 
