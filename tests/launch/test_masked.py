@@ -96,9 +96,8 @@ def test_what_is_not_known_to_be_harmless_is_hidden(command: list[str]) -> None:
 
 
 def test_numbers_below_names_that_no_library_has_are_hidden_too() -> None:
-    assert masked_command(["train.py", "--pin", "123456", "--alpha=0.5"]) == (
-        *("train.py", "--pin", "(hidden)", "--alpha=(hidden)"),
-    )
+    shown = masked_command(["train.py", "--pin", "123456", "--my_pin=0.5"])
+    assert shown == ("train.py", "--pin", "(hidden)", "--my_pin=(hidden)")
 
 
 ORDINARY = """

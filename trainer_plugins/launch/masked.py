@@ -160,10 +160,9 @@ def _value(
     *groups, last = re.split(r"[.@/]", name.lstrip("-+~").replace("-", "_"))
     field = declared.get(last)
     is_known = bool((field or _NAMES.fullmatch(last)) and not _SECRET.search(last))
-    is_number = field is not None and isinstance(field.default, bool | int | float)
-    is_list = last == "lora_target_modules" or "list" in str(field and field.annotation)
-    is_shown = is_known and (is_list or not num_values_before)
-    return _word(text, is_shown, is_shown and not (groups or is_number))
+    kind = "list[str]" if last == "lora_target_modules" else str(field.annotation if field else str)
+    is_shown = is_known and ("list" in kind or not num_values_before)
+    return _word(text, is_shown, is_shown and not groups and bool(re.search(r"\bstr\b", kind)))
 
 
 def _arguments() -> Mapping[str, Parameter]:
@@ -177,6 +176,7 @@ def _arguments() -> Mapping[str, Parameter]:
 
 def _with_subclasses(kind: type) -> Iterator[type]:
     yield kind
+    each: type
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)
 
