@@ -4,6 +4,7 @@ import collections
 import copy
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import DynamicCache, Trainer, TrainerCallback
 from trainer_plugins import MemoryWatchdog
 from trainer_plugins.finding import Finding
 from trainer_plugins.record.timeline import Remark, Timeline
+from trainer_plugins.units import MIB
 from trainer_plugins.upkeep.growth import GrowthTeller
 
 STEPS = 50
@@ -137,13 +139,17 @@ class CachingRows(torch.utils.data.Dataset):
         }
 
 
-def leak_of(
+def leak_of(make_trainer, *callbacks, **settings) -> Finding:
+    return leaks_of(make_trainer, *callbacks, **settings)[0]
+
+
+def leaks_of(
     make_trainer,
     *callbacks,
     prepare: Callable[[Trainer], None] | None = None,
     code: str = "leak-tensors",
     **settings,
-) -> Finding:
+) -> list[Finding]:
     timeline = Timeline()
     trainer = make_trainer(
         *callbacks, MemoryWatchdog(timeline=timeline), **{"max_steps": STEPS, **settings}
@@ -151,9 +157,8 @@ def leak_of(
     if prepare:
         prepare(trainer)
     trainer.train()
-    return next(
-        each.finding for each in timeline if isinstance(each, Remark) and each.finding.code == code
-    )
+    remarks = (each.finding for each in timeline if isinstance(each, Remark))
+    return [each for each in remarks if each.code == code]
 
 
 @pytest.mark.all(unless=lambda callback: callback.__name__ in IN_EACH_RUN)
@@ -230,6 +235,16 @@ def test_rows_that_a_data_set_keeps_are_named(make_trainer, simgpu) -> None:
     assert "`CachingRows.cache.clear()`" in finding.remedy
 
 
+class KeepsAtSaves(TrainerCallback):
+    """Keeps something with each save, so often that each window of steps rises too."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def on_save(self, args, state, control, **event):
+        self.kept.append(some(args, 3 << 10))
+
+
 class Snapshots(TrainerCallback):
     """Keeps the weights of each checkpoint on the card, as choderalab/pinot#23 did."""
 
@@ -244,14 +259,40 @@ class Snapshots(TrainerCallback):
 @pytest.mark.all
 @pytest.mark.parametrize("every", [8, 12])
 def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None:
-    finding = leak_of(
+    first, *later = leaks_of(
         make_trainer, Snapshots(), save_strategy="steps", save_steps=every, max_steps=6 * every
     )
 
-    assert "rise with each save: out of memory after about" in finding.summary
-    assert "held by Snapshots.states[" in finding.evidence
-    assert finding.evidence.endswith("with each save")
-    assert "`Snapshots.states.clear()`" in finding.remedy
+    assert "rise with each save: out of memory after about" in first.summary
+    assert "held by Snapshots.states[" in first.evidence
+    assert first.evidence.endswith("with each save")
+    assert "`Snapshots.states.clear()`" in first.remedy
+    assert later == []
+
+
+@pytest.mark.parametrize(("kind", "mib"), [(KeepsAtSaves, 104), (LossesWithGraphs, 18)])
+def test_a_leak_is_said_again_when_half_is_left(
+    make_trainer, simgpu, kind, mib, monkeypatch
+) -> None:
+    begin, begun = GrowthTeller.begin, []
+
+    def count(self: GrowthTeller) -> None:
+        begun.append(self)
+        begin(self)
+
+    monkeypatch.setattr(GrowthTeller, "begin", count)
+    simgpu.set_capacity(mib * MIB)
+    of_saves = kind is KeepsAtSaves
+    saves = "steps" if of_saves else "no"
+    told = leaks_of(make_trainer, kind(), max_steps=90, save_strategy=saves, save_steps=4)
+
+    assert len(told) >= 2
+    assert len(begun) <= len(told) + 1, "all objects are walked through for a report alone"
+    for before, after in pairwise(told):
+        assert after.amount >= 2 * before.amount or after.severity > before.severity
+        assert float(after.data["held_bytes"]) > float(before.data["held_bytes"])
+        assert after.data["holder"] == f"{kind.__name__}.{'kept' if of_saves else 'losses'}"
+        assert ("rise with each save" in after.summary) is of_saves
 
 
 class Sums(Trainer):

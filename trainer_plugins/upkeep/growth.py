@@ -34,7 +34,8 @@ class _Named(NamedTuple):
     grew: str = ""
     cure: str = ""
     holder: str = ""
-    held_bytes: int = 0
+    held_bytes: int = 0  # 0: graphs hold it, which no tensor shows
+    num_times: float = 0.0  # how often it grew; 0 is not known
 
 
 class _Kind(NamedTuple):
@@ -80,9 +81,11 @@ class GrowthTeller:
             named = self._named.get(finding.code, named)
         if not named.grew:
             return finding
-        held: dict[str, int | str] = {"holder": named.holder} if named.holder else {}
-        if named.held_bytes:
-            held["held_bytes"] = named.held_bytes
+        held: dict[str, int | str] = {}
+        if named.holder:
+            held["holder"] = named.holder
+            risen_bytes = float(finding.data[f"bytes_a_{unit}"]) * (named.num_times or step)
+            held["held_bytes"] = named.held_bytes or int(risen_bytes)
         return replace(
             finding,
             evidence=f"{finding.evidence}; {named.grew}",
@@ -148,7 +151,6 @@ class GrowthTeller:
                 continue
             if holder := users_holder(tensor, new):
                 named = _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
-                # What a graph holds is in no tensor: the finding knows it by what has risen.
                 return named._replace(held_bytes=0 if kind.has_graph else kind_bytes[kind])
         return _Named()
 
@@ -251,7 +253,7 @@ def _told(tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder
         cure = f"Keep it without its graph: `{name}.append({kept})`."
     else:
         cure = f"Keep it off the card: `tensor.detach().cpu()`; or empty it: `{name}.clear()`."
-    return _Named(grew, cure, place)
+    return _Named(grew, cure, place, num_times=alive / a_step)
 
 
 def _since(alive: int, a_step: float, step: int, unit: str) -> str:

@@ -198,8 +198,9 @@ def is_leak_news(leak: Finding, before: Finding | None) -> bool:
     """Tell whether to report a leak: again when its severity rises, or when half is left."""
     if before is None or leak.severity > before.severity:
         return True
-    if leak.data.keys() != before.data.keys():  # one of them rises with saves or evaluations only
-        return "bytes_a_step" in leak.data
+    is_of_steps = "bytes_a_step" in leak.data  # and not of saves or evaluations
+    if is_of_steps != ("bytes_a_step" in before.data):
+        return is_of_steps
     return leak.amount >= 2 * before.amount
 
 

@@ -219,7 +219,7 @@ def _alive_and_held(record: OomRecord | None, noted: Sequence[Noted]) -> tuple[_
     leak = next((each.finding.data for each in noted if each.finding.code == "leak-tensors"), {})
     leaks_from = str(leak.get("holder", ""))
     if leaks_from:  # the record names the largest tensors alone, and no graph's
-        by_holder[leaks_from] += int(leak.get("held_bytes", alive.hidden_bytes))
+        by_holder[leaks_from] += int(leak["held_bytes"])
     for each in alive.largest:
         holder = _POSITIONS.sub("[...]", each.holder)
         if not leaks_from or leaks_from not in holder:
