@@ -110,7 +110,7 @@ def _cure(trainer: HfTrainer) -> str:
 
 def _adds_router_loss(trainer: HfTrainer, model: Any) -> bool:
     """Tell whether a mixture of experts adds a mean over its micro-batch, which is not divided."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_on = getattr(text, "output_router_logits", False) is True
     is_trls = _library(_owner(trainer, "compute_loss")) == "trl"  # which divides it
@@ -156,9 +156,8 @@ def _is_counted(
         return True
     if library == "trl" or (library != "transformers" and not uses_labels(code)):
         return None
-    names = (
-        getattr(trainer, "label_names", None) or inspect.signature(code.model.forward).parameters
-    )
+    forward: Any = base_model(trainer.model).forward
+    names = getattr(trainer, "label_names", None) or inspect.signature(forward).parameters
     has_targets = any(name in names for name in ("labels", *_ANSWERS))
     return "labels" in names if has_targets else None
 
