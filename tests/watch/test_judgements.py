@@ -50,7 +50,8 @@ def test_pressure_says_what_it_saw_and_what_to_do() -> None:
     assert str(pressure(reading(peak=78, reserved=79), Budget(), "train")) == (
         "[memory-pressure] cuda:0 was 99% full at its peak in train (peak allocated 78.00 GiB, "
         "non-torch 1.00 GiB, total 80.00 GiB). To lower this peak, halve per_device_train_batch_size and double "
-        "gradient_accumulation_steps (the effective batch stays the same), or set gradient_checkpointing=True."
+        "gradient_accumulation_steps (the effective batch stays the same, the gradient too unless "
+        "`gradient-summed` is about your loss), or set gradient_checkpointing=True."
     )
     in_evaluation = pressure(reading(peak=78), Budget(), "eval")
     assert in_evaluation is not None

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.accumulation.loss_code import Code, Reading, Use, read_code, uses_labels
-from trainer_plugins.accumulation.modules import coupled_modules
+from trainer_plugins.accumulation.modules import COUPLED_MODELS, coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.wrapped import base_model
 
@@ -44,8 +44,12 @@ def judge_accumulation(
 
     `batch_names` are the names in a batch of the data collator, if you know them.
     """
+    model = base_model(trainer.model)
     try:
-        return _judge(trainer, base_model(trainer.model), batch_names)
+        found = _judge(trainer, model, batch_names)
+        if found.effect is Effect.SCALED or not (why := _what_couples_rows(trainer, model)):
+            return found
+        return Accumulation(Effect.OTHER, why)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of objects we know not
         why = f"the code of its loss could not be read ({type(error).__name__}: {error})"
         return Accumulation(Effect.UNKNOWN, why)
@@ -54,8 +58,6 @@ def judge_accumulation(
 def _judge(
     trainer: HfTrainer, model: nn.Module, batch_names: Collection[str] | None
 ) -> Accumulation:
-    if why := _what_compares_rows(trainer, model):
-        return Accumulation(Effect.OTHER, why)
     own_step = _owner(trainer, "training_step")
     if _library(own_step) not in ("transformers", "trl"):
         return Accumulation(Effect.UNKNOWN, f"{own_step.__name__}.training_step is your own")
@@ -108,7 +110,7 @@ def _cure(trainer: HfTrainer) -> str:
 
 def _adds_router_loss(trainer: HfTrainer, model: Any) -> bool:
     """Tell whether a mixture of experts adds a mean over its micro-batch, which is not divided."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_on = getattr(text, "output_router_logits", False) is True
     is_trls = _library(_owner(trainer, "compute_loss")) == "trl"  # which divides it
@@ -129,14 +131,16 @@ def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bo
     return Accumulation(Effect.UNKNOWN, f"what {read.where} averages over is not known")
 
 
-def _what_compares_rows(trainer: HfTrainer, model: nn.Module) -> str:
+def _what_couples_rows(trainer: HfTrainer, model: nn.Module) -> str:
     """Say what makes a row depend on the others of its micro-batch; empty if nothing does."""
-    for kind in type(trainer).__mro__:
-        if kind.__name__ in _COMPARES_ROWS:
-            return f"the loss of {kind.__name__} compares the rows of a micro-batch"
+    kinds = [kind.__name__ for kind in type(trainer).__mro__]
+    compared = next((kind for kind in kinds if kind in _COMPARES_ROWS), "")
     if "return_loss" in inspect.signature(model.forward).parameters:
-        return f"the loss of {type(model).__name__} compares the rows of a micro-batch"
-    return next(coupled_modules(model), "")
+        compared = type(model).__name__
+    if compared:
+        return f"the loss of {compared} compares the rows of a micro-batch"
+    coupled = COUPLED_MODELS.get(type(model).__name__)
+    return coupled or next(coupled_modules(model), "")
 
 
 def _is_counted(
@@ -152,9 +156,8 @@ def _is_counted(
         return True
     if library == "trl" or (library != "transformers" and not uses_labels(code)):
         return None
-    names = (
-        getattr(trainer, "label_names", None) or inspect.signature(code.model.forward).parameters
-    )
+    forward: Any = base_model(trainer.model).forward
+    names = getattr(trainer, "label_names", None) or inspect.signature(forward).parameters
     has_targets = any(name in names for name in ("labels", *_ANSWERS))
     return "labels" in names if has_targets else None
 

@@ -196,8 +196,8 @@ class _Function:
         return functools.reduce(getattr, rest, value)
 
     def _is_self(self, name: str) -> bool:
-        own = self.code.receiver is not None and self.tree.args.args
-        return bool(own) and name == own[0].arg
+        own = [each.arg for each in self.tree.args.args[:1]]
+        return self.code.receiver is not None and name in own
 
     def _concerns_loss(self, call: ast.Call) -> bool:
         """Tell whether a call is named for a loss, or may be given labels."""
@@ -236,7 +236,7 @@ class _Function:
             return ""
         if isinstance(called.receiver, _Loss):
             return called.receiver.reduction
-        if called.function.__module__ == nn.functional.__name__:
+        if given is not None or called.function.__module__ == nn.functional.__name__:
             return self._spelled(given)
         called = _called_by_trainer(called) or called
         tree = _parse(called.function)

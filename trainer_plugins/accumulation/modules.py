@@ -19,6 +19,12 @@ _CAPACITIES = ("expert_capacity", "capacity_factor")
 _CAPACITY_OF_A_ROW = ("SwitchTransformersTop1Router",)  # counts tokens by row
 
 
+COUPLED_MODELS = {
+    "PaliGemmaForConditionalGeneration": "a row without padding is computed differently when no "
+    "other row is padded",
+}
+
+
 def coupled_modules(model: nn.Module) -> Iterator[str]:
     """Say why micro-batches of a model cannot be divided: a sentence for each kind of module."""
     training = _training_modules(model)

@@ -5,7 +5,7 @@ from trainer_plugins.advice.entry import Advice
 SMALLER_MICRO_BATCH = Advice(
     effect="activations shrink with the rows; the effective batch stays the same",
     price="smaller steps keep the card less busy",
-    when="where a micro-batch has more than one row",
+    when="where a micro-batch has more than one row; first see the finding `gradient-summed`",
     trainer="--per_device_train_batch_size ROWS --gradient_accumulation_steps STEPS",
     unfilled="halve --per_device_train_batch_size and double --gradient_accumulation_steps",
     code="halve the rows of a micro-batch and double the accumulation steps",

@@ -139,7 +139,9 @@ def gradient(facts: Facts) -> Line | None:
     accumulation, run = facts.accumulation, facts.run
     if accumulation is None or run is None:
         return None
-    num_ranks = 1 if run.strategy is None else run.strategy.world_size
+    num_ranks = facts.plan.num_gpus if facts.plan else 1
+    if run.strategy is not None:
+        num_ranks = run.strategy.world_size
     found = summed_gradient(accumulation, run.number("gradient_accumulation_steps", 1), num_ranks)
     return Line("gradient", "", (found,)) if found else Line("gradient", accumulation.why)
 

@@ -228,6 +228,12 @@ class Facts:
         return {} if self.run is None else self.run.values
 
     @property
+    def fewer_rows(self) -> str:
+        """Say how to have fewer rows at once, with what this run's loss needs for it."""
+        cure = "" if self.accumulation is None else self.accumulation.cure
+        return f"fewer rows with more accumulation{f' ({cure})' if cure else ''}"
+
+    @property
     def strategy(self) -> Strategy | None:
         return None if self.run is None else self.run.strategy
 

@@ -108,7 +108,7 @@ def _with_plan(
     if plan.fits_card is False:
         with suppress(PlanError):
             streamed = predict_one(with_base_streamed(request), timeout_seconds)
-    return replace(facts, plan=plan, streamed_plan=streamed)
+    return replace(facts, plan=plan, streamed_plan=streamed, accumulation=plan.accumulation)
 
 
 def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:

@@ -164,7 +164,7 @@ def logits(facts: Facts) -> Line | None:
         summary=f"one micro-batch has at least {seen} of logits, {percent(part)} of the device",
         evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         f" ({' + '.join(map(str, widths))}) bytes: {why}",
-        remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or fewer rows with more accumulation",
+        remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or {facts.fewer_rows}",
         amount=float(need),
         data={
             "logits_bytes": need,

@@ -16,7 +16,7 @@ def card(facts: Facts) -> Line | None:
     plan = facts.plan
     if plan is None:
         return _unplanned(facts)
-    found = _too_large(plan) or _crowded(plan, facts) or _tight(plan)
+    found = _too_large(plan) or _crowded(plan, facts) or _tight(plan, facts)
     more = (_adapters(plan), _streamed(plan, facts.streamed_plan))
     return Line("the card", _numbers(plan), tuple(filter(None, (found, *more))))
 
@@ -77,14 +77,14 @@ def _too_large(plan: MemoryPlan) -> Finding | None:
     )
 
 
-def _tight(plan: MemoryPlan) -> Finding | None:
+def _tight(plan: MemoryPlan, facts: Facts) -> Finding | None:
     if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
         return None
     return Finding.warning(
         code="plan-is-tight",
         summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
-        remedy=f"Fewer rows with more accumulation, or {advice.SURVIVE.flag(Door.CODE)}",
+        remedy=f"Use {facts.fewer_rows}, or {advice.SURVIVE.flag(Door.CODE)}",
         amount=float(plan.nvidia_smi_peak_bytes),
         data=_data(plan),
     )

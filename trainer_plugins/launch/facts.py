@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.launcher import launch_of
@@ -99,6 +100,7 @@ def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -
         num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
         num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
         has_metrics=trainer.compute_metrics is not None,
+        accumulation=tried(lambda: judge_accumulation(trainer), None),
         strategy=strategy,
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.record.folder import read_all
 from trainer_plugins.strategy import Strategy
 
@@ -55,6 +56,7 @@ class RunFacts:
     num_rows_a_step: int = 0  # of all ranks; an epoch's last step may have fewer. 0 is unknown
     num_evaluation_batches: int = 0  # 0 if there is no evaluation, or the number is unknown
     has_metrics: bool = False  # with a `compute_metrics` an evaluation keeps all outputs
+    accumulation: Accumulation | None = None  # what it does to the gradient; None if unread
     strategy: Strategy | None = None  # what really runs; None if it ended before that was known
     device: str = ""  # what torch calls the device: `cuda:0`
     card: str = ""  # the product's name

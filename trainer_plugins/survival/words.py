@@ -10,7 +10,10 @@ from trainer_plugins.survival.exact.shares import IndivisibleError
 from trainer_plugins.survival.micro_batch import Piece
 
 UNCHANGED = "No action needed: gradient, effective batch and schedule are unchanged."
-SMALLER_MICRO_BATCH = advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)
+SMALLER_MICRO_BATCH = (
+    f"{advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (not if `gradient-summed` of"
+    " docs/findings.md is about your loss)"
+)
 
 
 @dataclass(slots=True)

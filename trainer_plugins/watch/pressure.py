@@ -46,7 +46,8 @@ _REMEDIES = {
     f" sharded state dict ({advice.SHARDED_SAVE.flag(Door.ACCELERATE)}), so that no rank gathers"
     " the full model.",
     "train": f"To lower this peak, {advice.SMALLER_MICRO_BATCH.flag(Door.ARGUMENTS)} (the effective"
-    f" batch stays the same), or set {advice.CHECKPOINTING.flag(Door.ARGUMENTS)}.",
+    " batch stays the same, the gradient too unless `gradient-summed` is about your loss), or set"
+    f" {advice.CHECKPOINTING.flag(Door.ARGUMENTS)}.",
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainer_plugins import advice
+from trainer_plugins.accumulation import Effect
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
@@ -97,6 +98,8 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     effect = f"{_about(case, needed)}, with the same effective batch"
     values = {"rows": smaller, "steps": steps * rows // smaller}
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
+    if (judged := case.record.run.accumulation) is not None and judged.effect is not Effect.SAME:
+        found = replace(found, price=judged.price)
     return _with_peak(found, case, needed) if needed else found
 
 

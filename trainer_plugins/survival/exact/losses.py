@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer_plugins.accumulation.modules import rope_boundary
+from trainer_plugins.accumulation.modules import COUPLED_MODELS, rope_boundary
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
@@ -127,11 +127,6 @@ _NOT_ADDITIVE = {
     "BCOTrainer": "its reward baseline is a mean over the micro-batch",
 }
 
-_COUPLED_MODELS = {
-    "PaliGemmaForConditionalGeneration": "a row without padding is computed differently when no "
-    "other row is padded",
-}
-
 
 # Through these rows of CLIP, SigLIP and others pass by themselves; their embeddings are compared.
 _TOWERS = ("text_model", "vision_model")
@@ -211,8 +206,8 @@ def _family_of_class(trainer: HfTrainer, owner: type) -> Family | NoFamily:
 def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
     model = base_model(trainer.model)
     kind, loss = type(model).__name__, getattr(model, "loss_type", None)
-    if kind in _COUPLED_MODELS:
-        return NoFamily(f"{kind} cannot be divided: {_COUPLED_MODELS[kind]}")
+    if kind in COUPLED_MODELS:
+        return NoFamily(f"{kind} cannot be divided: {COUPLED_MODELS[kind]}")
     names = inspect.signature(model.forward).parameters.keys()
     if "return_loss" in names:
         towers = [child for name, child in model.named_children() if name in _TOWERS]

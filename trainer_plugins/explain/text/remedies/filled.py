@@ -15,6 +15,17 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+# With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
+# `tests/test_accumulation.py` measures each class with such a name.
+SUMMED = (
+    r"\b(?!Esm|EuroBert|ModernBert|Ultrabert|Zamba2)\w+For(?:SequenceClassification|MaskedLM"
+    r"|TokenClassification|MultipleChoice|NextSentencePrediction|XVector)\b"
+    r"|\b(?:U?M?T5|LongT5|M?Bart|Pegasus|Whisper|M2M100)ForConditionalGeneration\b"
+)
+_SUMMED_PRICE = (
+    "with transformers 5 the gradients of {model} add up over micro-batches, unless you set"
+    " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
+)
 _OF_THE_REST = 0.95  # a card's context and pieces take the other part
 _IN_TRAINER = r"transformers[/\\]trainer|trl[/\\]trainer|Trainer\.\w|swift[/\\]trainers"
 
@@ -40,7 +51,9 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if asked and has_rows:
         effect = f"{size(asked // factor)} instead of {size(asked)} there; {effect}"
     door = Door.TRAINER if rows or uses_trainer(facts) else Door.CODE
-    return remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
+    found = remedy(one, door, effect, by_arithmetic=asked and has_rows, **values)
+    model = facts.says(SUMMED) if uses_trainer(facts) else None
+    return replace(found, price=_SUMMED_PRICE.format(model=model[0])) if model else found
 
 
 def _survive(one: Advice, facts: TextFacts) -> Remedy:
