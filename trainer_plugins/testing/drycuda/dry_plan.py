@@ -55,7 +55,7 @@ class DryAnswer(NamedTuple):
     is_fsdp: bool
     why_whole: Mapping[str, Sequence[str]] = {}
     """Why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
-    what the code of a loss of the user's own computes, for which one has to vouch."""
+    what the code of a custom loss computes, for which you have to vouch."""
 
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
