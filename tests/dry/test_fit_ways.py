@@ -20,7 +20,7 @@ from trainer_plugins.units import GIB
 _EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 _PLAN = MemoryPlan(
     allocated_peak_bytes=20 * GIB, reserved_peak_bytes=20 * GIB, nvidia_smi_peak_bytes=21 * GIB,
-    host_ram_bytes_per_node=0, capacity_bytes=24 * GIB, moment="backward", breakdown={},
+    host_ram_bytes_per_node=0, capacity_bytes=24 * GIB, moment="backward", breakdown={"activations": 15 * GIB, "logits and loss": 5 * GIB, "gradients": 8 * GIB, "optimizer states": 8 * GIB},
     top_tensors=(), moments={"load": MomentPeak(allocated_bytes=GIB, reserved_bytes=GIB)},
     num_parameters=8, num_trainable_parameters=8,
 )  # fmt: skip
@@ -54,7 +54,6 @@ def first_that_fits(
         plan = replace(
             _PLAN,
             planned={"model": f"LlamaForCausalLM, trained by {trainer}"},
-            breakdown={"activations": 15 * GIB, "logits and loss": 5 * GIB, "gradients": 10 * GIB},
         )
         if not fits:
             plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
@@ -73,6 +72,12 @@ def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     found, _, _ = first_that_fits(monkeypatch, fitting=fewer, **rows)
     assert found is not None
     assert (found.rows_at_once, found.changed) == (1, {})
+
+    read = {"unless vouched": ["compute_loss returns a mean over its micro-batch"]}
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=read, **rows)
+    assert found is not None
+    assert found.vouches
+    assert found.proposal.price.startswith("compute_loss returns a mean")
 
     whole = {"training": ["it has batch normalization"]}
     found, failed, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)

@@ -95,12 +95,18 @@ def choose_to_fit(
     proposal = found.proposal
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
     say(printable(f"{words}. Price: {proposal.price}"))
-    rows = f" --memory-rows-at-once {found.rows_at_once}" if found.rows_at_once else ""
-    typed = f"exec --preset {given['preset']}{rows} -- COMMAND {proposal.flags}".rstrip()
+    options: dict[str, object] = {}
+    typed = f"exec --preset {given['preset']}"
+    if found.rows_at_once:
+        options["rows_at_once"] = found.rows_at_once
+        typed += f" --memory-rows-at-once {found.rows_at_once}"
+    if found.vouches:
+        options["vouch_for_loss"] = True
+        typed += " --memory-vouch-for-loss"
+    typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
     say(printable(f"without a plan, type: trainer-plugins {typed}"))
     changes = json.dumps({"planned": found.planned, "changed": found.changed})
-    options: dict[str, object] = {"rows_at_once": found.rows_at_once}
-    return options if found.rows_at_once else {}, {VARIABLE: changes} if found.changed else {}
+    return options, {VARIABLE: changes} if found.changed else {}
 
 
 def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":

@@ -53,8 +53,9 @@ class DryAnswer(NamedTuple):
     """Of the longest row; 0 if rows have none."""
 
     is_fsdp: bool
-    why_whole: Mapping[str, Sequence[str]] = {"training": (), "evaluation": ()}
-    """Why survival would divide no batch of each; empty if it would."""
+    why_whole: Mapping[str, Sequence[str]] = {}
+    """Why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
+    what the code of a custom loss computes, for which you have to vouch."""
 
 
 def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:

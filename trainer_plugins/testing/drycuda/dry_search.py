@@ -47,7 +47,10 @@ class Fitted(NamedTuple):
     """The TrainingArguments that are to be others."""
 
     rows_at_once: int = 0
-    """Of how many of the longest rows survival computes at once; 0 if all fit."""
+    """How many of the longest rows survival computes at once; 0 if all fit."""
+
+    vouches: bool = False
+    """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
 
 
 class Variations:
@@ -178,7 +181,9 @@ class Variations:
         at_once = rows if rows != now and not self._why_whole("training") else 0
         proposal = self._proposal(kept, now if at_once else rows, plan)
         words = [*proposal.changes, *(each.words for each in divided)]
-        prices = [proposal.price] if proposal.price else []
+        prices = [*filter(None, [proposal.price])]
+        vouched = self._why_whole("unless vouched") if at_once or divided else ""
+        prices += filter(None, [vouched])
         if at_once:
             words.insert(0, rows_in_words(rows, self._rows))
             prices.append(f"survival divides each micro-batch of {now}, and keeps its gradient")
@@ -192,6 +197,7 @@ class Variations:
             {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
             changed,
             at_once,
+            bool(vouched),
         )
 
     def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
@@ -252,12 +258,14 @@ class Variations:
     ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
         """Yield changes, rows and a plan that fits, and say of the others what is missing."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
+        useless: list[Switch] = []
         short = self.plan if sizes == [self._now] and () in ways else None
         if short is not None:
             failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
-            if changes in tried_ways or not self._may_help(changes, short):
+            is_useless = changes in tried_ways or any(each in useless for each in changes)
+            if is_useless or not self._may_help(changes, short):
                 continue
             tried_ways.append(changes)
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
@@ -272,6 +280,8 @@ class Variations:
                 yield changes, rows, tried
                 continue
             short = short or tried
+            if len(changes) == 1 and _needed_bytes(tried) == _needed_bytes(short):
+                useless += changes
             failed.append(f"{words}, {self._missing(rows, tried)}")
 
     def _missing(self, rows: int, plan: MemoryPlan) -> str:
@@ -280,10 +290,7 @@ class Variations:
         return f"{rows_in_words(rows, self._rows)}: {missing}"
 
     def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
-        """Return whether all that changes free of a plan that is short, if it were gone, is enough.
-
-        A change without figures is tried.
-        """
+        """Return whether it is enough if all is gone that changes free of a plan that is short."""
         changes = [each for each in changes if each.subject != "evaluation"]
         if short is None or not all(each.frees for each in changes):
             return True

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from trainer_plugins.accumulation import Effect
+from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.survival.evaluation import why_whole
 from trainer_plugins.survival.exact.layouts import find_layout
 from trainer_plugins.survival.exact.losses import Family, NoFamily, family_of
@@ -20,12 +22,17 @@ class Batches:
 
     def __init__(self, trainer: Any) -> None:
         self.tokens = 0
-        family = family_of(trainer, is_vouched=VOUCHES in os.environ)
+        family, vouched = family_of(trainer, is_vouched=VOUCHES in os.environ), ""
+        if isinstance(family, NoFamily) and family.can_vouch:
+            judged = judge_accumulation(trainer)
+            if judged.effect in (Effect.SAME, Effect.SCALED):  # a sum or a mean, by its code
+                family, vouched = family_of(trainer, is_vouched=True), judged.why
         unknown = [family.words] if isinstance(family, NoFamily) else []
         in_evaluation = why_whole(trainer, family)
         self.why_whole = {
             "training": [*refusals(trainer, family), *unknown],
             "evaluation": [in_evaluation] if in_evaluation else [],
+            "unless vouched": [vouched] if vouched else [],
         }
         self._family = family
 
