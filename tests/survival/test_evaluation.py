@@ -1,6 +1,7 @@
 """An evaluation batch that does not fit is computed in parts: same loss, same metrics, same predictions."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 from tests.models import tiny_llama
 from tests.survival.failing import Allocations, padded, ragged_rows, small_trainer
 from tests.survival.test_attach import remarks
-from trainer_plugins import survive_oom
+from trainer_plugins import MemoryWatchdog, draw, survive_oom
 from trainer_plugins.units import MIB
 
 
@@ -303,3 +304,31 @@ def test_on_a_card_that_is_too_small(tmp_path, simgpu) -> None:
     assert loss_on(3) == pytest.approx(loss_on(256), rel=1e-5)
     (told,) = remarks(tmp_path / "3", "out-of-memory-survived")
     assert "did not fit, and was computed in" in told.finding.summary
+
+
+def test_what_survival_tried_is_no_fragmentation_and_its_advice_is_what_fits(
+    tmp_path, simgpu
+) -> None:
+    simgpu.set_capacity(8 * MIB)
+    trainer = small_trainer(
+        tmp_path,
+        tiny_llama(vocab_size=1024),
+        steps=14,
+        use_cpu=False,
+        per_device_eval_batch_size=64,
+        eval_strategy="steps",
+        eval_steps=7,
+        eval_dataset=ragged_rows(),
+    )
+    trainer.add_callback(MemoryWatchdog())
+    survive_oom(trainer)
+    trainer.train()
+
+    first, *_ = told = remarks(tmp_path, "out-of-memory-survived")
+    (num_parts,) = re.findall(r"computed in (\d+) parts", first.finding.summary)
+    (rows,) = re.findall(r"set per_device_eval_batch_size=(\d+)\.", first.finding.remedy)
+    assert int(rows) < 32
+    assert int(rows) * (int(num_parts) - 1) < 64 <= int(rows) * int(num_parts)
+    assert not remarks(tmp_path, "allocator-retries")
+    num = len(told)
+    assert f"{num} batch{'es' * (num > 1)} ran out of memory and survived</h1>" in draw(tmp_path)

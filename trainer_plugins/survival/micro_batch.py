@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +53,14 @@ class Piece:
                 parts.append(Piece(inputs, num, factor, part_share, set(self.final)))
             start += num
         return parts
+
+
+class Added(NamedTuple):
+    """Holds a piece that has added to gradients."""
+
+    piece: Piece
+    snapshot: RestorePoint  # the moment before it
+    final: set[nn.Parameter]  # the parameters to which it has not added
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,6 +281,7 @@ def _slots_of(one: object) -> list[str]:
 def _generator(path: str, one: Any) -> Holder | None:
     get: Callable[[], Any]
     put: Callable[[Any], object]
+    draw: Callable[[int], object]
     if isinstance(one, random.Random):
         get, put, draw = one.getstate, one.setstate, lambda num: one.getrandbits(64 * num)
     elif isinstance(one, np.random.RandomState):

@@ -169,6 +169,7 @@ class Certificate:
         """Tell whether rows are compared again before this micro-batch is divided."""
         # What code of a user's does may depend on chance, on counts, and on labels.
         is_own = self._has_own_code and not self._ranks.measures_together
+        is_own &= not self.why_broken
         return is_own and (self._varies or bool(samples.labels_of_rows(inputs) - self._looked_at))
 
     def look_at_neighbours(

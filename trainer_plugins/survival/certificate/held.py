@@ -31,7 +31,7 @@ def held(model: nn.Module) -> Iterator["Drawers"]:
     """Draw nothing inside: dropout keeps all, and noise is a fixed point within its bounds."""
     # In training mode, where batch statistics couple rows. Draws are caught in the dispatcher, in
     # the forward passes of checkpointing too; `Drawers` finds what other generators draw.
-    with HeldAt(), Drawers(model) as drawers:  # type: ignore[no-untyped-call]
+    with HeldAt(), Drawers(model) as drawers:
         yield drawers
 
 
@@ -97,7 +97,7 @@ class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
     def __init__(self, level: float | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._point = _point if level is None else partial(torch.full_like, fill_value=level)
         self._num_deviations = 1.0 if level is None else _FAR
 

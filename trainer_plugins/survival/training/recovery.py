@@ -7,19 +7,14 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import (
-    Moved,
-    RestorePoint,
-    why_not_divided,
-    why_rows_differ,
-)
+from trainer_plugins.survival.attempt.state import Moved, why_not_divided, why_rows_differ
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
 from trainer_plugins.survival.certificate.comparison import no_room
 from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
@@ -28,15 +23,9 @@ from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
-from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
+from trainer_plugins.survival.micro_batch import Added, MicroBatch, Piece, Start
 from trainer_plugins.survival.training_run import TrainingRun
 from trainer_plugins.survival.words import Story, in_doubt, part_raised, what_else
-
-
-class _Added(NamedTuple):
-    piece: Piece
-    snapshot: RestorePoint  # the moment before it
-    final: set[nn.Parameter]  # the parameters to which it has not added
 
 
 class Recovery:
@@ -63,7 +52,7 @@ class Recovery:
         self._num_graphs = run.num_graphs()
         self._has_looked = False  # whether rows were compared for this micro-batch
         self._moved: dict[str, Moved] | None = None  # what the first piece has moved
-        self._added: list[_Added] = []
+        self._added: list[Added] = []
         self._tried: list[int] = []  # numbers of examples of the failed attempts
         self._not_measured: list[tuple[int, int]] = []  # examples for which there was no room
 
@@ -140,7 +129,7 @@ class Recovery:
                 self.failed(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
-            self._added.append(_Added(piece, start.snapshot, set(piece.final)))
+            self._added.append(Added(piece, start.snapshot, set(piece.final)))
             total = loss if total is None else total + loss
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
@@ -158,7 +147,7 @@ class Recovery:
     def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
         if changed:
             final = set(self._run.model.parameters()) - changed
-            self._added.append(_Added(piece, start.snapshot, final))
+            self._added.append(Added(piece, start.snapshot, final))
 
     def _note_computed(self, piece: Piece) -> None:
         self._story.pieces.append(piece.num)
@@ -368,9 +357,9 @@ class Recovery:
         certificate = self._run.certificate
         try:
             # What ranks measure together none of them leaves alone.
-            is_alone = not self._ranks.measures_together
-            failure = attempt(measure) if is_alone else measure()
-            if failure is not None:
+            if self._ranks.measures_together:
+                measure()
+            elif (failure := attempt(measure)) is not None:
                 raise IndivisibleError(no_room(failure.first_line))
         except IndivisibleError as error:
             if certificate.why_broken and certificate.divided_since is not None:
