@@ -52,6 +52,7 @@ def check(text: str, code: str, first: str, never: tuple[str, ...]) -> Explanati
         "srun: error: node-3: task 2: Killed",
         '    "exitCode": 137,',
         "got -9 as exit code",
+        "process group killed, rc=137",
         "Sending process 4540 closing signal SIGTERM\nfailed (exitcode: -9) local_rank: 3 (pid: 4542)",
     ],
 )  # fmt: skip
@@ -142,6 +143,7 @@ OFFLOAD, SAVED = "zero3_offload_optimizer", 'save_pretrained("adapter")'
         ("FSDP is fine but it crashes with OOM while saving the model at the end\n" + FULL, "save-gather", "SHARDED_STATE_DICT", (*ROWS, "stage3_gather")),
         # An evaluation.
         ("OOM during eval with compute_metrics\n" + FULL, "eval-logits", "preprocess_logits_for_metrics", ("train_batch",)),
+        ("Evaluation: OOM as soon as compute_metrics is given\n" + FULL, "eval-logits", "preprocess_logits_for_metrics", ("train_batch",)),
         ("CUDA OOM while evaluating, training is fine\n" + FULL, "eval-batch", "per_device_eval_batch_size", ("train_batch",)),
         ("even with eval_accumulation_steps=1 it is OOM in validation\n" + FULL, "eval-batch", "per_device_eval_batch_size", ("train_batch", "eval_accumulation")),
         (frame(f"{SITE}/transformers/trainer.py", "evaluation_loop", "losses, logits, labels = self.prediction_step(model, inputs)") + FULL, "eval-batch", "per_device_eval_batch_size", ("train_batch",)),
@@ -216,6 +218,7 @@ PIECES = out("54.00 MiB", "41.38 MiB", "34.00 GiB", "4.16 GiB")
     [
         (f"[rank0]: {FULL}\nAfter lowering the batch size from 16 to 8 I get this again.\n\n[rank0]: {PIECES}", "fragmentation", "double --gradient"),
         (f"$ python a.py --bs 8\n{FULL}\n$ python a.py --bs 4\n{PIECES}", "fragmentation", "--bs 8"),
+        (f"bs 16 -> OOM\n{FULL}\nbs 8 -> OOM too:\n{PIECES}", "fragmentation", "double --gradient"),
         (FULL + "\nNow with ZeRO offload I only get this:\nexits with return code = -9", "host-kill", "batch"),
         # No attempts: another rank, what followed, and a repetition.
         (f"[rank0]: {FULL}[rank1]: {out('54.00 MiB', '41.38 MiB', '34.00 GiB', '4.16 GiB', card=1)}", "capacity", "expandable"),

@@ -55,7 +55,7 @@ def is_users(path: str) -> bool:
 
 
 IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
-_ALIKE = 1.5  # at most so many times as large: ranks of one launch, not strangers
+_ALIKE = 1.5  # the largest over the smallest: ranks of one launch, not strangers
 FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
 
 SUMMARIES: Mapping[str, str] = {

@@ -295,7 +295,7 @@ RULES = (
     # Killed by a signal: often for main memory, but any program may send it. The code or the signal
     # stands near a word of ending, in whatever order.
     _killed(
-        r"(?i:\b(?:exit\w{0,8}|return(?:ed|s)?[_ -]?(?:code|value|status))"
+        r"(?i:\b(?:exit\w{0,8}|rc|return(?:ed|s)?[_ -]?(?:code|value|status))"
         r"(?![\w-])[^\n\d\[+]{0,40}?(?<![\w.+-])\(?(?:-9|137)(?![\w%-]|\.\d)"
         r"|\b(?:ended|died|terminated|killed)\b[^\n\d\[+]{0,24}?(?<![\w.+-])-9(?![\w%-]|\.\d)"
         r"|(?<![\w.+\[-])(?:-9|137)\b[^\n\d]{0,12}?\b(?:exit|return)[_ -]?(?:code|status|value))"

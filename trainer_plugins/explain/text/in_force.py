@@ -36,6 +36,7 @@ _SMALLER = {
     advice.SMALLER_ENGINE_SHARE: r"(?:memory[ _-]utili[sz]ation|mem[_-]fraction)",
     advice.SHORTER_ANSWERS: r"(?:max[_ ]new[_ ]tokens|completion[_ ]length)",
 }
+_ROWS = r"(?i:\b(?:bs|\w*batch[ _-]?size)[\"']?\W{1,3}(\d{1,6})\b)"
 _OTHER_NAMES = {
     advice.ADAPTER: r"Q?LoRA",
     advice.CHECKPOINTING: r"activation[_ -]?checkpointing",
@@ -55,6 +56,10 @@ def is_in_force(one: Advice, facts: TextFacts) -> bool:
     text = _TORCHS_ADVICE.sub("", facts.whole)
     if one is advice.CHECKPOINTING and facts.called(_CHECKPOINTED):
         return True
+    if one is advice.SMALLER_MICRO_BATCH and facts.is_later_attempt:
+        rows = [int(each) for each in re.findall(_ROWS, f"{facts.command}\n{facts.text}")]
+        if rows and rows[-1] < rows[0]:
+            return True
     return any(re.search(pattern, text) for pattern in _patterns(one))
 
 

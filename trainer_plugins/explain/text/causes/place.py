@@ -96,7 +96,7 @@ class ByFrame:
 def _moment(words: str) -> str:
     """Make a pattern for the moment in which it happens, as a person says it."""
     when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
-    return rf"{when}[^.!?]{{0,40}}?\b(?:{words})"
+    return rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
 
 
 adapter_merge = ByFrame(
@@ -123,7 +123,7 @@ eval_logits = ByFrame(
     words=_moment(
         r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
     )
-    + r"|\b(?:compute_metrics|metrics?)\b[^.!?]{0,40}?\beval",
+    + r"|\b\w*metrics?\b[^.!?]{0,40}?\beval|\beval\w*\b[^.!?]{0,40}?\b\w*metrics?\b",
     doubt="The text does not show how many batches had been kept: with no compute_metrics, or with"
     f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
 )
