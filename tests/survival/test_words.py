@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.models import tiny_llama, token_rows
 from tests.survival.failing import Run, small_trainer
 from tests.survival.test_attach import remarks
-from trainer_plugins import protect, survive_oom
+from trainer_plugins import checkpointing, protect, survive_oom
 from trainer_plugins.units import MIB
 
 IS_5 = not transformers.__version__.startswith("4.")
@@ -108,7 +108,7 @@ def test_rows_that_may_not_be_divided_further_are(tmp_path) -> None:
         Run(trainer, {0: [100]})
     (told,) = remarks(tmp_path, "out-of-memory-refused")
     assert "halve per_device_train_batch_size" in told.finding.remedy
-    assert "gradient_checkpointing=True" in told.finding.remedy
+    assert f"{checkpointing.NAME}=True" in told.finding.remedy
 
 
 def test_one_row_that_survived_is_told_of_no_smaller_batch(tmp_path) -> None:
