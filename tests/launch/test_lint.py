@@ -22,10 +22,6 @@ from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
 
-def codes(path: Path, **more) -> set[str]:
-    return {finding.code for finding in judge(read_document(path), **more)}
-
-
 HARMLESS = {
     "config-deprecated-key", "config-relative-path", "config-ignored-key", "config-bucket-memory",
     "config-gather-on-save", "config-scheduler", "config-elastic-checkpoint", "config-not-auto",
