@@ -119,7 +119,7 @@ def hold(judged: Accumulation, make, batches, tolerance: float = EXACT) -> None:
 
 def hold_class(name: str, folder: Path) -> Accumulation | None:
     """Hold the judgement of a class; None if it takes no loss here, or does not run."""
-    kind = getattr(transformers, name, None)
+    kind: Any = getattr(transformers, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, PreTrainedModel)):
         return None
     if not any(map(_TAKES_A_LOSS.search, inspect.signature(kind.forward).parameters)):
@@ -291,7 +291,7 @@ OWN: dict[str, tuple[Any, dict[str, Any], Effect]] = {
 def test_a_loss_of_the_users_own_is_judged_as_it_trains(case: str, tmp_path) -> None:
     build, into_trainer, effect = OWN[case]
     model = build()
-    make = functools.partial(run_of, model, folder=tmp_path, **into_trainer)
+    make: Any = functools.partial(run_of, model, folder=tmp_path, **into_trainer)
     batch = rows_of_classes()
     if build is llama:
         batch["labels"] = batch["input_ids"].clone()

@@ -177,8 +177,8 @@ class _Function:
         except (LookupError, AttributeError, TypeError, ValueError):
             return unknown
         if isinstance(value, type):
-            is_module = issubclass(value, nn.Module)
-            return Code(_inner(value.forward), owner=value) if is_module else None
+            forward = getattr(value, "forward", None)  # a class of outputs has none
+            return Code(_inner(forward), owner=value) if forward is not None else None
         if isinstance(value, nn.Module):
             return code_of(value, "forward")
         if not callable(value):
