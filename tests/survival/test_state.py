@@ -164,7 +164,9 @@ class OfAFunction:
 
         vars(beside)["held"] = held
         partial = functools.partial(given, {"held": (held,)})
-        self.call = {"beside": beside, "around": around, "behind": behind, "partial": partial}[kind]
+        self.call: Any = {"beside": beside, "around": around, "behind": behind, "partial": partial}[
+            kind
+        ]
 
     def __call__(self, fold):
         return self.call(fold)

@@ -97,7 +97,7 @@ class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
     def __init__(self, level: float | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._point = _point if level is None else partial(torch.full_like, fill_value=level)
         self._num_deviations = 1.0 if level is None else _FAR
 
