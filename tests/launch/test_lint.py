@@ -21,7 +21,6 @@ from trainer_plugins.launch.lint.agreement import asked_of
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
-
 HARMLESS = {
     "config-deprecated-key", "config-relative-path", "config-ignored-key", "config-bucket-memory",
     "config-gather-on-save", "config-scheduler", "config-elastic-checkpoint", "config-not-auto",
