@@ -119,13 +119,14 @@ def hold(judged: Accumulation, make, batches, tolerance: float = EXACT) -> None:
 
 def hold_class(name: str, folder: Path) -> Accumulation | None:
     """Hold the judgement of a class; None if it takes no loss here, or does not run."""
-    kind: Any = getattr(transformers, name, None)
+    kind = getattr(transformers, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, PreTrainedModel)):
         return None
-    if not any(map(_TAKES_A_LOSS.search, inspect.signature(kind.forward).parameters)):
+    model_class: Any = kind
+    if not any(map(_TAKES_A_LOSS.search, inspect.signature(model_class.forward).parameters)):
         return None
     try:
-        model = tiny_model(kind)
+        model = tiny_model(model_class)
     except Exception:  # noqa: BLE001 - whatever a config that nobody wrote for this says
         return None
     if sum(each.numel() for each in model.parameters()) > _LARGEST:
