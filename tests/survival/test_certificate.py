@@ -191,6 +191,24 @@ def test_class_weights_of_cross_entropy_are_those_of_pieces(tmp_path, model, whe
     assert "it was measured as a mean that is weighted by class" in told.finding.evidence
 
 
+class Penalized(Weighted):
+    """Keeps the gradient of what each row is worth near 1, by a second backward pass."""
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        hidden = self.embed(input_ids).mean(1)
+        worth = self.head(hidden.tanh()).pow(2).sum(1)
+        (slope,) = torch.autograd.grad(worth.sum(), hidden, create_graph=True)
+        return {"loss": worth.mean() + (slope.norm(dim=1) - 1).pow(2).mean()}
+
+
+def test_a_gradient_penalty_is_divided(tmp_path) -> None:
+    def make():
+        return imbalanced(tmp_path, Penalized().double(), 40, 2)
+
+    whole, survived = survive(make, {0: 0.3, 2: 0.8}, ladder=(), vouch_for_loss=True)
+    assert gradients_off_by(survived, whole) <= 1e-12
+
+
 @pytest.mark.parametrize("num_alike", [4, 80])
 def test_a_weighted_mean_by_hand_is_named_before_its_classes_meet(tmp_path, num_alike) -> None:
     """Micro-batches of one class are divided, rightly; the first with two is not."""

@@ -13,7 +13,13 @@ from trainer_plugins.survival.certificate.held import Drawers, rounded_different
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.finality import Watch
-from trainer_plugins.survival.exact.shares import ClassWeights, IndivisibleError, Inputs, Weight
+from trainer_plugins.survival.exact.shares import (
+    ClassWeights,
+    IndivisibleError,
+    Inputs,
+    Weight,
+    without_graph,
+)
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
 
@@ -354,8 +360,8 @@ class Comparison:
             ) from error
 
     def _value(self, some: Inputs, whole: Divided | None) -> _Measured:
-        with torch.no_grad():
-            return [self._passes.loss(some, whole).detach().cpu().double().reshape(1)]
+        loss = without_graph(lambda: self._passes.loss(some, whole))
+        return [loss.detach().cpu().double().reshape(1)]
 
     def _farthest(self, error: float) -> float:
         """Return the error of the rank where it is largest; ranks vote by whole numbers."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ _FEW = 3  # fewest tokens of a probe's row that is labelled in part
 
 _Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _Texts = dict[str, torch.Tensor]  # integers of two dimensions, by a name that ends as one of `TEXT`
+
+T = TypeVar("T")
 
 
 class IndivisibleError(ValueError):
@@ -225,6 +227,18 @@ class _Mean(NamedTuple):
     ignored: int  # the label that does not count
 
 
+def without_graph(compute: Callable[[], T]) -> T:
+    """Compute a loss without its graph, unless it takes a gradient itself, as a penalty does."""
+    try:
+        with torch.no_grad():
+            return compute()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return compute()
+
+
 class ClassWeights:
     """Knows the weights of classes in the mean of one run's loss."""
 
@@ -234,8 +248,8 @@ class ClassWeights:
 
     def look(self, compute: Callable[[], object]) -> None:
         """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
-        with _Seen() as seen, torch.no_grad():
-            compute()
+        with _Seen() as seen:
+            without_graph(compute)
         found = seen.found[0] if len(seen.found) == 1 else None
         if found is None or self._seen is None or not _is_same(found, self._seen):
             self._seen = found
