@@ -45,7 +45,8 @@ def _first(arguments: object, names: tuple[str, ...]) -> object:
 
 def is_checkpointing(model: Any) -> bool:
     """Return whether a part of the model computes activations again in the backward pass."""
-    return any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules())
+    parts = getattr(model, "modules", tuple)()  # SetFit's model is no module
+    return any(getattr(part, "gradient_checkpointing", False) is True for part in parts)
 
 
 def switch_on(model: Any, how: Mapping[str, object]) -> None:

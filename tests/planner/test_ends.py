@@ -69,10 +69,10 @@ def test_a_crash_says_where(make_trainer):
 
 def stuck_at(compiler: str, tmp_path: Path) -> dict[str, str]:
     """The environment of a prediction whose compiler of the fake card, its one program, ends in another way."""
-    script = tmp_path / "compiler"
-    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/asked\n{compiler}\n")
+    script, cache = tmp_path / "compiler", tmp_path / "empty"  # where a prediction writes for real
+    script.write_text(f"#!/bin/sh\necho $$ > {cache}/asked\n{compiler}\n")
     script.chmod(0o755)
-    return {"CXX": str(script), "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")}
+    return {"CXX": str(script), "TRAINER_PLUGINS_CACHE": str(cache)}
 
 
 def test_an_early_end_is_one_line_and_exit_code_2(tmp_path):
@@ -82,14 +82,15 @@ def test_an_early_end_is_one_line_and_exit_code_2(tmp_path):
     assert done.exit_code == 2
     assert "the prediction was killed, most likely because main memory ran out" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert not _is_alive(int((tmp_path / "asked").read_text()))
+    assert not _is_alive(int((tmp_path / "empty" / "asked").read_text()))
 
 
 @pytest.mark.all(unless=lambda name: name == "SIGTERM")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
 def test_whatever_ends_the_command_ends_all_of_it(tmp_path, name):
     """A compiler that does not end holds the prediction up; it keeps a pipe open, which says when it is gone."""
-    pipe, script = tmp_path / "pipe", tmp_path / "compiler"
+    pipe, script = tmp_path / "empty" / "pipe", tmp_path / "compiler"
+    pipe.parent.mkdir()
     os.mkfifo(pipe)
     script.write_text(f"#!/bin/sh\nexec 9> {pipe}\necho $$ >&9\nexec tail -f /dev/null\n")
     script.chmod(0o755)
@@ -302,7 +303,7 @@ def test_a_prediction_without_an_end_says_where_it_was(tmp_path, make_trainer, m
     assert command.returncode == 2
     assert f"the prediction was given up after {seconds} s, when it was " in said
     assert len(said.strip().splitlines()) == 1
-    assert not _is_alive(int((tmp_path / "asked").read_text()))
+    assert not _is_alive(int((tmp_path / "empty" / "asked").read_text()))
 
 
 def test_the_imports_may_take_too_long_too(monkeypatch):

@@ -96,8 +96,10 @@ def exec_(
     anyway = "preset" in given  # the user has said how to train
     if fit or fit_ask:
         given = {"preset": "survive", **given}
-    elif gpu or num_gpus or may or allow_writes or allow_network:
-        ExecCommand.refuse("--gpu, --num-gpus, --may and --allow-... are for --fit")
+    elif gpu or num_gpus or may:
+        ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
+    elif allow_writes or allow_network:
+        ExecCommand.refuse("--allow-writes and --allow-network are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.testing.drycuda.wall import Allowed

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
     _runtime_utils,
     fully_sharded_data_parallel,
 )
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama
@@ -167,7 +168,8 @@ class Run(Counted):
         self.gradients = Gradients()
         trainer.add_callback(self.gradients)
         self.num_forwards, self.ended = 0, ""
-        trainer.model.register_forward_pre_hook(self.count_forward)
+        # Of all modules: survival looks at what hooks of the model keep, and this is no user's.
+        hook = register_module_forward_pre_hook(self.count_forward)
         attempt = Sharded.attempt
 
         def tried(*args, **kwargs):
@@ -180,10 +182,12 @@ class Run(Counted):
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self.ended, self.weights = f"{type(error).__name__}: {error}", []
                 return
+            finally:
+                hook.remove()
         self.weights = weights_of(trainer.model)
 
-    def count_forward(self, *_):
-        self.num_forwards += torch.is_grad_enabled()
+    def count_forward(self, module, _):
+        self.num_forwards += module is self.trainer.model and torch.is_grad_enabled()
 
 
 def make(folder: Path, case: dict):
