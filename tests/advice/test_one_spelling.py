@@ -59,6 +59,7 @@ READS = {
     "explain/text/remedies/plan_command.py": "finds settings in logs, and writes a plan's options",
     "cli/foreign/": "reads flags, files and commands of other programs",
     "planner/inputs.py": "refuses fields of an adapter's config by their names",
+    "launch/masked.py": "lists the arguments whose values a record keeps",
     "launch/lint/": "names the keys of the file that it judges",
     "planner/rehearse/": "reads flags of the run that is planned",
     "planner/sharded/": "reads the launch file of the run that is planned",

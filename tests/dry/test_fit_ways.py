@@ -93,8 +93,8 @@ def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
     assert found is None
 
-    checkpointed = {"gradient_checkpointing": True}
-    rows["gradient_checkpointing"] = False
+    checkpointed = {checkpointing.NAME: True}
+    rows[checkpointing.NAME] = False
     found, _, _ = first_that_fits(monkeypatch, fitting=checkpointed, why_whole=whole, **rows)
     assert found is not None
     assert (found.rows_at_once, found.changed) == (0, checkpointed)

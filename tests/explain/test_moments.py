@@ -7,10 +7,12 @@ import pytest
 from tests.advice.asked import RECORDS
 from tests.explain.test_other_words import frame
 from tests.explain.test_text import explained, todo
+from trainer_plugins.checkpointing import spelled
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_record
 
 SITE = "/opt/py/site-packages"
+CHECKPOINTING = spelled("--gradient_checkpointing")
 
 
 def out(
@@ -236,9 +238,9 @@ def test_the_last_attempt_counts(text: str, code: str, never: str) -> None:
         ("batch size is 1 already", "double --gradient"),
         ("I halved the batch, no change", "double --gradient"),
         ("even with micro batch 1", "double --gradient"),
-        ("gradient checkpointing is enabled", "--gradient_checkpointing"),
-        ("tried gradient_checkpointing", "--gradient_checkpointing"),
-        ("Gradient checkpointing did not help", "--gradient_checkpointing"),
+        ("gradient checkpointing is enabled", CHECKPOINTING),
+        ("tried gradient_checkpointing", CHECKPOINTING),
+        ("Gradient checkpointing did not help", CHECKPOINTING),
         ("trainer-plugins exec --preset survive -- python t.py", "--preset survive"),
     ],
 )

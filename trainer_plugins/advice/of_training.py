@@ -138,7 +138,6 @@ HALF_PRECISION_WEIGHTS = Advice(
     price="they are rounded: train an adapter, or keep a copy in float32 elsewhere",
     when="where weights are in float32",
     keeps_result=False,
-    trl="--dtype bfloat16",
     code="from_pretrained(..., dtype=torch.bfloat16)",
     plan="--dtype bfloat16",
 )

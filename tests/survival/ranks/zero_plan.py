@@ -129,7 +129,8 @@ class BeforeTheStep(TrainerCallback):
             return step(*positional, **named)
 
         self.engine.step = noted
-        self.engine.module.register_forward_pre_hook(self.count, with_kwargs=True)
+        # Of the engine: survival looks at what hooks of the model keep, and this is no user's.
+        self.engine.register_forward_pre_hook(self.count, with_kwargs=True)
 
     def count(self, module, args, kwargs):
         if MEASURING:  # whether pieces add up, on a few short examples

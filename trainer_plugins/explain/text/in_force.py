@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from trainer_plugins import advice
+from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice
 from trainer_plugins.advice.entry import BLANKS
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -39,13 +39,14 @@ _SMALLER = {
 _ROWS = r"(?i:\b(?:bs|\w*batch[ _-]?size)[\"']?\W{1,3}(\d{1,6})\b)"
 _OTHER_NAMES = {
     advice.ADAPTER: r"Q?LoRA",
-    advice.CHECKPOINTING: r"activation[_ -]?checkpointing",
+    advice.CHECKPOINTING: r"(?:activation|gradient)[_ -]?checkpointing",
     advice.EIGHT_BIT_ADAMW: r"8[ -]?bit[ _-](?:adam\w*|optim\w*)|adamw?_8bit",
     advice.FLASH_ATTENTION: r"flash[_ -]?att(?:n|ention)",
     advice.FOUR_BITS: r"QLoRA|4[ -]?bit",
     advice.OFFLOAD_OPTIMIZER: r"(?:optimizer|CPU)[_ -]?offload(?:ing)?|offload_optimizer",
     advice.SURVIVE: r"preset survive|survive_oom\(",
 }
+_EITHER_NAME = "(?:activation|gradient)_checkpointing"  # of transformers 5.23 on, and before
 _WITHOUT_A_NAME = {advice.SURVIVE}  # its words alone say that it is in force
 _TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
 _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
@@ -78,7 +79,8 @@ def _words_of(one: Advice) -> Iterator[str]:
                 continue
             is_on = value in ("True", "true")
             wanted = _ON if is_on else re.escape(value)
-            yield rf"\b{re.escape(last)}[\"'\]]{{0,2}}(?: ?[=:,] ?| is | to | )[\"']?{wanted}\b"
+            called = re.escape(last).replace(checkpointing.NAME, _EITHER_NAME)
+            yield rf"\b{called}[\"'\]]{{0,2}}(?: ?[=:,] ?| is | to | )[\"']?{wanted}\b"
             names |= {last} if is_on else set()
     for name in sorted(names):
         spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))

@@ -292,7 +292,7 @@ BASE_IN_4_BITS = Switch(
 QLORA = replace(
     BASE_IN_4_BITS,
     in_the_run=f"{BASE_IN_4_BITS.in_the_run}, {ADAPTER.in_the_run}",
-    with_trl=f"{BASE_IN_4_BITS.with_trl} --lora_r 16 --lora_target_modules all-linear",
+    with_trl=advice.FOUR_BITS.flag(Door.TRL) + advice.ADAPTER.flag(Door.TRL).partition("True")[2],
     words="QLoRA",
     price=advice.FOUR_BITS.price,
     flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",
@@ -316,7 +316,7 @@ WEIGHTS_IN_BF16 = Switch(
     subject="dtype",
     changes_result=1,
     in_the_run=advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE),
-    with_trl=advice.HALF_PRECISION_WEIGHTS.flag(Door.TRL),
+    with_trl=advice.HALF_PRECISION_WEIGHTS.flag(Door.PLAN),
 )
 FROZEN_IN_BF16 = replace(
     WEIGHTS_IN_BF16,

@@ -20,6 +20,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import Generators, draw_all
 from trainer_plugins.survival.attempt.state import Moved, State, why_rows_differ
 from trainer_plugins.survival.certificate.held import HeldAt, rounded_differently, signs
+from trainer_plugins.survival.certificate.samples import SHORT
 from trainer_plugins.survival.exact.finality import small_parameters
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
@@ -88,7 +89,9 @@ class Neighbours:
     def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
         is_of_rows = isinstance(layout, Rows)
-        num = self.ranks.lowest(min(layout.count(inputs), _MOST_EXAMPLES) if is_of_rows else 0)
+        # Together no pass may fail: as few examples as the samples of the certificate have.
+        most = SHORT[0] if self.ranks.measures_together else _MOST_EXAMPLES
+        num = self.ranks.lowest(min(layout.count(inputs), most) if is_of_rows else 0)
         draws = self._draws() if is_thorough else [nullcontext]
         while isinstance(layout, Rows) and num >= 2:
             arranged = _arrangements(layout, layout.probe(inputs, num), num)

@@ -102,9 +102,6 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     yield from ("--seq-length", read.value(_LENGTH, r"\d{1,7}") or "LENGTH")
     if dtype := read.dtype:
         yield from ("--dtype", dtype)
-    precision = read.value("mixed_precision", "bf16|fp16")
-    if precision and not read.value("bf16|fp16", "[Tt]rue|1"):
-        yield from (f"--{precision}", "True")
     yield from _adapter(facts, read)
     rows = read.value(_ROWS, r"\d{1,6}") or str(facts.rows("per_device_train_batch_size") or "ROWS")
     yield from ("--per_device_train_batch_size", rows)
