@@ -45,8 +45,9 @@ def _first(arguments: object, names: tuple[str, ...]) -> object:
 
 def is_checkpointing(model: Any) -> bool:
     """Return whether a part of the model computes activations again in the backward pass."""
-    parts = getattr(model, "modules", tuple)()  # SetFit's model is no module
-    return any(getattr(part, "gradient_checkpointing", False) is True for part in parts)
+    if not hasattr(model, "modules"):  # as SetFit's
+        return False
+    return any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules())
 
 
 def switch_on(model: Any, how: Mapping[str, object]) -> None:

@@ -214,7 +214,8 @@ def test_a_config_that_nests_without_end_is_none(tmp_path):
 
 def test_a_terminal_sees_what_it_is_doing_and_then_nothing_of_it(tmp_path):
     """Until then the compiler of the fake card waits for this test; then it ends the prediction."""
-    script, seen_it = tmp_path / "compiler", tmp_path / "seen"
+    script, seen_it = tmp_path / "compiler", tmp_path / "empty" / "seen"
+    seen_it.parent.mkdir()
     os.mkfifo(seen_it)
     script.write_text(f"#!/bin/sh\nread line < {seen_it}\nkill -KILL $PPID\n")
     script.chmod(0o755)
