@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from deepspeed.utils import safe_get_full_grad
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -129,17 +130,22 @@ class BeforeTheStep(TrainerCallback):
             return step(*positional, **named)
 
         self.engine.step = noted
-        # Of the engine: survival looks at what hooks of the model keep, and this is no user's.
-        self.engine.register_forward_pre_hook(self.count, with_kwargs=True)
+        # Of all modules: survival looks at what hooks of the model keep, and this is no user's.
+        self.hook = register_module_forward_pre_hook(self.count)
+        self.embeddings = self.engine.module.get_input_embeddings()
 
-    def count(self, module, args, kwargs):
-        if MEASURING:  # whether pieces add up, on a few short examples
+    def on_train_end(self, args, state, control, **kwargs):
+        self.hook.remove()
+
+    def count(self, module, args):
+        if module is not self.embeddings or MEASURING:  # whether a few short examples add up
             return
+        (ids,) = args
         if CARDS:
-            CARDS[0].holds(kwargs["input_ids"].numel())
+            CARDS[0].holds(ids.numel())
             assert CARDS[0].peak_bytes <= CARDS[0].total_bytes, "no try may fail"
         if self.pieces:
-            self.pieces[-1].append(list(kwargs["input_ids"].shape))
+            self.pieces[-1].append(list(ids.shape))
 
 
 class KnowsTheLimit(TrainerCallback):

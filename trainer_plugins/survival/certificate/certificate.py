@@ -181,8 +181,12 @@ class Certificate:
         *,
         is_thorough: bool,
     ) -> None:
-        """Raise NotAdditiveError if code of a user's mixes rows, at one of several draws."""
-        if not self._ranks.on_any(self._has_own_code):
+        """Raise NotAdditiveError if code of a user's mixes rows, at one of several draws.
+
+        Not where ranks compute each pass together (FSDP, ZeRO-3): a user's code that raises at one
+        of the draws on one of them would leave the others waiting.
+        """
+        if self._ranks.measures_together or not self._ranks.on_any(self._has_own_code):
             return
         coupling, state = self._family.coupling, self._full_state()
         sees_all = coupling is not None and coupling.sees_all

@@ -20,8 +20,6 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import Generators, draw_all
 from trainer_plugins.survival.attempt.state import Moved, State, why_rows_differ
 from trainer_plugins.survival.certificate.held import HeldAt, rounded_differently, signs
-from trainer_plugins.survival.certificate.samples import SHORT
-from trainer_plugins.survival.exact.finality import small_parameters
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -89,9 +87,7 @@ class Neighbours:
     def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
         is_of_rows = isinstance(layout, Rows)
-        # Together no pass may fail: as few examples as the samples of the certificate have.
-        most = SHORT[0] if self.ranks.measures_together else _MOST_EXAMPLES
-        num = self.ranks.lowest(min(layout.count(inputs), most) if is_of_rows else 0)
+        num = self.ranks.lowest(min(layout.count(inputs), _MOST_EXAMPLES) if is_of_rows else 0)
         draws = self._draws() if is_thorough else [nullcontext]
         while isinstance(layout, Rows) and num >= 2:
             arranged = _arrangements(layout, layout.probe(inputs, num), num)
@@ -135,10 +131,7 @@ class Neighbours:
             return loss
 
         try:
-            if self.ranks.measures_together:  # a pass of theirs ends with a backward pass
-                outcome: object = self.ranks.gradient(work, small_parameters(self.ranks.bare))
-            else:
-                outcome = attempt(work, device=self.ranks.device)
+            outcome = attempt(work, device=self.ranks.device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - the model's own
