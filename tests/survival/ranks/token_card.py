@@ -31,7 +31,3 @@ class TokenCard:
 
     def release_cached(self) -> int:
         return 0
-
-
-# It stands for hardware: survival would restore what an object of a user's keeps.
-TokenCard.__module__ = "torch.cuda"
