@@ -292,7 +292,7 @@ BASE_IN_4_BITS = Switch(
 QLORA = replace(
     BASE_IN_4_BITS,
     in_the_run=f"{BASE_IN_4_BITS.in_the_run}, {ADAPTER.in_the_run}",
-    with_trl=advice.FOUR_BITS.flag(Door.TRL) + advice.ADAPTER.flag(Door.TRL).partition("True")[2],
+    with_trl=BASE_IN_4_BITS.with_trl + advice.ADAPTER.flag(Door.TRL).partition("True")[2],
     words="QLoRA",
     price=advice.FOUR_BITS.price,
     flags=f"{ADAPTER.flags} {BASE_IN_4_BITS.flags}",

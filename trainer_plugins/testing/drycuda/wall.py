@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,12 +141,12 @@ def unlock(scratch: Path) -> None:
         path.chmod(0o700)
 
 
-def _caches(variables: Mapping[str, str] = os.environ) -> list[Path]:
+def _caches() -> list[Path]:
     """Return the caches in which a dry run leaves what it made: ours, datasets, and extensions."""
-    caches = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    of_hub = Path(variables.get("HF_HOME") or caches / "huggingface")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    of_hub = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     return [
         cache_folder().absolute(),
-        Path(variables.get("HF_DATASETS_CACHE") or of_hub / "datasets"),
-        Path(variables.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions"),
+        Path(os.environ.get("HF_DATASETS_CACHE") or of_hub / "datasets"),
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions"),
     ]
