@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -66,22 +67,23 @@ REFUSED: dict[str, dict] = {
 }
 
 
-MEASURING: list[bool] = []
+# Survival takes back what a user's code has counted in a list, but does not see into these.
+MEASURING = ContextVar("measuring", default=False)
+CARD: ContextVar[TokenCard | None] = ContextVar("card", default=None)
 measure = Certificate.measure
 
 
 def watched(*args, **kwargs):
-    MEASURING.append(True)
+    MEASURING.set(True)
     try:
         return measure(*args, **kwargs)
     finally:
-        MEASURING.clear()
+        MEASURING.set(False)
 
 
 Certificate.measure = watched  # type: ignore[method-assign]
-CARDS: list[TokenCard] = []
 for module in (survival_memo, zero):
-    module.card_of = lambda _: CARDS[0] if CARDS else RealCard(None)  # type: ignore[attr-defined]
+    module.card_of = lambda _: CARD.get() or RealCard(None)  # type: ignore[attr-defined]
 
 
 def uneven(rows):
@@ -106,14 +108,25 @@ class BeforeTheStep(TrainerCallback):
 
     def __init__(self, trainer) -> None:
         self.trainer = trainer
-        self.gradients: list[list[torch.Tensor]] = []
-        self.micro_batches: list[list[int]] = []
-        self.pieces: list[list[list[int]]] = []
+        self._kept: ContextVar[tuple[list, list, list]] = ContextVar("kept")
+        self._kept.set(([], [], []))
         step = trainer.training_step
         trainer.training_step = lambda model, inputs, *rest: (
             self.note(inputs),
             step(model, inputs, *rest),
         )[1]
+
+    @property
+    def gradients(self) -> list[list[torch.Tensor]]:
+        return self._kept.get()[0]
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        return self._kept.get()[1]
+
+    @property
+    def pieces(self) -> list[list[list[int]]]:
+        return self._kept.get()[2]
 
     def note(self, inputs):
         self.micro_batches.append(list(inputs["input_ids"].shape))
@@ -138,12 +151,12 @@ class BeforeTheStep(TrainerCallback):
         self.hook.remove()
 
     def count(self, module, args):
-        if module is not self.embeddings or MEASURING:  # whether a few short examples add up
+        if module is not self.embeddings or MEASURING.get():  # whether a few short examples add up
             return
         (ids,) = args
-        if CARDS:
-            CARDS[0].holds(ids.numel())
-            assert CARDS[0].peak_bytes <= CARDS[0].total_bytes, "no try may fail"
+        if card := CARD.get():
+            card.holds(ids.numel())
+            assert card.peak_bytes <= card.total_bytes, "no try may fail"
         if self.pieces:
             self.pieces[-1].append(list(ids.shape))
 
@@ -231,9 +244,9 @@ def told(name: str, config: dict) -> dict:
     divided, seen = trained(folder / "whole", config, resume=str(folder / "whole" / "checkpoint-2"))
     divided_weights = weights(folder / "whole")
     dist.barrier()
-    CARDS.append(TokenCard(RANK))
+    CARD.set(TokenCard(RANK))
     rehearsed, rehearsed_seen = trained(folder / "rehearsed", config)
-    CARDS.clear()
+    CARD.set(None)
     engine = seen.engine
     return {
         "world_size": dist.get_world_size(), "backend": dist.get_backend(),
