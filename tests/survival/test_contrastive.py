@@ -1,5 +1,7 @@
 """Losses that compare each row with the others: CLIP's, and those of sentence-transformers."""
 
+from contextvars import ContextVar
+
 import pytest
 import torch
 from transformers import (
@@ -87,7 +89,10 @@ class KnownLimit(TrainerCallback):
 
 def test_a_piece_draws_the_same_masks_in_both_of_its_passes(tmp_path) -> None:
     trainer = contrastive(tmp_path, clip(dropout=0.5), steps=1)
-    seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    seen: ContextVar[dict[bool, list[torch.Tensor]]] = ContextVar(
+        "seen"
+    )  # survival looks into lists
+    seen.set({False: [], True: []})
     survive_oom(trainer)
     trainer.add_callback(KnownLimit(trainer))
     model = trainer.model
@@ -95,13 +100,13 @@ def test_a_piece_draws_the_same_masks_in_both_of_its_passes(tmp_path) -> None:
     for tower in (model.text_model, model.vision_model):
         last = tower.encoder.layers[-1]
         last.register_forward_hook(
-            lambda module, _, out: seen[torch.is_grad_enabled()].append(out.detach())
+            lambda module, _, out: seen.get()[torch.is_grad_enabled()].append(out.detach())
         )
     trainer.train()
 
     # Of two towers and two pieces, in the second micro-batch: in the first one it is measured.
     without, again = (
-        [float(out.sum()) for out in seen[is_again][-4:]] for is_again in (False, True)
+        [float(out.sum()) for out in seen.get()[is_again][-4:]] for is_again in (False, True)
     )
     assert len({*without}) == 4
     assert {*again} == {*without}, "to the last bit"
