@@ -1,5 +1,7 @@
 """A part that cannot be computed, as with images spread unevenly over rows: the micro-batch is computed whole."""
 
+from contextvars import ContextVar
+
 import pytest
 import torch
 from transformers import (
@@ -110,11 +112,14 @@ def test_where_the_whole_does_not_fit_the_error_keeps_its_words(tmp_path) -> Non
 def test_an_evaluation_batch_says_what_did_not_fit(tmp_path) -> None:
     trainer = trainer_on(tmp_path, (1, 2, 0, 1), eval_dataset=[{}] * 4)
     survive_oom(trainer)
-    embed, failed = trainer.model.get_input_embeddings(), list[bool]()
+    embed, has_failed = (
+        trainer.model.get_input_embeddings(),
+        ContextVar("has_failed", default=False),
+    )
 
     def fail(module, args):
-        if not failed:
-            failed.append(True)
+        if not has_failed.get():  # survival would take back what a list keeps
+            has_failed.set(True)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
     embed.register_forward_pre_hook(fail)
