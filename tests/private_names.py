@@ -12,6 +12,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     # Python
     "_inst": ("random",),
     # torch
+    "_Loss": ("torch.nn.modules.loss",),
     "_construct_storage_from_data_pointer": ("torch._C",),
     "_create_c10d_store": ("torch.distributed.rendezvous",),
     "_create_internal": ("torch._C._distributed_c10d.FakeProcessGroup",),
@@ -223,6 +224,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "_forward_tile": ("trl.kernels.chunked_logprob", "trl<1.16"),
     "_fused_logprob_entropy": ("trl.trainer.utils", "trl<1.16"),
     "_generate_and_score_completions": ("trl.trainer.grpo_trainer",),
+    "_precompute_ref_logps": ("trl.trainer.dpo_trainer.DPOTrainer", "trl<1.16"),
     "_generate_single_turn": ("trl.trainer.grpo_trainer",),
     "_get_per_token_logps_and_entropies": ("trl.trainer.grpo_trainer",),
     "_last_loaded_step": ("trl.trainer.grpo_trainer",),

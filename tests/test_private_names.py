@@ -27,6 +27,7 @@ _OURS = {
         "_mb",
         "_multinode",
         "_load_optimizer_and",
+        "_with_logits",
         "_save_optimizer",
     ),  # parts of names
     *(

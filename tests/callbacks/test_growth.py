@@ -270,7 +270,7 @@ def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None
     assert later == []
 
 
-@pytest.mark.parametrize(("kind", "mib"), [(KeepsAtSaves, 104), (LossesWithGraphs, 18)])
+@pytest.mark.parametrize(("kind", "mib"), [(KeepsAtSaves, 84), (LossesWithGraphs, 18)])
 def test_a_leak_is_said_again_when_half_is_left(
     make_trainer, simgpu, kind, mib, monkeypatch
 ) -> None:

@@ -5,6 +5,8 @@ from itertools import dropwhile
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
 from tests.models import tiny_llama, token_rows
@@ -39,9 +41,9 @@ def test_a_limit_grows_and_goes_back_where_more_does_not_fit(
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    note_rows(model, rows)
 
-    trainer = trained(tmp_path, simgpu, capacity_mib, 12, model)
+    with note_rows(model, rows):
+        trainer = trained(tmp_path, simgpu, capacity_mib, 12, model)
 
     assert trainer.state.global_step == 12
     assert (rows[0], after_measuring(rows)[:3]) == (64, [16, 16, 16]), "no room to measure 32"
@@ -49,14 +51,15 @@ def test_a_limit_grows_and_goes_back_where_more_does_not_fit(
     assert rows[-len(last) :] == last
 
 
-def note_rows(model, rows: list[int]) -> None:
+def note_rows(model, rows: list[int]) -> RemovableHandle:
     """Note of each pass how many rows it has; 0 of one whose rows are cut short, to measure."""
 
-    def note(module, args, kwargs) -> None:
-        num, width = kwargs["input_ids"].shape
-        rows.append(num if width == 64 else 0)
+    def note(module, args) -> None:
+        if module is model.model.embed_tokens:
+            num, width = args[0].shape
+            rows.append(num if width == 64 else 0)
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    return register_module_forward_pre_hook(note)  # what a module's own hooks keep is restored
 
 
 def after_measuring(rows: list[int]) -> list[int]:
@@ -79,9 +82,9 @@ def test_a_limit_that_was_rehearsed_grows_only_after_it_was_lowered(
     monkeypatch.setattr(Pace.__init__, "__defaults__", EACH_CLEAN_STEP)
     rows: list[int] = []
     model = tiny_llama()
-    note_rows(model, rows)
 
-    trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
+    with note_rows(model, rows):
+        trained(tmp_path, simgpu, 40, 8, model, FailsOnce(simgpu), plan_first=True)
 
     divided = after_measuring(rows)
     assert max(divided) == 32, "as was rehearsed"

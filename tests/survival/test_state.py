@@ -279,13 +279,36 @@ def counts(model) -> list[float]:
 
 
 def test_a_count_is_put_back_for_each_piece(tmp_path) -> None:
-    """One fails in its forward pass, one in its backward pass; the others are divided beforehand."""
+    """One fails in its forward pass, a piece of one in its backward; the others are divided beforehand."""
     whole, survived = survive(
-        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 0.8}
+        lambda: small_trainer(tmp_path, with_norms(*KINDS), steps=4), {0: 0.3, 3: 5.5}
     )
     assert gradients_off_by(survived, whole) <= 1e-6
     assert counts(survived.trainer.model) == counts(whole.trainer.model) == [8] + [9] * len(KINDS)
     assert len(remarks(tmp_path, "out-of-memory-survived")) == 2
+
+
+class CountsRows(Stateful):
+    """Counts for a log: no gradient depends on it."""
+
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.logged: dict[str, Any] = {"rows": 0, "sizes": []}
+
+    def forward(self, hidden):
+        self.logged["rows"] += len(hidden)
+        self.logged["sizes"].append(float(hidden.detach().norm()))
+        return self.norm(hidden)
+
+
+def test_what_counts_and_notes_rows_goes_on_over_pieces(tmp_path) -> None:
+    whole, survived = survive(
+        lambda: small_trainer(tmp_path, with_norms(CountsRows), steps=4), {0: 0.3}
+    )
+    assert gradients_off_by(survived, whole) <= 1e-6
+    for run in (whole, survived):
+        assert run.trainer.model.model.norm.logged["rows"] == 4 * 8
+    assert len(survived.trainer.model.model.norm.logged["sizes"]) == 3 * 8, "of three pieces each"
 
 
 class Average(Stateful):

@@ -122,7 +122,7 @@ class Parts:
 
 
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums: list[int]) -> None:
-    """Log that a batch was finished in parts of so many examples, and write it down."""
+    """Log that a batch was finished in parts of that many examples, and write it down."""
     smaller = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS, rows=max(nums))
     finding = in_parts(
         f"an evaluation batch of {what} did not fit, and was computed in {len(nums)} parts",

@@ -104,7 +104,9 @@ class TrainingRun:
 
     def start(self) -> Start:
         return Start(
-            RestorePoint(self.attached.trainer, state=State(self._roots)),
+            RestorePoint(
+                self.attached.trainer, state=State(self._roots), counts=self.certificate.counts
+            ),
             GradientMark(self.ranks.kept(self._parameters)),
             self.card.allocated_bytes(),
         )

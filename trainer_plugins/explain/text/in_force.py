@@ -73,6 +73,7 @@ def _words_of(one: Advice) -> Iterator[str]:
     names = set()
     for spelling in (*one.spellings.values(), one.unfilled):
         names |= set(_CALL.findall(spelling))
+        settings = []
         for flag, of_flag, name, of_name in _SETTING.findall(spelling):
             last, value = (flag or name).rpartition(".")[2], of_flag or of_name
             if value in BLANKS or last in BLANKS or len(last) < 4:
@@ -80,8 +81,10 @@ def _words_of(one: Advice) -> Iterator[str]:
             is_on = value in ("True", "true")
             wanted = _ON if is_on else re.escape(value)
             called = re.escape(last).replace(checkpointing.NAME, _EITHER_NAME)
-            yield rf"\b{called}[\"'\]]{{0,2}}(?: ?[=:,] ?| is | to | )[\"']?{wanted}\b"
+            settings.append(rf"\b{called}[\"'\]]{{0,2}}(?: ?[=:,] ?| is | to | )[\"']?{wanted}\b")
             names |= {last} if is_on else set()
+        if settings:
+            yield rf"(?s)\A{''.join(f'(?=.*{each})' for each in settings)}"
     for name in sorted(names):
         spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))
         yield from _told(spoken)

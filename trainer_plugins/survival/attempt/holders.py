@@ -45,9 +45,15 @@ class Holder:
     read: Callable[[], Contents]
     write: Callable[[Contents], object] | None = None  # None: it cannot change
     is_items: bool = False  # whether its values are found by [...]
-    draw: Callable[[int], object] | None = None  # draws so many numbers, if it is a generator
+    draw: Callable[[int], object] | None = None  # draws that many numbers, if it is a generator
     is_consumed: bool = False  # whether it moves on with each value that it gives
     is_code: bool = False  # whether a function, or a class, keeps it
+    is_list: bool = False
+
+    def grown(self, kept: Contents, now: Contents) -> list[object]:
+        """Return what was added behind the items of a list, all of which are still there."""
+        is_kept = self.is_list and all(now.get(name, now) is value for name, value in kept.items())
+        return [*now.values()][len(kept) :] if is_kept else []
 
     def path_of(self, name: object) -> str:
         if name == "":
@@ -184,7 +190,8 @@ def _collection(path: str, one: Any) -> Holder:
 
     if isinstance(one, set):  # without an order
         return Holder(path, words, lambda: dict(zip(one, one, strict=True)), write, is_items=True)
-    return Holder(path, words, lambda: dict(enumerate(one)), write, is_items=True)
+    is_list = isinstance(one, list)
+    return Holder(path, words, lambda: dict(enumerate(one)), write, is_items=True, is_list=is_list)
 
 
 def _of_code(path: str, one: object) -> Iterator[Holder]:

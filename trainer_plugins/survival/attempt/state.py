@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Number
@@ -33,6 +33,8 @@ _SMALL = 1 << 16  # most numbers of a tensor that is copied. Larger ones are tab
 
 _MOST_ITEMS = 1024
 _DEPTH = 8  # how large and how deeply nested a list or a dictionary is that is compared
+
+GROWN = "[...]"  # names what was added to a list
 
 _ABSENT = object()
 _PLAIN = (type(None), str, bytes, Number, np.generic)
@@ -84,14 +86,18 @@ class State:
                     if is_leaf and id(value) not in self._leaves and not _is_frequency(name):
                         self._leaves[id(value)] = _Leaf(value)
 
-    def restore(self) -> None:
+    def restore(self, counts: Container[str] = ()) -> None:
+        """Restore all places, but those that go on counting."""
         for leaf in self._leaves.values():
             leaf.restore()
         for holder, kept in self._kept:
             now = holder.read()
             if holder.write is not None and not _is_untouched(kept, now):
+                if holder.path + GROWN in counts and holder.grown(kept, now):
+                    continue
                 opaque = {name: value for name, value in now.items() if _is_opaque(value)}
-                holder.write({**opaque, **kept} if not holder.is_items else kept)
+                goes_on = {n: now[n] for n in now if counts and holder.path_of(n) in counts}
+                holder.write(({} if holder.is_items else opaque) | kept | goes_on)
 
     def restore_draws(self) -> None:
         """Let generators that objects hold draw the same numbers again."""
@@ -104,7 +110,7 @@ class State:
         return [holder.read()[""] for holder, _ in self._draws]
 
     def draw_more(self, num: int) -> None:
-        """Let generators that objects hold draw so many numbers."""
+        """Let generators that objects hold draw `num` numbers."""
         for holder, _ in self._draws:
             if holder.draw is not None and num:
                 holder.draw(num)
@@ -117,7 +123,13 @@ class State:
         """Return what has changed since, but frequencies (`accumulation/modules.py` judges)."""
         moved = {}
         for holder, kept in self._kept:
-            for name, now in holder.read().items():
+            contents = holder.read()
+            if grown := holder.grown(kept, contents):
+                words = f"`{holder.path}`, a list that grows,"
+                value = [_copied(one) for one in grown]
+                moved[holder.path + GROWN] = Moved(words, value, False, True)
+                contents = {name: contents[name] for name in kept}
+            for name, now in contents.items():
                 before = kept.get(name, _ABSENT)
                 has_moved = holder.is_consumed or self._has_moved(before, now)
                 if not has_moved or _is_frequency(name) or _is_opaque(now):
@@ -323,8 +335,14 @@ def _is_trls(trainer: type) -> bool:
 class RestorePoint:
     """Keeps all random generators, the counts of a TRL trainer, and a model's state."""
 
-    def __init__(self, trainer: HfTrainer, mode: str = "train", state: State | None = None) -> None:
-        self._trainer, self._mode = trainer, mode
+    def __init__(
+        self,
+        trainer: HfTrainer,
+        mode: str = "train",
+        state: State | None = None,
+        counts: Container[str] = (),
+    ) -> None:
+        self._trainer, self._mode, self._counts = trainer, mode, counts
         self.state = state or State(Roots({}, ()))
         self._generators = Generators(trainer.args.device)
         self._num_tokens = getattr(trainer, "_total_train_tokens", None)
@@ -336,11 +354,12 @@ class RestorePoint:
     def restore(self) -> None:
         self._generators.restore()
         self.state.restore_draws()
-        self.begin_next()
+        self.state.restore()
+        self.restore_metrics()
 
     def begin_next(self) -> None:
-        """Restore all except the generators, for the next part: it draws other numbers."""
-        self.state.restore()
+        """Restore all for the next part, which draws other numbers, and counts its own rows."""
+        self.state.restore(self._counts)
         self.restore_metrics()
 
     def restore_metrics(self) -> None:

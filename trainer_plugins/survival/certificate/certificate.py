@@ -71,7 +71,7 @@ class Certificate:
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._has_own_code = has_own_code  # whether code of a user's has a part in a pass
-        self._varies = False  # whether its passes draw numbers, or move state
+        self._counts = False  # whether its passes move state
         self._looked_at: set[int] = set()  # labels of rows that were compared beside others
         self._full_state = full_state
         self._class_weights: ClassWeights | None = None
@@ -85,6 +85,7 @@ class Certificate:
         self.did_not_fit: list[tuple[int, int]] = []  # whole examples of the last one, and cells
         self.divided_since: int | None = None  # the first step that was divided
         self.overwritten: set[str] = set()  # places that may differ after two pieces
+        self.counts: set[str] = set()  # what counts or notes rows: pieces go on with it
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         why = self.why_broken or self._refused.get(kind, "")
@@ -147,6 +148,7 @@ class Certificate:
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
+                self.counts |= comparison.counts
         except NotAdditiveError as error:
             self._refuse(kind, str(error))
             raise
@@ -167,10 +169,10 @@ class Certificate:
 
     def looks_at(self, inputs: Inputs) -> bool:
         """Tell whether rows are compared again before this micro-batch is divided."""
-        # What code of a user's does may depend on chance, on counts, and on labels.
+        # What code of a user's does may depend on counts, and on labels.
         is_own = self._has_own_code and not self._ranks.measures_together
         is_own &= not self.why_broken
-        return is_own and (self._varies or bool(samples.labels_of_rows(inputs) - self._looked_at))
+        return is_own and (self._counts or bool(samples.labels_of_rows(inputs) - self._looked_at))
 
     def look_at_neighbours(
         self,
@@ -198,7 +200,7 @@ class Certificate:
         finally:
             put_back()
             state.restore()
-        self._varies |= neighbours.varies
+        self._counts |= neighbours.counts
         self._looked_at |= samples.labels_of_rows(inputs)
         if why:
             self._refuse(batch_kind(layout, inputs), why)

@@ -1,14 +1,14 @@
 """Comparison: compute a sample and its parts, and say how far apart they are."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_not_divided
+from trainer_plugins.survival.attempt.state import GROWN, Moved, State, is_same, why_not_divided
 from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
 from trainer_plugins.survival.certificate.samples import Sample
 from trainer_plugins.survival.exact.coupled import Divided
@@ -59,11 +59,12 @@ class Passes:
     drawers: Drawers
     put_back: Callable[[], object]  # restores random numbers and metrics
 
-    def begin(self, *, goes_on: bool = False) -> None:
-        """Begin a pass: with the state that the one before has left, if it `goes_on`."""
-        if not goes_on:
+    def begin(self, *, goes_on: bool = False, notes: Container[str] = ()) -> None:
+        """Begin a pass: with the state, or the `notes`, that the one before has left."""
+        if not goes_on and not notes:
             self.put_back()
-            self.state.restore()
+        if not goes_on:
+            self.state.restore(notes)
         self.drawers.begin()
 
 
@@ -99,6 +100,7 @@ class Comparison:
         self.cost = 0.0  # cells that were computed forward and backward
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
+        self.counts: set[str] = set()  # what counts or notes rows, and changes no gradient
         self.did_not_fit: list[Sample] = []  # on this rank or on another
         self._is_gradient = True
 
@@ -321,15 +323,25 @@ class Comparison:
         if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
             return
         why = why_not_divided(one for some in moved for one in some.values())
-        for key in {key for some in moved for key in some}:
+        words = {key: one.words for some in moved for key, one in some.items()}
+        notes = set()
+        for key in words:
             whole, first, second, later, repeat = (
                 some[key].value if key in some else None for some in moved
             )
             if is_same(second, later) or not is_same(second, repeat):  # or it is a time
                 self.overwritten.add(key)
-            elif not (is_same(whole, first) and is_same(whole, second)):
-                words = next(some[key].words for some in moved if key in some)
-                why = why or f"each pass moves {words} according to its rows"
+            elif is_same(whole, first) and is_same(whole, second):
+                continue
+            elif _is_note(key, whole):
+                notes.add(key)
+            else:
+                why = why or _of_its_rows(words[key])
+        if self._ranks.on_any(bool(notes)):
+            noted = self._pass(sample.parts[1], sample=sample, notes=notes)
+            if isinstance(noted, DidNotFit) or _error(repeated, [noted]) > 0:
+                why = why or _of_its_rows(words[min(notes)] if notes else "what another rank notes")
+            self.counts |= notes
         if self._ranks.on_any(bool(why)):
             self.why_moved = why or "a pass of another rank moves the state of the model"
 
@@ -340,9 +352,10 @@ class Comparison:
         *,
         sample: Sample | None = None,
         goes_on: bool = False,
+        notes: Container[str] = (),
     ) -> _Measured | DidNotFit:
         passes, whole = self._passes, sample.divided if sample is not None else None
-        passes.begin(goes_on=goes_on)
+        passes.begin(goes_on=goes_on, notes=notes)
         self.cost += (1 if self._is_gradient else _FORWARD) * cells(some)
         try:
             if self._is_gradient:
@@ -375,6 +388,15 @@ class Comparison:
         tolerance = max(_TOLERANCE.get(p.dtype, _TOLERANCE_LOW) for p in self._passes.parameters)
         is_tf32 = torch.get_float32_matmul_precision() != "highest"
         return max(tolerance, _TOLERANCE_TF32) if is_tf32 else tolerance
+
+
+def _is_note(key: str, value: object) -> bool:
+    """Tell whether a place counts in whole numbers, or only grows: statistics do neither."""
+    return type(value) is int or key.endswith(GROWN)
+
+
+def _of_its_rows(words: str) -> str:
+    return f"each pass moves {words} according to its rows"
 
 
 def no_room(line: str) -> str:

@@ -82,7 +82,7 @@ class Neighbours:
     loss: Callable[[Inputs], torch.Tensor]
     state: State
     put_back: Callable[[], object]  # restores random numbers and metrics
-    varies: bool = False  # whether a pass drew numbers, or moved state: a later one may differ
+    counts: bool = False  # whether a pass moved state: a later one may do otherwise
 
     def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
@@ -123,10 +123,9 @@ class Neighbours:
 
         def work() -> torch.Tensor:
             with _watched(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
-                before = self._drawn()
                 loss = self.loss(some)
             drawn, moved = self._drawn(), self.state.moved()
-            self.varies |= bool(moved) or not all(map(_is_same_state, before, drawn))
+            self.counts |= bool(moved)
             passed[:] = [_Passed(rows, drawn, moved)]
             return loss
 

@@ -379,7 +379,8 @@ class Recovery:
         certificate = self._run.certificate
         self._moved = moved if self._moved is None else self._moved
         why = why_not_divided(moved.values())
-        why = why or why_rows_differ(self._moved, moved, certificate.overwritten)
+        skipped = certificate.overwritten | certificate.counts
+        why = why or why_rows_differ(self._moved, moved, skipped)
         if not why or certificate.why_broken:
             return
         certificate.why_broken = why
