@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer_plugins.planner.cards import CARDS
 from trainer_plugins.testing.drycuda.pytest_plugin import Run, dry_cuda
 
 __all__ = ["dry_cuda"]
@@ -74,6 +75,26 @@ dist.scatter_object_list(given, of if rank == 0 else None)
 assert given == [of[rank]]
 print("moved")
 """
+
+
+_SORTED = """
+import torch
+table = torch.nn.Embedding(100, 64, device="cuda")
+table(torch.randint(100, (1 << 14,), device="cuda")).sum().backward()
+many = torch.randn(1 << 20, device="cuda")
+many.sort(), many.topk(5), many.cumsum(0), many.unique(), many[many > 0]
+print("of", torch.cuda.get_device_capability())
+"""
+
+
+def test_what_sorts_and_counts_runs_on_each_generation(dry_cuda: Run) -> None:
+    """CUB refuses a kernel of a generation for which it is not built, as there is none of 8.9."""
+    of_each = {card.capability: card.name for card in CARDS}
+    assert (8, 9) in of_each
+    for capability, name in of_each.items():
+        if capability >= (7, 5):
+            done = dry_cuda(_SORTED, gpu=name)
+            assert f"of {capability}" in done.stdout, done.stderr[-2000:]
 
 
 def test_linear_algebra_and_transforms_run(dry_cuda: Run) -> None:

@@ -14,14 +14,12 @@ from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.changes import possible_changes
 from trainer_plugins.planner.compare.foresight import grown
 from trainer_plugins.planner.compare.price import step_of
+from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.switches import (
     Switch,
-    batch_flags,
     eval_rows,
     half_length,
     of_flags,
-    proposal_of,
-    rows_in_words,
     source_of,
     with_flags,
 )

@@ -10,15 +10,10 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
-from trainer_plugins.survival.certificate.comparison import (
-    Comparison,
-    Loss,
-    Measurement,
-    NotAdditiveError,
-    Passes,
-)
+from trainer_plugins.survival.certificate.comparison import Comparison, NotAdditiveError
 from trainer_plugins.survival.certificate.held import held
 from trainer_plugins.survival.certificate.neighbours import Neighbours
+from trainer_plugins.survival.certificate.passes import Loss, Measurement, Passes
 from trainer_plugins.survival.certificate.samples import SHORT
 from trainer_plugins.survival.exact.finality import (
     Watch,

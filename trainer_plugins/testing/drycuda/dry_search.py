@@ -16,13 +16,11 @@ from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
 from trainer_plugins.planner.compare.price import Step
+from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import (
     Switch,
     as_flags,
-    batch_flags,
-    proposal_of,
-    rows_in_words,
 )
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.tried import margin_bytes

@@ -495,11 +495,16 @@ EXPORT Result __cudaGetKernel(Handle* kernel, const void* function) {
   *kernel = const_cast<void*>(function);
   return cuda::kSuccess;
 }
+// A kernel is of the newest generation that torch is built for and the card runs: 8.6 for 8.9. CUB refuses others.
+static int generation_of_kernels() {
+  const int major = dry::kind().major, minor = dry::kind().minor;
+  return major * 10 + (major == 8 ? (minor >= 6 ? 6 : 0) : major > 9 ? 0 : minor);
+}
 EXPORT Result cudaFuncGetAttributes(cuda::FunctionAttributes* found, const void*) {
   std::memset(found, 0, sizeof *found);
   found->max_threads_per_block = 1024;
   found->num_registers = 32;
-  found->ptx_version = found->binary_version = dry::kind().major * 10 + dry::kind().minor;
+  found->ptx_version = found->binary_version = generation_of_kernels();
   found->max_dynamic_shared_bytes = static_cast<int>(dry::kind().shared_optin_bytes);
   return cuda::kSuccess;
 }

@@ -1,0 +1,81 @@
+"""proposal_of: what changes, the rows at once and a plan make of them propose."""
+
+from collections.abc import Mapping, Sequence
+
+from trainer_plugins.accumulation import Effect
+from trainer_plugins.planner.compare.switches import Switch, as_flags
+from trainer_plugins.planner.plan import MemoryPlan, Proposal
+
+
+def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
+    """Return the TrainingArguments for this many of `rows` rows at once."""
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": -(-rows // micro_batch),
+    }
+
+
+def rows_in_words(micro_batch: int, rows: int) -> str:
+    """Say how many rows a step has at once, and how often."""
+    return f"{micro_batch} row{'s' if micro_batch > 1 else ''} x {-(-rows // micro_batch)}"
+
+
+def proposal_of(
+    plan: MemoryPlan,
+    changes: Sequence[Switch],
+    *,
+    micro_batch: int,
+    now: int,
+    rows: int,
+    length: int,
+    values: Mapping[str, object] | None = None,
+    times: float | None = None,
+    trainer: str | None = None,
+) -> Proposal:
+    """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
+
+    The run as it is has `now` rows at once; `length` is in tokens; `values` are what the texts of
+    changes leave open, `time` and `length`; `times` is how many times as long a step takes;
+    `trainer` is one of TRL's.
+    """
+    values = values or {}
+    words = [each.words for each in changes]
+    prices = [
+        _filled(each.price, values) for each in changes if times is None or not each.costs_time
+    ]
+    flags = [_filled(each.flags, values) for each in changes]
+    in_the_run = [_filled(each.typed(trainer), values) for each in changes]
+    if micro_batch != now:
+        words.insert(0, rows_in_words(micro_batch, rows))
+        prices = [*_price_of_rows(plan, is_timed=times is not None), *prices]
+        for each in (flags, in_the_run):
+            each.insert(0, as_flags(batch_flags(micro_batch, rows)))
+    if times is not None:
+        prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
+    return Proposal(
+        changes=tuple(words),
+        price="; ".join(prices),
+        flags=" ".join(flags),
+        in_the_run=" ".join(in_the_run) if in_the_run == flags else ", ".join(in_the_run),
+        micro_batch=micro_batch,
+        accumulation_steps=rows // micro_batch,
+        sequence_length=length,
+        reserved_peak_bytes=plan.reserved_peak_bytes,
+        nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+        margin_bytes=plan.margin_bytes or 0,
+        host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+    )
+
+
+def _price_of_rows(plan: MemoryPlan, *, is_timed: bool) -> list[str]:
+    """Say what becomes of the training with fewer rows at once; nothing if its time says enough."""
+    if plan.accumulation is None or (is_timed and plan.accumulation.effect is Effect.SAME):
+        return []
+    return [plan.accumulation.price]
+
+
+def _filled(text: str, values: Mapping[str, object]) -> str:
+    """Fill in `{time}` and `{length}`; other braces are those of JSON."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
