@@ -363,6 +363,7 @@ BERT = {
 }  # fmt: skip
 
 
+@pytest.mark.all
 def test_what_a_plan_proposes_has_its_price_for_this_loss() -> None:
     def plan(gpu: str, *, proposes: bool = False, **changed: object) -> MemoryPlan:
         run = request({**BERT, **changed}, rows=64, gpu=gpu, dtype=None, sequence_length=512)

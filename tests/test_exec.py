@@ -134,7 +134,7 @@ def test_fit_asks_for_the_card_where_there_is_none_and_starts_nothing(tmp_path: 
         assert not started.exists()
     done = execute("--gpu", "24GiB", "--", "touch", started, cwd=tmp_path)
     assert done.returncode == 2
-    assert "--gpu, --num-gpus and --may are for --fit" in done.stderr
+    assert "--allow-writes and --allow-network are for --fit" in done.stderr
     assert not started.exists()
 
 

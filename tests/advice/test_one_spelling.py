@@ -53,7 +53,7 @@ READS = {
     "allocator/": "reads and judges settings of the allocator",
     "explain/text/excerpt.py": "finds errors in logs",
     "explain/text/causes/off_card.py": "finds errors in logs",
-    "explain/text/in_force.py": "finds settings in logs",
+    "explain/text/followed.py": "finds settings in logs",
     "explain/text/remedies/applies.py": "finds settings in logs",
     "explain/text/remedies/engine.py": "finds settings in logs",
     "explain/text/remedies/plan_command.py": "finds settings in logs, and writes a plan's options",

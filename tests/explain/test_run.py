@@ -115,7 +115,7 @@ def test_a_limit_of_its_own_explains_a_refusal_with_memory_free(died, tmp_path) 
     assert cause.evidence[0] == "this process may use only 2.00 GiB of 24.00 GiB"
 
 
-def test_a_setting_that_is_in_force_is_not_advised(died, tmp_path) -> None:
+def test_a_setting_that_is_followed_is_not_advised(died, tmp_path) -> None:
     pieces = replace(
         died.error,
         requested_bytes=4 * GIB,

@@ -499,6 +499,7 @@ print("done")
 """
 
 
+@pytest.mark.all
 @pytest.mark.slow
 def test_hostile_text_is_read_in_time() -> None:
     done = subprocess.run(

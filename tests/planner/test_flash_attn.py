@@ -12,9 +12,12 @@ from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.units import MIB
 
-pytestmark = pytest.mark.skipif(
-    transformers.__version__.startswith("4."), reason="refused with transformers 4"
-)
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(
+        transformers.__version__.startswith("4."), reason="refused with transformers 4"
+    ),
+]
 
 HEADS, SIZE, LENGTH = 16, 64, 2048
 SMALL = {

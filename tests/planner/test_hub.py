@@ -80,6 +80,7 @@ def put_in_cache(home: Path) -> None:
     (model / "snapshots" / REVISION / "config.json").write_text(CONFIG)
 
 
+@pytest.mark.all
 def test_a_model_in_the_cache_is_planned_and_nothing_is_fetched(tmp_path: Path, hub: Hub) -> None:
     put_in_cache(tmp_path)
     done = typed(tmp_path, "plan", "--model", "org/small", *RUN, hub=hub)

@@ -98,7 +98,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.all(unless=lambda when: when == "after")
+@pytest.mark.all
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_liger_replaced_before_the_trainer_is_planned(plans, when, tmp_path) -> None:
     script = tmp_path / "train.py"
@@ -120,6 +120,7 @@ def test_an_evaluation_of_the_loss_makes_no_logits() -> None:
     assert plan.moments["evaluation"].allocated_bytes < LOGITS
 
 
+@pytest.mark.all
 def test_a_kernel_that_is_tuned_takes_a_buffer_at_first(monkeypatch) -> None:
     """Triton overwrites 256 MiB before it times a kernel, to empty the card's L2 cache."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32}

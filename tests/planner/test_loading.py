@@ -71,6 +71,7 @@ def weights(found):
     return sum(found["breakdown"].get(name, 0) for name in ("weights", "frozen weights"))
 
 
+@pytest.mark.all
 def test_experts_are_stacked_where_they_go_to_and_each_rank_has_its_own(plan):
     dense = {**MIXTURE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     mapped, alone, four = (

@@ -338,6 +338,7 @@ def test_layers_that_differ_are_not_taken_for_others(config, found):
     assert repetition_of(ConfigSource(config=config, arguments=())) == found
 
 
+@pytest.mark.all
 def test_what_a_switch_saves_is_predicted_anew(short_llama: Path):
     done = plan(
         short_llama,

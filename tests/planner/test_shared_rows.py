@@ -27,7 +27,7 @@ ALWAYS = {("context", "bf16")}
 MOST = "50000000"
 """Elements of a bucket in the shipped files, which are more than a small model has."""
 
-pytestmark = pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
+pytestmark = [pytest.mark.all, pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)]
 
 
 def file_of(folder: Path, name: str, shipped: str, **sizes: Any) -> Path:

@@ -35,7 +35,7 @@ from trainer_plugins.report.plans_text import line_in_words
 from trainer_plugins.units import MIB
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.all, pytest.mark.slow]
 
 LAYERS = 5
 LLAMA = {

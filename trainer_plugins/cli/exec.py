@@ -16,6 +16,15 @@ from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
 from trainer_plugins.printable import printable
 
 _ASK = "--fit-ask"
+_OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
+_Writes = Annotated[
+    list[Path] | None,
+    typer.Option(help="With --fit: let its plans write in this folder for real."),
+]
+_Network = Annotated[
+    bool,
+    typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
+]
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 
@@ -60,14 +69,8 @@ def exec_(
             " peft (LoRA instead of all weights), length (half of TRL's max_length)."
         ),
     ] = None,
-    allow_writes: Annotated[
-        list[Path] | None,
-        typer.Option(help="With --fit: let its plans write in this folder for real."),
-    ] = None,
-    allow_network: Annotated[
-        bool,
-        typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
-    ] = False,
+    allow_writes: _Writes = None,
+    allow_network: _Network = False,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -96,10 +99,8 @@ def exec_(
     anyway = "preset" in given  # the user has said how to train
     if fit or fit_ask:
         given = {"preset": "survive", **given}
-    elif gpu or num_gpus or may:
-        ExecCommand.refuse("--gpu, --num-gpus and --may are for --fit")
-    elif allow_writes or allow_network:
-        ExecCommand.refuse("--allow-writes and --allow-network are for --fit")
+    elif gpu or num_gpus or may or allow_writes or allow_network:
+        ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.testing.drycuda.wall import Allowed

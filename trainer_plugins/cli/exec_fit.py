@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +15,7 @@ from trainer_plugins.units import size
 
 if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
+    from trainer_plugins.planner.plan import Proposal
     from trainer_plugins.testing.drycuda.wall import Allowed
 
 _VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of drycuda/inside/batches.py, which imports torch
@@ -92,21 +93,28 @@ def choose_to_fit(
             raise DoesNotFit(why)
         say(printable(f"{why}; it trains under the preset {given['preset']}"))
         return {}, {}
-    proposal = found.proposal
-    words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
-    say(printable(f"{words}. Price: {proposal.price}"))
     options: dict[str, object] = {}
-    typed = f"exec --preset {given['preset']}"
     if found.rows_at_once:
         options["rows_at_once"] = found.rows_at_once
-        typed += f" --memory-rows-at-once {found.rows_at_once}"
     if found.vouches:
         options["vouch_for_loss"] = True
-        typed += " --memory-vouch-for-loss"
-    typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
-    say(printable(f"without a plan, type: trainer-plugins {typed}"))
+    for line in _lines_of(found.proposal, {"preset": given["preset"]} | options):
+        say(printable(line))
     changes = json.dumps({"planned": found.planned, "changed": found.changed})
     return options, {VARIABLE: changes} if found.changed else {}
+
+
+def _lines_of(proposal: "Proposal", options: Mapping[str, Any]) -> Iterator[str]:
+    """Say what is changed, what it costs, and what to type to have it without a plan."""
+    words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
+    yield f"{words}. Price: {proposal.price}"
+    typed = f"exec --preset {options['preset']}"
+    if "rows_at_once" in options:
+        typed += f" --memory-rows-at-once {options['rows_at_once']}"
+    if "vouch_for_loss" in options:
+        typed += " --memory-vouch-for-loss"
+    typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
+    yield f"without a plan, type: trainer-plugins {typed}"
 
 
 def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":

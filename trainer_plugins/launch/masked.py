@@ -21,12 +21,16 @@ _LONGEST_TEXT, _DEEPEST = 2000, 12
 
 # Arguments of scripts and launchers, and fields of nested settings, that no class declares.
 _NAMES = re.compile(
-    r"(?:base_)?model(?:_name|_name_or_path|_type)?|_name_or_path|architectures|modules_to_not_convert"
+    r"(?:base_)?model(?:_name|_name_or_path|_type)?|_name_or_path|architectures"
+    r"|modules_to_not_convert"
     r"|(?:tokenizer|config|dataset)(?:_name|_file|_config|_split)?|(?:train|validation|test)_file"
-    r"|(?:data|cache|nvme)_(?:path|dir)|template|stage|lr|epochs|(?:torch_)?dtype|attn_implementation"
-    r"|(?:(?:micro_)?batch|block)_size|(?:cutoff|sequence)_len|trainer_plugins|preset|capacity|device"
+    r"|(?:data|cache|nvme)_(?:path|dir)|template|stage|lr|epochs|(?:torch_)?dtype"
+    r"|attn_implementation"
+    r"|(?:(?:micro_)?batch|block)_size|(?:cutoff|sequence)_len|trainer_plugins|preset|capacity"
+    r"|device"
     r"|(?:lora|bnb_4bit|num|max|load_in|llm_int8|offload|use|fsdp|rope|quant|quantization)_\w+"
-    r"|layer_types|hidden_act|(?:(?:task|peft|finetuning)_)?type|(?:machine|node)_rank|(?:main_process|master)_port|nnodes"
+    r"|layer_types|hidden_act|(?:(?:task|peft|finetuning)_)?type|(?:machine|node)_rank"
+    r"|(?:main_process|master)_port|nnodes"
     r"|nproc_per_node|standalone|multi_gpu|mixed_precision|zero_stage|deepspeed_config_file"
     r"|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
 )
@@ -51,7 +55,8 @@ _FORMS = re.compile(
 _USER = re.compile(r"(?<=://)[^\s\"'<>]*(?=@)|(?<![\w/@.:-])[\w.+-]+:[^\s/@\"':]+(?=@[\w-]+[.:])")
 _QUERY = re.compile(r"(?<=\?)[\w.-]+=[^\s\"'<>]*")
 _NAMED = re.compile(
-    r"((?:token(?!s)|(?:api|access|account|private|[_-])_?key|secret|passw(?:or)?d|passphrase|authorization"
+    r"((?:token(?!s)|(?:api|access|account|private|[_-])_?key|secret|passw(?:or)?d|passphrase"
+    r"|authorization"
     r"|credential)s?(?:\\*[\"']\]?)?\s{0,3}(?:=>|[:=](?!=))\s{0,3}(?:Bearer |Basic )?)"
     r"(?:(\\*[\"']).*?(?:\2|$)|[\[{].*|[^\s,;&)\]}]+)",
     re.IGNORECASE | re.MULTILINE,

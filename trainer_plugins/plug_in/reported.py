@@ -1,4 +1,4 @@
-"""How `exec` knows whether a Trainer had callbacks: each process under it leaves a mark."""
+"""Tells `exec` whether a Trainer had callbacks: each process under it leaves a mark."""
 
 import os
 from collections.abc import Callable, Iterator

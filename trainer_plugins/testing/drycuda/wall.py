@@ -46,7 +46,7 @@ _SCRIPT_LINE = re.compile(r'^(?:\[rank\d+\]: *)? *File "([^"]+)", line (\d+)', r
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What a dry run may do for real."""
+    """Names what a dry run may do for real."""
 
     writes: tuple[Path, ...] = ()
     """Folders and files in which it may write, rename and delete."""

@@ -239,7 +239,8 @@ optimizer_state = ByFrame(
     r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
     r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
     r"|_optimizer_step|_take_model_step|_sub_group\b|stage(?:3|_1_and_2)\.py \w*step\b"
-    r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py|_initialize_state",
+    r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py"
+    r"|_initialize_state",
     unless_within=r"\bforward\b|training_step|backward",
     words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
     doubt="The text does not show whether the states or the temporaries of a foreach step are too"

@@ -15,7 +15,7 @@ from trainer_plugins.advice.for_causes import (
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
-from trainer_plugins.explain.text.in_force import is_in_force
+from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -77,7 +77,7 @@ def _is_last_straw(facts: TextFacts) -> bool:
 
 def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
     applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
-    if is_in_force(one, facts) or (applies is not None and not applies(facts)):
+    if is_followed(one, facts) or (applies is not None and not applies(facts)):
         return None
     if filled := FILLED.get(one):
         return filled(one, facts)

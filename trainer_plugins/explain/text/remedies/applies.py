@@ -20,7 +20,7 @@ from trainer_plugins.explain.text.causes.place import (
     LOADING,
     SHARDING,
 )
-from trainer_plugins.explain.text.in_force import is_in_force
+from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
@@ -163,7 +163,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.MORE_CARDS: _DEEPSPEED,
     advice.END_PROCESS: _never,  # a text cannot show whose process it is
     advice.ASK_SLURM: _SLURM,
-    advice.LIGHTER_SAMPLES: lambda facts: is_in_force(advice.FEWER_WORKERS, facts),
+    advice.LIGHTER_SAMPLES: lambda facts: is_followed(advice.FEWER_WORKERS, facts),
     advice.SAVE_ONLY_MODEL: _called("_save_optimizer"),
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
     advice.FUSED_ADAMW: _all_of(_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),

@@ -1,4 +1,4 @@
-"""is_in_force: whether a text says that a remedy is set, or was tried, already."""
+"""is_followed: whether a text says that a remedy is set, or was tried, already."""
 
 import re
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ _TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
 _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
 
 
-def is_in_force(one: Advice, facts: TextFacts) -> bool:
+def is_followed(one: Advice, facts: TextFacts) -> bool:
     """Return whether the text says that an advice is followed already, or did not help."""
     text = _TORCHS_ADVICE.sub("", facts.whole)
     if one is advice.CHECKPOINTING and facts.called(_CHECKPOINTED):
