@@ -1,11 +1,13 @@
 """Builds the libraries that stand where CUDA's would: once for each installed torch."""
 
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+
+from elftools.common.exceptions import ELFError
 
 from trainer_plugins.compiled import (
     CompileError,
@@ -14,7 +16,7 @@ from trainer_plugins.compiled import (
     cpp_compiler,
     fingerprint,
 )
-from trainer_plugins.testing.drycuda.card.needs import Library, needs_of
+from trainer_plugins.testing.drycuda.card.needs import Library, defined_in, linked_to, needs_of
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 _SOURCES = Path(__file__).parent
@@ -57,7 +59,7 @@ def built() -> Path:
     """
     site = site_with_cuda()
     of_torch = sorted((site / "torch" / "lib").glob("*.so*"))
-    callers = [*of_torch, *_other_callers(site, needs_of(of_torch))]
+    callers = [*of_torch, *_other_callers(site, {*chain(*map(linked_to, of_torch))})]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
     sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
     stamps.append(str(sorted(_names_of_the_driver(site))))
@@ -68,11 +70,15 @@ def built() -> Path:
         return folder
     if compiler is None:
         raise DryCudaUnavailable("the dry card needs a C++ compiler: install g++ or set CXX")
-    needed = {"libcuda.so.1": Library(), **needs_of(callers)}
-    needed["libcuda.so.1"].names |= _names_of_the_driver(site)
     try:
+        needed = {"libcuda.so.1": Library(), **needs_of(callers)}
+        needed["libcuda.so.1"].names |= _names_of_the_driver(site)
         _build(folder, compiler, needed, _version_of_cudnn(site))
         (folder / "complete").touch()
+    except ELFError as error:
+        raise DryCudaUnavailable(
+            f"a library of torch, or beside it, cannot be read: {error}"
+        ) from error
     except CompileError as error:
         raise DryCudaUnavailable(
             f"the dry card cannot be built: {error}\n{error.output}"
@@ -90,7 +96,7 @@ def libraries_in(folder: Path) -> list[Path]:
     return [*first, *(each for each in sorted(folder.glob("lib*.so.*")) if each not in first)]
 
 
-def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
+def _other_callers(site: Path, torchs: set[str]) -> Iterator[Path]:
     """Yield the compiled code of other packages that needs the same CUDA as torch.
 
     It may need a library that torch does not load: bitsandbytes 0.49 is linked to nvJitLink.
@@ -100,7 +106,7 @@ def _other_callers(site: Path, torchs: Mapping[str, Library]) -> Iterator[Path]:
         folders = (folder / name for folder in (site, *map(Path, sys.path)))
         for folder in dict.fromkeys(filter(Path.is_dir, folders)):
             for path in sorted(folder.rglob("*.so")):
-                needed = needs_of([path])
+                needed = linked_to(path)
                 if all(each in torchs or each.partition(".so")[0] not in known for each in needed):
                     yield path
 
@@ -145,7 +151,7 @@ def _build(folder: Path, compiler: str, needed: Mapping[str, Library], cudnn: in
             ours = _OURS.get(re.sub(r"\.\d+$", "", name))
             own = _object(base, _SOURCES / ours, Path(scratch)) if ours else None
             stub = Path(scratch) / "stub.c"
-            stub.write_text(stub_of(name, library, _exported(own) if own else set()))
+            stub.write_text(stub_of(name, library, defined_in(own) if own else set()))
             link = [*base, f"-Wl,-soname,{name}"]
             if library.version:
                 script = Path(scratch) / "versions"
@@ -163,14 +169,6 @@ def _object(base: list[str], source: Path, scratch: Path) -> Path:
         command.remove("-std=c++17")
     made = scratch / f"{source.stem}.o"
     return compiled_once(made, [*command, *language, "-c", str(source)], _TIMEOUT_SECONDS)
-
-
-def _exported(made: Path) -> set[str]:
-    """Return the names that an object file defines."""
-    listed = subprocess.run(
-        ["nm", "--defined-only", "-g", str(made)], capture_output=True, text=True, check=True
-    )
-    return {line.split()[-1] for line in listed.stdout.splitlines() if line}
 
 
 def stub_of(name: str, library: Library, written: Iterable[str]) -> str:

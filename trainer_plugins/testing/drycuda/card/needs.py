@@ -1,24 +1,14 @@
-"""Reads what compiled libraries need of CUDA: names and versions, from their own tables.
+"""Reads what compiled libraries need of CUDA: names and versions, from their own tables."""
 
-ELF: https://refspecs.linuxfoundation.org/elf/gabi4+/contents.html; versions of symbols:
-https://refspecs.linuxfoundation.org/LSB_5.0.0/LSB-Core-generic/LSB-Core-generic/symversion.html.
-"""
-
-import mmap
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv)[\w-]*\.so(\.\d+)?$")
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
 
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-_SYMBOL = struct.Struct("<IBBHQQ")
-_DYNAMIC = struct.Struct("<QQ")
-_NEED, _NEED_VERSION = struct.Struct("<HHIII"), struct.Struct("<IHHII")
-_DYNAMIC_SECTION, _DYNAMIC_SYMBOLS, _VERSIONS, _VERSIONS_NEEDED = 6, 11, 0x6FFFFFFF, 0x6FFFFFFE
-_NEEDED = 1
+CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv)[\w-]*\.so(\.\d+)?$")
 
 
 @dataclass(slots=True)
@@ -47,102 +37,67 @@ _BEGINNINGS = (
 )
 
 
+def linked_to(path: Path) -> list[str]:
+    """Return CUDA's libraries that a library is linked to, by the names the loader looks for."""
+    with path.open("rb") as file:
+        return _linked(ELFFile(file)) if file.read(4) == b"\x7fELF" else []
+
+
 def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
-    """Return what libraries need of CUDA's, by the names that the loader looks for.
+    """Return what libraries need of CUDA's; it takes seconds for those of torch.
 
     Raises:
-        ValueError: one is not a library for this kind of machine.
+        elftools.common.exceptions.ELFError: one is no library.
     """
     found: dict[str, Library] = {}
     nameless: set[str] = set()
     for path in paths:
-        with _Elf(path) as elf:
-            for name in elf.needed():
-                if CUDA_LIBRARY.match(name):
-                    found.setdefault(name, Library())
-            for name, version, file in elf.undefined():
-                if file in found:
-                    found[file].names.add(name)
-                    found[file].version = version
-                elif not file:
+        with path.open("rb") as file:
+            elf = ELFFile(file)
+            for name in _linked(elf):
+                found.setdefault(name, Library())
+            for name, version, library in _undefined(elf):
+                if library in found:
+                    found[library].names.add(name)
+                    found[library].version = version
+                elif not library:
                     nameless.add(name)
     for name in nameless:
         home = next((home for begins, home in _BEGINNINGS if name.startswith(begins)), None)
-        for file, library in found.items():
-            if home is not None and file.startswith(home + "."):
-                library.names.add(name)
+        for file_name, described in found.items():
+            if home is not None and file_name.startswith(home + "."):
+                described.names.add(name)
     return found
 
 
-class _Elf:
-    """Reads a 64-bit library of a little-endian machine; what is large in it is not touched."""
+def defined_in(path: Path) -> set[str]:
+    """Return the names that an object file gives to others."""
+    with path.open("rb") as file:
+        symbols = ELFFile(file).get_section_by_name(".symtab").iter_symbols()
+        return {
+            each.name
+            for each in symbols
+            if each["st_info"]["bind"] == "STB_GLOBAL" and each["st_shndx"] != "SHN_UNDEF"
+        }
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        try:
-            self._data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            self._file.close()
-            raise ValueError(f"{path} is empty") from error
-        if self._data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is not a 64-bit little-endian library")
-        (at,) = struct.unpack_from("<Q", self._data, 0x28)
-        size, count = struct.unpack_from("<HH", self._data, 0x3A)
-        self._sections = [_SECTION.unpack_from(self._data, at + size * i) for i in range(count)]
 
-    def __enter__(self) -> "_Elf":
-        return self
+def _linked(elf: ELFFile) -> list[str]:
+    dynamic = elf.get_section_by_name(".dynamic")
+    needed = dynamic.iter_tags("DT_NEEDED") if dynamic else ()
+    return [tag.needed for tag in needed if CUDA_LIBRARY.match(tag.needed)]
 
-    def __exit__(self, *_: object) -> None:
-        self._data.close()
-        self._file.close()
 
-    def needed(self) -> Iterator[str]:
-        """Yield the libraries that this one is linked to."""
-        for offset, size, strings in self._of_kind(_DYNAMIC_SECTION):
-            for at in range(offset, offset + size, _DYNAMIC.size):
-                tag, value = _DYNAMIC.unpack_from(self._data, at)
-                if tag == _NEEDED:
-                    yield self._text(strings + value)
-
-    def undefined(self) -> Iterator[tuple[str, str, str]]:
-        """Yield each name that others have to give: the name, its version, and whose it is."""
-        versions = self._needed_versions()
-        indices = next((offset for offset, _, _ in self._of_kind(_VERSIONS)), None)
-        for offset, size, strings in self._of_kind(_DYNAMIC_SYMBOLS):
-            for number in range(1, size // _SYMBOL.size):
-                name, _, _, section, _, _ = _SYMBOL.unpack_from(
-                    self._data, offset + number * _SYMBOL.size
-                )
-                if section == 0:
-                    (index,) = (
-                        struct.unpack_from("<H", self._data, indices + 2 * number)
-                        if indices is not None
-                        else (0,)
-                    )
-                    version, file = versions.get(index & 0x7FFF, ("", ""))
-                    yield self._text(strings + name), version, file
-
-    def _needed_versions(self) -> dict[int, tuple[str, str]]:
-        found = {}
-        for at, _, strings in self._of_kind(_VERSIONS_NEEDED):
-            while True:
-                _, count, file, first, further = _NEED.unpack_from(self._data, at)
-                entry = at + first
-                for _ in range(count):
-                    _, _, index, name, step = _NEED_VERSION.unpack_from(self._data, entry)
-                    found[index] = (self._text(strings + name), self._text(strings + file))
-                    entry += step
-                if not further:
-                    break
-                at += further
-        return found
-
-    def _of_kind(self, kind: int) -> Iterator[tuple[int, int, int]]:
-        """Yield of each such section where it is, how long, and where its texts are."""
-        for _, its_kind, _, _, offset, size, link, _, _, _ in self._sections:
-            if its_kind == kind:
-                yield offset, size, self._sections[link][4]
-
-    def _text(self, at: int) -> str:
-        return self._data[at : self._data.find(b"\0", at)].decode()
+def _undefined(elf: ELFFile) -> Iterator[tuple[str, str, str]]:
+    """Yield each name that others have to give: the name, its version, and whose it is."""
+    versions = {
+        needed["vna_other"]: (needed.name, library.name)
+        for section in elf.iter_sections()
+        if isinstance(section, GNUVerNeedSection)
+        for library, all_needed in section.iter_versions()
+        for needed in all_needed
+    }
+    symbols, of_each = (elf.get_section_by_name(name) for name in (".dynsym", ".gnu.version"))
+    for number, symbol in enumerate(symbols.iter_symbols() if symbols else ()):
+        if symbol["st_shndx"] == "SHN_UNDEF":
+            index = of_each.get_symbol(number)["ndx"] if of_each else 0
+            yield symbol.name, *versions.get(index, ("", ""))
