@@ -5,10 +5,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 
 class CompileError(RuntimeError):
@@ -31,15 +34,24 @@ def cache_folder() -> Path:
     return caches / "trainer_plugins"
 
 
-def c_compiler() -> str | None:
-    """Return the path of a C compiler; None if there is none."""
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-
-
 def cpp_compiler() -> str | None:
     """Return the command of a C++ compiler, $CXX if set; None if there is none."""
     installed = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     return os.environ.get("CXX") or installed
+
+
+def plain_compiler(language: Literal["cc", "c++"]) -> list[str]:
+    """Return the command of a compiler for code that is linked to no C++ library; empty if none.
+
+    Besides an installed one that may be zig, which the package `ziglang` brings: it has a C++
+    library of its own, so nothing that calls torch's C++ can be compiled by it.
+    """
+    if language == "c++":
+        installed = (cpp_compiler() or "").split()
+    else:
+        installed = [each for each in map(shutil.which, ("cc", "gcc", "clang")) if each][:1]
+    zig = [sys.executable, "-m", "ziglang", language] if find_spec("ziglang") else []
+    return installed or zig
 
 
 def fingerprint(*parts: str | bytes) -> str:

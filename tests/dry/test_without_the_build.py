@@ -1,13 +1,16 @@
 """What `plan -- COMMAND` refuses, and what it says where torch's build for CUDA is not there."""
 
 import os
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests import processes
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.cli import app
 from trainer_plugins.explain.snapshot.cards import Card, Event, Segment
@@ -87,3 +90,49 @@ def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
         card = Card(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
         found = smallest_room(card, AllocatorRules(), 80 << 30)
         assert (found and found.room_bytes) == room
+
+
+def wheel_of_torch(folder: Path, library: str) -> None:
+    """A wheel of the installed torch's version that holds a single library."""
+    version = torch.__version__.partition("+")[0]
+    about = f"torch-{version}.dist-info"
+    files = {
+        f"torch/lib/{library}": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in files)
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_two_that_fetch_at_once_fetch_it_once_and_a_broken_fetch_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    cache = tmp_path / "cache"
+    environment = {
+        **os.environ,
+        "TRAINER_PLUGINS_CACHE": str(cache),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+    fetches = "from trainer_plugins.testing.drycuda.cuda_build import fetch; print(fetch(print))"
+
+    def fetched() -> list[str]:
+        call, pipe = (sys.executable, "-c", fetches), subprocess.PIPE
+        both = [
+            processes.start(call, environ=environment, stdout=pipe, stderr=subprocess.STDOUT)
+            for _ in range(2)
+        ]
+        return [each.communicate()[0].decode() for each in both]
+
+    wheel_of_torch(tmp_path, "libtorch_cpu.so")
+    for said in fetched():
+        assert "pip found no build for CUDA of torch" in said
+    assert [each for each in cache.rglob("*") if each.is_file()] == []
+    wheel_of_torch(tmp_path, "libtorch_cuda.so")
+    assert sorted("fetching torch" in said for said in fetched()) == [False, True]
+    assert len([*cache.rglob("libtorch_cuda.so")]) == 1

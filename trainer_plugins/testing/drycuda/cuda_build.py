@@ -6,8 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from trainer_plugins.compiled import cache_folder
+from trainer_plugins.compiled import cache_folder, locked
 
 _TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
 
@@ -56,17 +57,29 @@ def fetch(tell: Callable[[str], None]) -> Path:
         return installed
     site = _cached(installed)
     if not _is_for_cuda(site):
-        tell(f"dry card: fetching torch {_version_of(installed)} in its build for CUDA")
-        _pip(site, f"torch==={_version_of(installed)}")
-        (about,) = site.glob("torch-*.dist-info/METADATA")
-        if triton := _TRITON.search(about.read_text(errors="replace")):
-            _pip(site, triton[1].replace(" ", ""))
-    if not _is_for_cuda(site):
-        raise DryCudaUnavailable(
-            f"pip found no build for CUDA of torch {_version_of(installed)}: set PIP_INDEX_URL to"
-            " an index that has one"
-        )
+        site.parent.mkdir(parents=True, exist_ok=True)
+        with locked(site.parent):  # two plans that begin together fetch it once
+            if not _is_for_cuda(site):
+                version = _version_of(installed)
+                tell(f"dry card: fetching torch {version} in its build for CUDA into {site}")
+                _install(version, site)
     return site
+
+
+def _install(version: str, site: Path) -> None:
+    """Install beside the folder, which gets its name when all of it is there."""
+    with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
+        draft = Path(folder) / "site"
+        _pip(draft, f"torch==={version}")
+        (about,) = draft.glob("torch-*.dist-info/METADATA")
+        if triton := _TRITON.search(about.read_text(errors="replace")):
+            _pip(draft, triton[1].replace(" ", ""))
+        if not _is_for_cuda(draft):
+            raise DryCudaUnavailable(
+                f"pip found no build for CUDA of torch {version}: set PIP_INDEX_URL to an index"
+                " that has one"
+            )
+        draft.replace(site)
 
 
 def _installed() -> Path:
@@ -96,8 +109,15 @@ def _version_of(site: Path) -> str:
 
 
 def _pip(site: Path, what: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    done = subprocess.run([*command, str(site), what], capture_output=True, text=True, check=False)
+    """Let pip install into a folder; on a terminal it shows how far it is."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site), what]
+    done = subprocess.run(
+        command if sys.stderr.isatty() else [*command, "--quiet"],
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        why = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        why = done.stderr.strip().splitlines()[-1:]
         raise DryCudaUnavailable(f"pip could not fetch {what}: {''.join(why)}")

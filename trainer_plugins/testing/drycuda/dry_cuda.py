@@ -21,13 +21,13 @@ from pathlib import Path
 
 import psutil
 
-from trainer_plugins.compiled import cpp_compiler
+from trainer_plugins.compiled import plain_compiler
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.predict import IN_A_PLAN
 from trainer_plugins.plug_in import _site
 from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
-from trainer_plugins.testing.drycuda.card.libraries import built, libraries_in
+from trainer_plugins.testing.drycuda.card.libraries import NO_COMPILER, built, libraries_in
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 from trainer_plugins.testing.drycuda.wall import OFFLINE, Allowed, Wall, unlock
 from trainer_plugins.testing.nvml import ScriptedNvml
@@ -41,8 +41,8 @@ def unavailable_reason() -> str | None:
         site_with_cuda()
     except DryCudaUnavailable as error:
         return str(error)
-    if cpp_compiler() is None:
-        return "the dry card needs a C++ compiler: install g++ or set CXX"
+    if not plain_compiler("c++"):
+        return NO_COMPILER
     return nvml.unavailable_reason()
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from trainer_plugins.compiled import (
     CompileError,
-    c_compiler,
     cache_folder,
     compiled_once,
     fingerprint,
+    plain_compiler,
 )
 from trainer_plugins.units import GIB, MIB
 
@@ -49,8 +49,8 @@ def unavailable_reason() -> str | None:
         return (
             f"the scripted NVML needs Linux, where programs load {LIBRARY}; this is {sys.platform}"
         )
-    if c_compiler() is None:
-        return "the scripted NVML needs a C compiler (cc, gcc or clang) on the PATH"
+    if not plain_compiler("cc"):
+        return "the scripted NVML needs a C compiler: pip install ziglang, or install gcc"
     return None
 
 
@@ -267,10 +267,10 @@ def build() -> Path:
     """Compile the library if necessary; return its path, or RuntimeError with what cc printed."""
     name = fingerprint(SOURCE.read_bytes(), *COMPILER_FLAGS)
     library = cache_folder().absolute() / f"nvml-{name}" / LIBRARY
-    compiler = c_compiler()
-    if compiler is None and not library.exists():
+    compiler = plain_compiler("cc")
+    if not compiler and not library.exists():
         raise RuntimeError(unavailable_reason())
-    command = [str(compiler), *COMPILER_FLAGS, str(SOURCE)]
+    command = [*compiler, *COMPILER_FLAGS, str(SOURCE)]
     try:
         return compiled_once(library, command, _TIMEOUT_SECONDS)
     except CompileError as error:

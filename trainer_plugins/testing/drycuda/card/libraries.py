@@ -13,8 +13,8 @@ from trainer_plugins.compiled import (
     CompileError,
     cache_folder,
     compiled_once,
-    cpp_compiler,
     fingerprint,
+    plain_compiler,
 )
 from trainer_plugins.testing.drycuda.card.needs import Library, defined_in, linked_to, needs_of
 from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
@@ -23,6 +23,7 @@ _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent.parent / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _CORE = "libdrycuda.so"
+NO_COMPILER = "the dry card needs a C++ compiler: pip install ziglang, install g++ or set CXX"
 WALL = "libdrywall.so"
 
 _OURS = {
@@ -65,11 +66,11 @@ def built() -> Path:
     stamps.append(str(sorted(_names_of_the_driver(site))))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
     folder = cache_folder().absolute() / f"drycuda-{name}"
-    compiler = cpp_compiler()
+    compiler = plain_compiler("c++")
     if (folder / "complete").exists():
         return folder
-    if compiler is None:
-        raise DryCudaUnavailable("the dry card needs a C++ compiler: install g++ or set CXX")
+    if not compiler:
+        raise DryCudaUnavailable(NO_COMPILER)
     try:
         needed = {"libcuda.so.1": Library(), **needs_of(callers)}
         needed["libcuda.so.1"].names |= _names_of_the_driver(site)
@@ -132,14 +133,14 @@ def _version_of_cudnn(site: Path) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _build(folder: Path, compiler: str, needed: Mapping[str, Library], cudnn: int) -> None:
+def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cudnn: int) -> None:
     """Compile the core, then each library: what is written by hand, and a stub for the rest."""
     cudart = next((name for name in needed if name.startswith("libcudart.so.")), None)
     if cudart is None:
         raise DryCudaUnavailable("torch's libraries are not linked to CUDA's runtime")
     flags = ["-O1", "-fPIC", "-shared", "-w", f"-DCUDA_MAJOR={cudart.rpartition('.')[2]}"]
     flags.append(f"-DCUDNN_VERSION={cudnn}")
-    base = [*compiler.split(), "-std=c++17", *flags]
+    base = [*compiler, "-std=c++17", *flags]
     core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
     compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
     wall = [*base, f"-Wl,-soname,{WALL}", str(_SOURCES / "wall.cpp"), "-ldl"]

@@ -375,11 +375,11 @@ EXPORT int execlp(const char* name, const char* first, ...) noexcept {
   return execvpe(name, all.data(), environ);
 }
 EXPORT int posix_spawn(pid_t* pid, const char* path, const posix_spawn_file_actions_t* actions,
-                       const posix_spawnattr_t* how, char* const* words, char* const* given) noexcept {
+                       const posix_spawnattr_t* how, char* const* words, char* const* given) {
   return may_start(path) ? REAL(posix_spawn)(pid, path, actions, how, words, Environment(given).all.data()) : EACCES;
 }
 EXPORT int posix_spawnp(pid_t* pid, const char* name, const posix_spawn_file_actions_t* actions,
-                        const posix_spawnattr_t* how, char* const* words, char* const* given) noexcept {
+                        const posix_spawnattr_t* how, char* const* words, char* const* given) {
   return may_start(found_in_path(name).c_str())
              ? REAL(posix_spawnp)(pid, name, actions, how, words, Environment(given).all.data())
              : EACCES;
