@@ -74,7 +74,7 @@ def test_the_site_builds_strictly(site: Path) -> None:
 
 
 @in_chromium
-@pytest.mark.all(unless=lambda is_dark: not is_dark)
+@pytest.mark.all
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_every_page_is_readable(site: Path, tmp_path: Path, is_dark: bool) -> None:
     found, console = look_at([site / f"{name}.html" for name in sorted(PAGES)], tmp_path, is_dark)

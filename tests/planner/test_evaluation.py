@@ -14,6 +14,8 @@ from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.report.plan_text import details, verdict
 from trainer_plugins.units import GIB, MIB
 
+pytestmark = pytest.mark.all
+
 VOCABULARY, WIDTH = 32128, 64
 T5 = {
     "model_type": "t5",

@@ -22,6 +22,8 @@ from trainer_plugins.cli import app
 from trainer_plugins.launch.configs import names, path
 from trainer_plugins.planner import NotPredicted, PlanError
 
+pytestmark = pytest.mark.all
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pytest brings it

@@ -223,13 +223,12 @@ def test_a_trainer_that_a_script_makes_is_found(there: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("project", "part", "model"),
     [
         ("axolotl", "lora-1b", "NousResearch/Llama-3.2-1B"),
-        pytest.param(
-            *("llama-factory", "otfq", "Qwen/Qwen3-4B-Instruct-2507"), marks=pytest.mark.all
-        ),
+        ("llama-factory", "otfq", "Qwen/Qwen3-4B-Instruct-2507"),
     ],
 )
 def test_it_is_planned(there: Path, project: str, part: str, model: str) -> None:

@@ -22,6 +22,8 @@ from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.units import GIB, MIB, size
 
+pytestmark = pytest.mark.all
+
 
 def divided(*cards: list[str]) -> dict[str, int]:
     """A device_map, of the parts that lie on each card."""
