@@ -126,6 +126,7 @@ def test_a_reference_that_is_asked_before_the_training_is_not_loaded(outcomes, n
     assert any("before the training (precompute_ref_log_probs)" in s for s in asked.assumptions)
 
 
+@pytest.mark.all
 def test_what_generates_says_how_a_row_is_made_up(outcomes):
     said = plan_of(outcomes, "grpo").assumptions
     assert any("prompts have 24 tokens" in line for line in said)
@@ -133,6 +134,7 @@ def test_what_generates_says_how_a_row_is_made_up(outcomes):
     assert "generation" not in plan_of(outcomes, "dpo").moments
 
 
+@pytest.mark.all
 def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
     """Keys and values of 2 to 4 bytes a number, and copies of them while they grow and are read."""
     short, long = (
@@ -144,6 +146,7 @@ def test_the_kv_cache_grows_with_each_token_though_few_are_computed(outcomes):
     assert least <= long - short <= 6 * least
 
 
+@pytest.mark.all
 def test_only_the_tokens_of_completions_are_scored(outcomes):
     """TRL's fused head makes logits of 32,768 words at once, of each token that labels pick."""
     pytest.importorskip("trl.kernels.chunked_logprob")
@@ -155,10 +158,12 @@ def test_only_the_tokens_of_completions_are_scored(outcomes):
     assert 0.9 * tile < of_completions - of_prompts < 1.2 * tile
 
 
+@pytest.mark.all
 def test_on_two_cards_each_generates_its_own_rows(outcomes):
     assert plan_of(outcomes, "grpo, two cards").num_gpus == 2
 
 
+@pytest.mark.all
 def test_vllm_takes_its_part_of_the_card(outcomes):
     card = card_of("8GiB")
     plan = plan_of(outcomes, "grpo, vllm")
@@ -203,6 +208,7 @@ def test_the_rows_of_all_cards_are_shared_among_generations(outcomes):
     assert plan_of(outcomes, "eight cards").num_gpus == 8
 
 
+@pytest.mark.all
 def test_rows_are_cut_where_the_run_cuts_them(outcomes):
     plan = plan_of(outcomes, "cut")
     assert any("rows are cut at 32 tokens" in line for line in plan.assumptions)
@@ -210,6 +216,7 @@ def test_rows_are_cut_where_the_run_cuts_them(outcomes):
     assert any("rows are cut at 512 tokens" in line for line in plan.assumptions)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("name", "packing"), [("packed", True), ("whole", False)])
 def test_rows_and_evaluations_are_those_of_a_trainer(outcomes, tmp_path, name, packing):
     """Two texts fill a packed row: a mask tells them apart, as in any run that packs."""

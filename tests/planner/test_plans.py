@@ -229,6 +229,7 @@ def test_an_encoder_decoder(outcomes):
     assert plan.moments["save"].allocated_bytes == pytest.approx(12 * plan.num_parameters, rel=0.01)
 
 
+@pytest.mark.all
 def test_experts_are_all_there(outcomes):
     if (
         int(transformers.__version__.partition(".")[0]) < 5
@@ -255,6 +256,7 @@ def test_what_a_backward_makes_is_of_the_module_whose_forward_made_the_node(outc
     assert layer in ("model.layers.0", "model.layers.1")
 
 
+@pytest.mark.all
 def test_padding_makes_masks(outcomes):
     assert (
         plan_of(outcomes, "bert, padded").allocated_peak_bytes
