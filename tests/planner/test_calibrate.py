@@ -18,7 +18,8 @@ from trainer_plugins.cli import app
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner import Calibration, PlanError, calibrate
 from trainer_plugins.planner.before import plan_before
-from trainer_plugins.planner.cards import Card, context_file, keep_context, with_measured_context
+from trainer_plugins.planner.calibrate import context_file, keep_context, with_measured_context
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.record.timeline import Sample, read_timeline
 from trainer_plugins.report.plans_text import calibration_report
 from trainer_plugins.units import GIB, MIB

@@ -17,8 +17,7 @@ from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.planner import PlanError
-from trainer_plugins.planner.attention_kernel import prefers_cudnn
-from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.cards import card_of, prefers_cudnn
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.pretend.attention import cuda_attention
 from trainer_plugins.planner.tracing.kernels import KernelRules, run

@@ -17,7 +17,7 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.planner.attention_kernel import Kernel, attention_kernel, prefers_cudnn
+from trainer_plugins.planner.cards import Kernel, attention_kernel, prefers_cudnn
 from trainer_plugins.strategy import keeps_whole_gradients
 from trainer_plugins.units import percent, size
 

@@ -125,7 +125,8 @@ def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
     """
     from trainer_plugins.check.gather_here import gather_here
     from trainer_plugins.check.machine import cards_in_use
-    from trainer_plugins.planner.cards import card_of, of_size, with_measured_context
+    from trainer_plugins.planner.calibrate import with_measured_context
+    from trainer_plugins.planner.cards import card_of, of_size
     from trainer_plugins.planner.plan import PlanError
 
     facts = gather_here(os.environ)

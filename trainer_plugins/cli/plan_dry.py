@@ -126,7 +126,8 @@ def variations_of(
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
     """
-    from trainer_plugins.planner.cards import card_of, with_measured_context
+    from trainer_plugins.planner.calibrate import with_measured_context
+    from trainer_plugins.planner.cards import card_of
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.testing.drycuda.dry_run import DryRun
     from trainer_plugins.testing.drycuda.dry_search import Variations

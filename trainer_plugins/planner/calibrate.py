@@ -1,11 +1,16 @@
 """Compare a plan with what MemoryWatchdog saw in the real run, and keep the measured context."""
 
+import json
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
-from trainer_plugins.planner.cards import keep_context
+from trainer_plugins.compiled import cache_folder
+from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak, PlanError
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.history import read_history
@@ -234,3 +239,31 @@ def _remarks(ranks: _Ranks) -> list[str]:
 
 def _all(ranks: _Ranks) -> Iterable[Entry]:
     return (entry for entries in ranks.values() for entry in entries)
+
+
+def context_file(card_name: str) -> Path:
+    """Return the file for the context of this card with the installed torch; it may not exist."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", card_name)
+    return cache_folder() / "contexts" / f"{name}-torch{version('torch')}.json"
+
+
+def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
+    """Keep a context that was measured in the folder of a run, and return its file."""
+    file = context_file(card_name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"context_bytes": context_bytes, "measured_in": str(measured_in)}))
+    draft.replace(file)
+    return file
+
+
+def with_measured_context(card: Card) -> Card:
+    """Return the card with the context measured on this machine, or unchanged if there is none."""
+    file = context_file(card.name)
+    try:
+        kept = json.loads(file.read_text())
+        measured, folder = int(kept["context_bytes"]), kept["measured_in"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return card
+    source = f"measured in {folder} and kept in {file}; --no-calibration plans without it"
+    return replace(card, context_bytes=measured, context_source=source)

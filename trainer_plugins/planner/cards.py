@@ -1,20 +1,21 @@
 """List cards by name: their memory, what a process loses before its first tensor, their kernels."""
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib.metadata import version
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.plan import Moment, PlanError
 from trainer_plugins.units import GIB, MIB, parse_size, size
 
 GUESSED_CONTEXT_BYTES = 512 * MIB
+
+# an attention kernel, or what torch falls back to
+Kernel = Literal["cuDNN", "flash", "memory-efficient", "all scores"]
+
+_MAX_HEAD = 256  # of flash and of cuDNN
+_AMPERE = (8, 0)
 
 _PER_MULTIPROCESSOR = {
     (7, 5): (1024, 64), (7, 0): (2048, 96), (8, 0): (2048, 164), (8, 6): (1536, 100),
@@ -333,29 +334,37 @@ def of_size(
     )
 
 
-def context_file(card_name: str) -> Path:
-    """Return the file for the context of this card with the installed torch; it may not exist."""
-    name = re.sub(r"[^A-Za-z0-9.-]+", "-", card_name)
-    return cache_folder() / "contexts" / f"{name}-torch{version('torch')}.json"
+def prefers_cudnn(torch_version: str, capability: tuple[int, int]) -> bool:
+    """Return whether attention asks cuDNN first (sdp_utils.cpp, check_prefer_cudnn_attention).
+
+    It needs cuDNN 9.15.1, which comes with CUDA 13: with the builds that PyPI has since torch 2.11.
+    """
+    number, _, build = torch_version.partition("+")
+    is_new = [int(part) for part in number.split(".")[:2]] >= [2, 11]
+    return is_new and capability[0] in (9, 10) and not build.startswith("cu12")
 
 
-def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
-    """Keep a context that was measured in the folder of a run, and return its file."""
-    file = context_file(card_name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"context_bytes": context_bytes, "measured_in": str(measured_in)}))
-    draft.replace(file)
-    return file
+def attention_kernel(
+    dtype: str,
+    head_size: int,
+    value_size: int,
+    capability: tuple[int, int],
+    has_mask: bool,
+    has_groups: bool = False,
+    asks_cudnn: bool = False,
+) -> Kernel:
+    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp).
 
-
-def with_measured_context(card: Card) -> Card:
-    """Return the card with the context measured on this machine, or unchanged if there is none."""
-    file = context_file(card.name)
-    try:
-        kept = json.loads(file.read_text())
-        measured, folder = int(kept["context_bytes"]), kept["measured_in"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return card
-    source = f"measured in {folder} and kept in {file}; --no-calibration plans without it"
-    return replace(card, context_bytes=measured, context_source=source)
+    Flash and cuDNN can share keys among groups of heads, the memory-efficient kernel cannot.
+    """
+    is_half = dtype in ("float16", "bfloat16")
+    sizes = (head_size, value_size)
+    if asks_cudnn and is_half and max(sizes) <= _MAX_HEAD and not any(each % 8 for each in sizes):
+        return "cuDNN"
+    fits_flash = is_half and value_size == head_size <= _MAX_HEAD
+    if fits_flash and capability >= _AMPERE and not has_mask:
+        return "flash"
+    has_kernel = dtype != "float64" and (dtype != "bfloat16" or capability >= _AMPERE)
+    if has_kernel and head_size % (8 if is_half else 4) == 0 and not has_groups:
+        return "memory-efficient"
+    return "all scores"

@@ -15,7 +15,8 @@ from trainer_plugins.allocator.gather import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.checkpointing import spelled
 from trainer_plugins.launch.main_memory import HostLimits
-from trainer_plugins.planner.cards import card_of, with_measured_context
+from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (

@@ -17,8 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.attention_kernel import prefers_cudnn
-from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.cards import Card, prefers_cudnn
 from trainer_plugins.planner.pretend import attention, cuda
 from trainer_plugins.planner.tracing.kernels import KernelRules
 from trainer_plugins.planner.tracing.trace import Tracker

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from trainer_plugins.planner.attention_kernel import attention_kernel
+from trainer_plugins.planner.cards import attention_kernel
 
 aten = torch.ops.aten
 

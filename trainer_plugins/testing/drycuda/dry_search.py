@@ -18,10 +18,7 @@ from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchRe
 from trainer_plugins.planner.compare.price import Step
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, explain
-from trainer_plugins.planner.compare.switches import (
-    Switch,
-    as_flags,
-)
+from trainer_plugins.planner.compare.switches import Switch, as_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.tried import margin_bytes
 from trainer_plugins.testing.drycuda.dry_changes import WAYS, is_usual, run_with, turn
