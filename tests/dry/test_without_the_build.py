@@ -133,6 +133,10 @@ def test_two_that_fetch_at_once_fetch_it_once_and_a_broken_fetch_leaves_nothing(
     for said in fetched():
         assert "pip found no build for CUDA of torch" in said
     assert [each for each in cache.rglob("*") if each.is_file()] == []
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    left = cache / "torch-for-cuda" / f"{torch.__version__.partition('+')[0]}-python{python}" / "x"
+    left.mkdir(parents=True)
     wheel_of_torch(tmp_path, "libtorch_cuda.so")
     assert sorted("fetching torch" in said for said in fetched()) == [False, True]
-    assert len([*cache.rglob("libtorch_cuda.so")]) == 1
+    assert [*cache.rglob("libtorch_cuda.so")] == [left.parent / "torch/lib/libtorch_cuda.so"]
+    assert not left.exists()

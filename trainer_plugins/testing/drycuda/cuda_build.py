@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,6 +80,7 @@ def _install(version: str, site: Path) -> None:
                 f"pip found no build for CUDA of torch {version}: set PIP_INDEX_URL to an index"
                 " that has one"
             )
+        shutil.rmtree(site, ignore_errors=True)  # what pip has left that was interrupted
         draft.replace(site)
 
 
@@ -111,9 +113,10 @@ def _version_of(site: Path) -> str:
 def _pip(site: Path, what: str) -> None:
     """Let pip install into a folder; on a terminal it shows how far it is."""
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site), what]
+    is_seen = sys.stderr.isatty()
     done = subprocess.run(
-        command if sys.stderr.isatty() else [*command, "--quiet"],
-        stdout=sys.stderr,
+        command if is_seen else [*command, "--quiet"],
+        stdout=sys.stderr if is_seen else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
