@@ -25,7 +25,7 @@ from tests.planner.test_plans import request
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.judge import _LARGEST, _TAKES_A_LOSS, class_names
 from tests.survival.classes.tiny import tiny_model
-from tests.survival.test_every_class import NUM_RUNS, RUN
+from tests.survival.test_every_class import NUM_RUNS, NUM_SHARDS, RUN
 from trainer_plugins import Preflight, StrategyInForce
 from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.accumulation.effect import judge_accumulation
@@ -36,7 +36,6 @@ from trainer_plugins.units import MIB
 
 NUM_ROWS = 4
 EXACT, IN_FLOAT32 = 1e-6, 2e-3
-NUM_SHARDS = 8
 KINDS = {
     "LlamaForCausalLM": Effect.SAME,
     "ViTForImageClassification": Effect.SAME,
@@ -167,15 +166,15 @@ def test_one_class_of_each_kind_is_judged_as_it_trains(name: str, tmp_path) -> N
 
 @pytest.mark.slow
 @pytest.mark.all
-@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+@pytest.mark.parametrize("shard", range(RUN, NUM_SHARDS, NUM_RUNS))
 def test_every_class_is_judged_as_it_trains(shard: int, tmp_path) -> None:
     judged = {}
-    for name in class_names()[RUN::NUM_RUNS][shard::NUM_SHARDS]:
+    for name in class_names()[shard::NUM_SHARDS]:
         if (found := hold_class(name, tmp_path)) is not None:
             judged[name] = found.effect
         gc.collect()
     known = [name for name, effect in judged.items() if effect is not Effect.UNKNOWN]
-    assert len(known) > 0.9 * len(judged) - 3, "3 of a few may be those that are not known"
+    assert len(known) > 0.9 * len(judged)
 
 
 class DropsTheNumber(Trainer):

@@ -18,8 +18,8 @@ _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 # With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
 # `tests/test_accumulation.py` measures each class with such a name.
 SUMMED = (
-    r"\b(?!Esm|EuroBert|ModernBert|Ultrabert|Zamba2)\w+For(?:SequenceClassification|MaskedLM"
-    r"|TokenClassification|MultipleChoice|NextSentencePrediction|XVector)\b"
+    r"\b(?!BrosSpade|Esm|EuroBert|ModernBert|Ultrabert|Zamba2)\w+For(?:SequenceClassification"
+    r"|MaskedLM|TokenClassification|MultipleChoice|NextSentencePrediction|XVector)\b"
     r"|\b(?:U?M?T5|LongT5|M?Bart|Pegasus|Whisper|M2M100)ForConditionalGeneration\b"
 )
 _SUMMED_PRICE = (
