@@ -311,6 +311,25 @@ def test_what_counts_and_notes_rows_goes_on_over_pieces(tmp_path) -> None:
     assert len(survived.trainer.model.model.norm.logged["sizes"]) == 3 * 8, "of three pieces each"
 
 
+class Bank(Stateful):
+    """Keeps features of its rows in a list, and compares with them once there are some."""
+
+    def __init__(self, norm) -> None:
+        super().__init__(norm)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, hidden):
+        self.kept.append(hidden.detach().mean())
+        return self.norm(hidden) * (self.kept[-8] if len(self.kept) > 8 else 1)
+
+
+def test_a_memory_bank_is_refused_while_it_is_not_used_yet(tmp_path) -> None:
+    trainer = small_trainer(tmp_path, with_norms(Bank))
+    survive_oom(trainer, ladder=())
+    with pytest.raises(torch.OutOfMemoryError, match="kept`, a list that grows, according to its"):
+        Run(trainer, {0: [100]})
+
+
 class Average(Stateful):
     """Divides by a running mean, in an attribute, which begins with the first pass."""
 

@@ -105,7 +105,7 @@ class TrainingRun:
     def start(self) -> Start:
         return Start(
             RestorePoint(
-                self.attached.trainer, state=State(self._roots), counts=self.certificate.counts
+                self.attached.trainer, state=State(self._roots), notes=self.certificate.notes
             ),
             GradientMark(self.ranks.kept(self._parameters)),
             self.card.allocated_bytes(),

@@ -86,17 +86,17 @@ class State:
                     if is_leaf and id(value) not in self._leaves and not _is_frequency(name):
                         self._leaves[id(value)] = _Leaf(value)
 
-    def restore(self, counts: Container[str] = ()) -> None:
-        """Restore all places, but those that go on counting."""
+    def restore(self, notes: Container[str] = ()) -> None:
+        """Restore all places, but those that count or note rows."""
         for leaf in self._leaves.values():
             leaf.restore()
         for holder, kept in self._kept:
             now = holder.read()
             if holder.write is not None and not _is_untouched(kept, now):
-                if holder.path + GROWN in counts and holder.grown(kept, now):
+                if holder.path + GROWN in notes and holder.grown(kept, now):
                     continue
                 opaque = {name: value for name, value in now.items() if _is_opaque(value)}
-                goes_on = {n: now[n] for n in now if counts and holder.path_of(n) in counts}
+                goes_on = {n: now[n] for n in now if notes and holder.path_of(n) in notes}
                 holder.write(({} if holder.is_items else opaque) | kept | goes_on)
 
     def restore_draws(self) -> None:
@@ -340,9 +340,9 @@ class RestorePoint:
         trainer: HfTrainer,
         mode: str = "train",
         state: State | None = None,
-        counts: Container[str] = (),
+        notes: Container[str] = (),
     ) -> None:
-        self._trainer, self._mode, self._counts = trainer, mode, counts
+        self._trainer, self._mode, self._notes = trainer, mode, notes
         self.state = state or State(Roots({}, ()))
         self._generators = Generators(trainer.args.device)
         self._num_tokens = getattr(trainer, "_total_train_tokens", None)
@@ -358,8 +358,8 @@ class RestorePoint:
         self.restore_metrics()
 
     def begin_next(self) -> None:
-        """Restore all for the next part, which draws other numbers, and counts its own rows."""
-        self.state.restore(self._counts)
+        """Restore all for the next part, which draws other numbers, and notes its own rows."""
+        self.state.restore(self._notes)
         self.restore_metrics()
 
     def restore_metrics(self) -> None:

@@ -66,7 +66,7 @@ class Certificate:
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
         self._has_own_code = has_own_code  # whether code of a user's has a part in a pass
-        self._counts = False  # whether its passes move state
+        self._moves_state = False
         self._looked_at: set[int] = set()  # labels of rows that were compared beside others
         self._full_state = full_state
         self._class_weights: ClassWeights | None = None
@@ -80,7 +80,7 @@ class Certificate:
         self.did_not_fit: list[tuple[int, int]] = []  # whole examples of the last one, and cells
         self.divided_since: int | None = None  # the first step that was divided
         self.overwritten: set[str] = set()  # places that may differ after two pieces
-        self.counts: set[str] = set()  # what counts or notes rows: pieces go on with it
+        self.notes: set[str] = set()  # what counts or notes rows: pieces go on with it
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         why = self.why_broken or self._refused.get(kind, "")
@@ -143,7 +143,7 @@ class Certificate:
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
-                self.counts |= comparison.counts
+                self.notes |= comparison.notes
         except NotAdditiveError as error:
             self._refuse(kind, str(error))
             raise
@@ -167,7 +167,9 @@ class Certificate:
         # What code of a user's does may depend on counts, and on labels.
         is_own = self._has_own_code and not self._ranks.measures_together
         is_own &= not self.why_broken
-        return is_own and (self._counts or bool(samples.labels_of_rows(inputs) - self._looked_at))
+        return is_own and (
+            self._moves_state or bool(samples.labels_of_rows(inputs) - self._looked_at)
+        )
 
     def look_at_neighbours(
         self,
@@ -195,7 +197,7 @@ class Certificate:
         finally:
             put_back()
             state.restore()
-        self._counts |= neighbours.counts
+        self._moves_state |= neighbours.moves_state
         self._looked_at |= samples.labels_of_rows(inputs)
         if why:
             self._refuse(batch_kind(layout, inputs), why)

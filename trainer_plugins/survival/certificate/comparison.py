@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Container, Iterator
+from numbers import Number
+from typing import Any
 
 import torch
 
@@ -58,7 +60,7 @@ class Comparison:
         self.cost = 0.0  # cells that were computed forward and backward
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
-        self.counts: set[str] = set()  # what counts or notes rows, and changes no gradient
+        self.notes: set[str] = set()  # what counts or notes rows, and changes no gradient
         self.did_not_fit: list[Sample] = []  # on this rank or on another
         self._is_gradient = True
 
@@ -299,7 +301,7 @@ class Comparison:
             noted = self._pass(sample.parts[1], sample=sample, notes=notes)
             if isinstance(noted, DidNotFit) or _error(repeated, [noted]) > 0:
                 why = why or _of_its_rows(words[min(notes)] if notes else "what another rank notes")
-            self.counts |= notes
+            self.notes |= notes
         if self._ranks.on_any(bool(why)):
             self.why_moved = why or "a pass of another rank moves the state of the model"
 
@@ -348,9 +350,13 @@ class Comparison:
         return max(tolerance, _TOLERANCE_TF32) if is_tf32 else tolerance
 
 
-def _is_note(key: str, value: object) -> bool:
-    """Tell whether a place counts in whole numbers, or only grows: statistics do neither."""
-    return type(value) is int or key.endswith(GROWN)
+def _is_note(key: str, value: Any) -> bool:
+    """Tell whether a place counts in whole numbers, or is a list that numbers are added to.
+
+    Statistics do neither. Tensors in a list may be a memory bank, which is used once it is full.
+    """
+    is_log = key.endswith(GROWN) and isinstance(value, list)
+    return type(value) is int or (is_log and all(isinstance(one, (Number, str)) for one in value))
 
 
 def _of_its_rows(words: str) -> str:

@@ -82,7 +82,7 @@ class Neighbours:
     loss: Callable[[Inputs], torch.Tensor]
     state: State
     put_back: Callable[[], object]  # restores random numbers and metrics
-    counts: bool = False  # whether a pass moved state: a later one may do otherwise
+    moves_state: bool = False  # whether a pass moved state: a later one may do otherwise
 
     def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
@@ -125,7 +125,7 @@ class Neighbours:
             with _watched(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
                 loss = self.loss(some)
             drawn, moved = self._drawn(), self.state.moved()
-            self.counts |= bool(moved)
+            self.moves_state |= bool(moved)
             passed[:] = [_Passed(rows, drawn, moved)]
             return loss
 

@@ -379,7 +379,7 @@ class Recovery:
         certificate = self._run.certificate
         self._moved = moved if self._moved is None else self._moved
         why = why_not_divided(moved.values())
-        skipped = certificate.overwritten | certificate.counts
+        skipped = certificate.overwritten | certificate.notes
         why = why or why_rows_differ(self._moved, moved, skipped)
         if not why or certificate.why_broken:
             return
