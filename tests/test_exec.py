@@ -134,7 +134,8 @@ def test_fit_asks_for_the_card_where_there_is_none_and_starts_nothing(tmp_path: 
         assert not started.exists()
     done = execute("--gpu", "24GiB", "--", "touch", started, cwd=tmp_path)
     assert done.returncode == 2
-    assert "--allow-writes and --allow-network are for --fit" in done.stderr
+    fit = "--gpu, --num-gpus, --may, --allow-writes and --allow-network are for --fit"
+    assert fit in done.stderr
     assert not started.exists()
 
 

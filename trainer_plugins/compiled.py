@@ -50,8 +50,9 @@ def plain_compiler(language: Literal["cc", "c++"]) -> list[str]:
         installed = (cpp_compiler() or "").split()
     else:
         installed = [each for each in map(shutil.which, ("cc", "gcc", "clang")) if each][:1]
-    zig = [sys.executable, "-m", "ziglang", language] if find_spec("ziglang") else []
-    return installed or zig
+    if installed or not find_spec("ziglang"):
+        return installed
+    return [sys.executable, "-m", "ziglang", language]
 
 
 def fingerprint(*parts: str | bytes) -> str:

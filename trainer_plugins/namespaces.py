@@ -1,6 +1,6 @@
 """Starts a command behind a wall: it reads your files, and changes none; it reaches no other host.
 
-    python -I -S namespaces.py '{"scratch": "/tmp/x", "real": [], "network": false}' python train.py
+    python -I -S namespaces.py '{"scratch": "DIR", "real": [], "network": false}' python train.py
 
 The command gets mount, network and host name namespaces of its own (`man 7 namespaces`). Each
 folder in which it could write is covered by an overlay: reads fall through to your files, and what

@@ -367,6 +367,24 @@ def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
         build()
 
 
+def test_without_a_compiler_the_package_ziglang_is_one(tmp_path, monkeypatch):
+    """A package of that name, which hands on what it is asked to the installed compiler."""
+    compiler, path = shutil.which("cc"), os.environ["PATH"]
+    package = tmp_path / "site" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        f"import os, sys\nos.environ['PATH'] = {path!r}\n"
+        f"assert sys.argv[1] == 'cc'\nos.execv({compiler!r}, ['cc', *sys.argv[2:]])\n"
+    )
+    monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.syspath_prepend(package.parent)
+    assert unavailable_reason() is None
+    assert build().is_file()
+
+
 @alone
 def test_it_does_not_pretend_where_another_library_is_loaded_already(tmp_path):
     other = tmp_path / "libnvidia-ml.so.1"
