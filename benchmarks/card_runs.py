@@ -355,7 +355,7 @@ def train(asked: Path, folder: Path, room_bytes: int) -> None:
     import torch
     import transformers
 
-    from trainer_plugins.testing.drycuda.inside import observe, of_request
+    from trainer_plugins.drycuda.inside import observe, of_request
 
     torch.cuda.mem_get_info()  # the dry card reads its variables once, and here too
     assert transformers.Trainer

@@ -21,9 +21,9 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 from benchmarks.prediction import equip_dry_cards
+from trainer_plugins.drycuda.dry_run import DryRun, ran
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
-from trainer_plugins.testing.drycuda.dry_run import DryRun, ran
 from trainer_plugins.units import GIB, MIB
 
 ROOT = Path(__file__).parent.parent

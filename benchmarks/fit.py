@@ -3,7 +3,7 @@
     python -m benchmarks.fit [NAME...]
 
 Each is a small model that really trains, on torch's own build for CUDA with numbers
-(`testing.drycuda --numbers`): on a card of 80 GiB; on a small one, where it must die of torch's
+(`drycuda --numbers`): on a card of 80 GiB; on a small one, where it must die of torch's
 OutOfMemoryError; and there under `exec --fit`, where it must finish with the weights of the first,
 to rounding.
 """
@@ -127,7 +127,7 @@ def _run(
     if fit:
         command = ["trainer-plugins", "exec", "--fit", "--", *command]
     number = "1" if launch == "one card" else "2"
-    dry = ["-m", "trainer_plugins.testing.drycuda", "--numbers", "--gpu", card]
+    dry = ["-m", "trainer_plugins.drycuda", "--numbers", "--gpu", card]
     return subprocess.run(
         [sys.executable, *dry, "--num-gpus", number, "--", *command],
         cwd=folder,

@@ -262,9 +262,9 @@ def dry_plan_of(
     request: PlanRequest, file: Path, snapshot: Path | None = None
 ) -> tuple[MemoryPlan, Any]:
     """Run a request on a dry card without a limit; return its plan, and all that was seen."""
-    from trainer_plugins.testing.drycuda.dry_plan import plan_of
-    from trainer_plugins.testing.drycuda.dry_request import dry_run_of
-    from trainer_plugins.testing.drycuda.dry_run import ran
+    from trainer_plugins.drycuda.dry_plan import plan_of
+    from trainer_plugins.drycuda.dry_request import dry_run_of
+    from trainer_plugins.drycuda.dry_run import ran
 
     run = dry_run_of(request, file, 600)
     run = replace(run, card=replace(run.card, capacity_bytes=4096 << 30), snapshot=snapshot)

@@ -8,7 +8,7 @@ release, and is left out. A row is only compared with that release: install it w
 `pip install --no-deps --target FOLDER liger-kernel==0.4.2`, and add the folder to PYTHONPATH.
 Triton is not needed. On a card, the dry one too, the calls run there instead of being planned:
 
-    python -m trainer_plugins.testing.drycuda --gpu a100-80gb -m benchmarks.liger
+    python -m trainer_plugins.drycuda --gpu a100-80gb -m benchmarks.liger
 """
 
 import csv

@@ -27,7 +27,7 @@ from threading import Lock
 from benchmarks.prediction_peers import PEERS
 from benchmarks.published import CARDS, Row, published
 from trainer_plugins.compiled import cache_folder
-from trainer_plugins.testing.drycuda.cuda_build import fetch
+from trainer_plugins.drycuda.cuda_build import fetch
 
 ROOT = Path(__file__).parents[1]
 CACHE = cache_folder() / "prediction"
@@ -180,7 +180,7 @@ def replays(rows: Sequence[Row], on_card: bool = False) -> Predicted:
         left = [asked for row in same for asked in asked_for(row)]
         words = ["benchmarks.prediction_replay"]
         if on_card:
-            dry = "trainer_plugins.testing.drycuda"
+            dry = "trainer_plugins.drycuda"
             words = [dry, "--gpu", CARDS[same[0].gpu], "-m", "benchmarks.prediction_dry"]
         try:
             folders = folders_of(same[0], on_card)

@@ -1,6 +1,6 @@
 """Runs published rows on the dry card, and prints a JSON line for each.
 
-    python -m trainer_plugins.testing.drycuda --gpu t4 -m benchmarks.prediction_dry KEY ...
+    python -m trainer_plugins.drycuda --gpu t4 -m benchmarks.prediction_dry KEY ...
 
 The loops are those of `prediction_replay`. The rest is what their authors ran: transformers loads
 the model (from weights that are not there), bitsandbytes quantises it, torch's allocator counts.

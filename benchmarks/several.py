@@ -134,7 +134,7 @@ def asked(row: Row, way: str, on_card: bool) -> dict[str, int] | str:
         command[-3] = "--dry"
     if on_card and row.source in OF_TORCHTITAN:
         cards = ["--gpu", "95GiB", "--num-gpus", "8", "--alone", "--"]
-        command = [*python, "-m", "trainer_plugins.testing.drycuda", *cards, *command]
+        command = [*python, "-m", "trainer_plugins.drycuda", *cards, *command]
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": row.settings["num_gpus"]}
         environment |= {name: str(number) for name, number in ranks.items()}
         environment |= {"LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer_plugins.plug_in.as_main import NoSuchProgramError, program
+from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.plug_in.attachment import attach, say_at_exit
 from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,

@@ -6,7 +6,7 @@ import sys
 import types
 
 from tests.forked import MARK, ROOT, SHIM
-from trainer_plugins.plug_in.as_main import program
+from trainer_plugins.as_main import program
 
 
 def main(words: list[str]) -> None:

@@ -78,7 +78,9 @@ class AllocatorModel:
         """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
         size = self.round_size(num_bytes)
         is_small = size <= SMALL_BYTES
-        pool = self._pools.setdefault((stream, is_small), Pool(is_small))
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = Pool(is_small)
         block = self._find_free(pool, size)
         if block is None:
             self._collect_garbage()

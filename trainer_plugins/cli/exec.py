@@ -103,7 +103,7 @@ def exec_(
         ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
-        from trainer_plugins.testing.drycuda.wall import Allowed
+        from trainer_plugins.drycuda.wall import Allowed
 
         allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
         card, answer = (gpu, num_gpus), sys.stdout if fit_ask else sys.stderr

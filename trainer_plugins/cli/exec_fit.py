@@ -14,9 +14,9 @@ from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
 if TYPE_CHECKING:
+    from trainer_plugins.drycuda.wall import Allowed
     from trainer_plugins.planner.cards import Card
     from trainer_plugins.planner.plan import Proposal
-    from trainer_plugins.testing.drycuda.wall import Allowed
 
 _VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of drycuda/inside/batches.py, which imports torch
 # What a user may allow to be changed besides how the same result is computed.
@@ -55,10 +55,10 @@ def choose_to_fit(
         PlanError: there is no plan of this command.
         DoesNotFit: nothing that was tried fits.
     """
+    from trainer_plugins.drycuda.dry_run import DryRun
+    from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.plug_in.options import memory_arguments
-    from trainer_plugins.testing.drycuda.dry_run import DryRun
-    from trainer_plugins.testing.drycuda.dry_search import Variations
 
     try:
         memory_arguments(**{**given, "rows_at_once": 1})

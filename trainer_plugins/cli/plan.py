@@ -27,10 +27,10 @@ from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
+    from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.planner.calibrate import Calibration
     from trainer_plugins.planner.plan import MemoryPlan
     from trainer_plugins.planner.request import PlanRequest
-    from trainer_plugins.testing.drycuda.dry_search import Variations
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3

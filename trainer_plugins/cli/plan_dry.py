@@ -14,8 +14,8 @@ from trainer_plugins.cli.typed_options import option
 from trainer_plugins.plug_in.flags import assigned
 
 if TYPE_CHECKING:
+    from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.planner.request import PlanRequest
-    from trainer_plugins.testing.drycuda.dry_search import Variations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> 
 
     Without dry cards, and with `--engine fake`, they are read as far as they are known.
     """
-    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+    from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
     if dry.engine != "fake":
         try:
@@ -85,10 +85,10 @@ def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) 
     Raises:
         PlanError: there is no engine of that name.
     """
+    from trainer_plugins.drycuda.cuda_build import is_installed
+    from trainer_plugins.drycuda.dry_cuda import unavailable_reason
+    from trainer_plugins.drycuda.dry_request import why_not
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.cuda_build import is_installed
-    from trainer_plugins.testing.drycuda.dry_cuda import unavailable_reason
-    from trainer_plugins.testing.drycuda.dry_request import why_not
 
     if engine not in ("auto", "fake", "dry"):
         raise PlanError(f"--engine is auto, fake or dry, got {engine!r}")
@@ -103,8 +103,8 @@ def as_command(
     request: "PlanRequest", run: RunOptions, options: DryOptions, *, foretells: bool
 ) -> Iterator["Variations"]:
     """Let a request be run on dry cards as a command is; it is in a file meanwhile."""
-    from trainer_plugins.testing.drycuda.dry_request import dry_run_of
-    from trainer_plugins.testing.drycuda.dry_search import Variations
+    from trainer_plugins.drycuda.dry_request import dry_run_of
+    from trainer_plugins.drycuda.dry_search import Variations
 
     tell = _prepared(options)
     with TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
@@ -126,12 +126,12 @@ def variations_of(
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
     """
+    from trainer_plugins.drycuda.dry_run import DryRun
+    from trainer_plugins.drycuda.dry_search import Variations
+    from trainer_plugins.drycuda.wall import Allowed
     from trainer_plugins.planner.calibrate import with_measured_context
     from trainer_plugins.planner.cards import card_of
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.dry_run import DryRun
-    from trainer_plugins.testing.drycuda.dry_search import Variations
-    from trainer_plugins.testing.drycuda.wall import Allowed
 
     machine = run.machine
     if machine.gpu is None:
@@ -157,8 +157,8 @@ def variations_of(
 
 def _prepared(options: DryOptions) -> Callable[[str], None]:
     """Look whether a snapshot can be kept, and fetch torch if asked; return what tells of it."""
+    from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, fetch
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.testing.drycuda.cuda_build import DryCudaUnavailable, fetch
 
     tell = partial(print, file=sys.stderr, flush=True)
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():

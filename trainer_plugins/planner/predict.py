@@ -135,7 +135,7 @@ def _predict_dry(request: PlanRequest, timeout_seconds: float) -> MemoryPlan:
     with tempfile.TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
         asked, answered = Path(folder) / "request", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps(request))
-        words = ["trainer_plugins.testing.drycuda.dry_request", str(asked), str(answered)]
+        words = ["trainer_plugins.drycuda.dry_request", str(asked), str(answered)]
         environment = {**os.environ, "PYTHONPATH": _path(request)}
         command = [sys.executable, "-m", *words, str(timeout_seconds)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

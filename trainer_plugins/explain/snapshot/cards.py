@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainer_plugins.explain.snapshot.pickled import NotReadableError, load, no_collection
+from trainer_plugins.explain.snapshot.pickled import (
+    NotReadableError,
+    load,
+    load_own,
+    no_collection,
+)
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
 
@@ -122,10 +127,15 @@ class Snapshot:
         )
 
 
-def read(path: Path) -> Snapshot:
-    """Read a snapshot of torch, or raise NotReadableError."""
+def read(path: Path, *, is_own: bool = False) -> Snapshot:
+    """Read a snapshot of torch, or raise NotReadableError.
+
+    Args:
+        path: the file.
+        is_own: whether this package has just written it, so that it need not be mistrusted.
+    """
     with no_collection():
-        raw = load(path)
+        raw = load_own(path) if is_own else load(path)
         if isinstance(raw, list):  # torch.cuda.memory_snapshot()
             raw = {"segments": raw}
         if not isinstance(raw, dict) or not isinstance(raw.get("segments"), list):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
-from trainer_plugins.allocator.settings import FIRST_OF_A_SIZE
+from trainer_plugins.allocator.settings import FIRST_OF_A_SIZE, FirstOfASize
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot
 from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace, known_from, trace_of
@@ -39,15 +39,20 @@ class Repeated:
     block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
-def repeat(card: Card, snapshot: Snapshot) -> Repeated:
-    """Repeat the events of a card, or raise NotModelledError."""
+def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> Repeated:
+    """Repeat the events of a card, or raise NotModelledError.
+
+    Which torch has written a snapshot it does not say: what is `likely` is tried first.
+    """
     trace = trace_of(card, snapshot.name)
-    rules = AllocatorRules(expandable_segments=trace.expandable)
+    rules = AllocatorRules(expandable_segments=trace.expandable, first_of_a_size=likely)
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
     best = _repeat(trace, rules)
-    for first in FIRST_OF_A_SIZE[1:]:  # a snapshot does not say which torch has written it
+    for first in FIRST_OF_A_SIZE:
+        if first == likely:
+            continue
         if best.outcome.is_same:
             break
         other = _repeat(trace, replace(rules, first_of_a_size=first))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer_plugins.allocator.model import first_of_a_size
 from trainer_plugins.explain.shared import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.explain.snapshot.cards import Card, Snapshot, read
 from trainer_plugins.explain.snapshot.held import Category, Held, Sorter
@@ -75,13 +76,19 @@ class SnapshotCase:
         return self.sorter.meaning(self.oom_stack)
 
 
-def case_of(path: Path) -> SnapshotCase:
-    """Read a snapshot, and bring its main card to the moment that matters."""
-    snapshot = read(path)
+def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
+    """Read a snapshot, and bring its main card to the moment that matters.
+
+    Args:
+        path: the file.
+        own_torch: the version of torch that it is of, if this package has just written it.
+    """
+    snapshot = read(path, is_own=bool(own_torch))
     card = snapshot.main_card()
     repeated, why = None, ""
     try:
-        repeated = repeat(card, snapshot)
+        likely = first_of_a_size(own_torch) if own_torch else "address"
+        repeated = repeat(card, snapshot, likely)
     except NotModelledError as error:
         why = str(error)
     lives = lives_of(card, repeated)

@@ -70,7 +70,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
 
     # Where this is not called, the dry card's libraries end a Python that imports torch (core.cpp).
     getattr(ctypes.CDLL(None), "drycuda_prepared", int)()
-    inside = "trainer_plugins.testing.drycuda.inside."
+    inside = "trainer_plugins.drycuda.inside."
     # A module that imports torch is under way when torch has been imported: all are named before.
     for name, place, function in (
         ("torch", "start", "start"),

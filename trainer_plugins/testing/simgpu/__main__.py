@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer_plugins.plug_in.as_main import NoSuchProgramError, program
+from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.units import parse_size
 
 _EXIT_USAGE = 2

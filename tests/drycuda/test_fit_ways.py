@@ -1,0 +1,166 @@
+"""The ways that `exec --fit` tries: no dry run is made, each answer is given."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from trainer_plugins import checkpointing
+from trainer_plugins.accumulation import Accumulation, Effect
+from trainer_plugins.cli.exec_fit import MAY
+from trainer_plugins.drycuda import dry_search
+from trainer_plugins.drycuda.dry_plan import DryAnswer
+from trainer_plugins.drycuda.dry_run import DryRun
+from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare.switches import LORA
+from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak
+from trainer_plugins.units import GIB
+
+_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+_PLAN = MemoryPlan(
+    allocated_peak_bytes=20 * GIB, reserved_peak_bytes=20 * GIB, nvidia_smi_peak_bytes=21 * GIB,
+    host_ram_bytes_per_node=0, capacity_bytes=24 * GIB, moment="backward", breakdown={"activations": 15 * GIB, "logits and loss": 5 * GIB, "gradients": 8 * GIB, "optimizer states": 8 * GIB},
+    top_tensors=(), moments={"load": MomentPeak(allocated_bytes=GIB, reserved_bytes=GIB)},
+    num_parameters=8, num_trainable_parameters=8,
+)  # fmt: skip
+
+
+_SHORT = 30 * GIB
+
+
+def first_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    is_fsdp: bool = False,
+    may: tuple[str, ...] = (),
+    fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    trainer: str = "SFTTrainer",
+    why_whole: dict[str, list[str]] = {},  # noqa: B006
+    short: tuple[Moment, ...] = ("backward",),
+    **given: Any,
+):
+    """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
+    arguments = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 8,
+        "gradient_checkpointing": True, "bf16": False, "fp16": False, "accelerator_config": AcceleratorConfig().to_dict(), **given,
+    }  # fmt: skip
+    tried: list[dict[str, object]] = []
+
+    def dry_plan(run: DryRun, tell: object) -> DryAnswer:
+        tried.append({**run.changed})
+        fits = fitting.items() <= run.changed.items()
+        peak = MomentPeak(allocated_bytes=_SHORT, reserved_bytes=_SHORT)
+        moments = {**_PLAN.moments, **dict.fromkeys(short, peak)}
+        plan = replace(
+            _PLAN,
+            planned={"model": f"LlamaForCausalLM, trained by {trainer}"},
+        )
+        if not fits:
+            plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
+        return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
+
+    monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
+    run = DryRun(command=["python", "train.py"], card=card_of("24GiB"))
+    found, failed = dry_search.Variations(run, print).first_that_fits(may)
+    return found, failed, tried
+
+
+def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
+    """Fewer rows and more accumulation might be another training."""
+    fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    rows: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, **rows)
+    assert found is not None
+    assert (found.rows_at_once, found.changed) == (1, {})
+
+    read = {"unless vouched": ["compute_loss returns a mean over its micro-batch"]}
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=read, **rows)
+    assert found is not None
+    assert found.vouches
+    assert found.proposal.price.startswith("compute_loss returns a mean")
+
+    whole = {"training": ["it has batch normalization"]}
+    found, failed, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
+    assert found is None
+    assert failed[0] == "micro-batches have to stay whole: it has batch normalization"
+
+    same = replace(_PLAN, accumulation=Accumulation(Effect.SAME, "a sum"))
+    monkeypatch.setattr("tests.drycuda.test_fit_ways._PLAN", same)
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
+    assert found is not None
+    assert (found.rows_at_once, found.changed) == (0, fewer)
+    rows["dataloader_drop_last"] = True  # it would drop other rows
+    found, _, _ = first_that_fits(monkeypatch, fitting=fewer, why_whole=whole, **rows)
+    assert found is None
+
+    checkpointed = {checkpointing.NAME: True}
+    rows[checkpointing.NAME] = False
+    found, _, _ = first_that_fits(monkeypatch, fitting=checkpointed, why_whole=whole, **rows)
+    assert found is not None
+    assert (found.rows_at_once, found.changed) == (0, checkpointed)
+
+
+@pytest.mark.parametrize("short", [("evaluation",), ("generation",), ("evaluation", "generation")])
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_evaluation_that_is_short_gets_fewer_rows(monkeypatch, short, stays: bool) -> None:
+    fewer = {"per_device_eval_batch_size": 2}
+    whole = {"evaluation": ["its ranks compute each forward pass together"]} if stays else {}
+    given = {"per_device_train_batch_size": 4, "short": short, "why_whole": whole}
+    found, _, tried = first_that_fits(monkeypatch, fitting=fewer, **given)
+    assert found is not None
+    assert (found.rows_at_once, found.changed) == (0, fewer if stays else {})
+    assert found.proposal.changes[0] == "2 rows at once in the evaluation"
+    assert [each.get("per_device_train_batch_size") for each in tried] == [None] * 3
+
+
+def test_what_cannot_free_enough_is_not_run(monkeypatch) -> None:
+    """All activations and logits are 20 GiB: enough where 6 are missing, and not where 36 are."""
+    monkeypatch.setattr("tests.drycuda.test_fit_ways._SHORT", 60 * GIB)
+    found, failed, tried = first_that_fits(monkeypatch, fitting={"none": 1})
+    assert found is None
+    assert len(tried) == 1
+    assert failed == ["1 row x 4: 36.00 GiB short"]
+
+
+def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeypatch) -> None:
+    found, _, _ = first_that_fits(monkeypatch, is_fsdp=True)
+    assert found is not None
+    assert found.changed == {"accelerator_config": _EACH_TIME}
+    assert found.proposal.changes == ("gradients reduced each time",)
+    assert first_that_fits(monkeypatch, is_fsdp=False)[0] is None
+
+
+def test_settings_of_accelerate_that_a_user_has_made_are_left_alone(monkeypatch) -> None:
+    mine = {**AcceleratorConfig().to_dict(), "split_batches": True}
+    assert first_that_fits(monkeypatch, is_fsdp=True, accelerator_config=mine)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("may", "fitting", "given"),
+    [
+        ("precision", {"bf16": True}, {}),
+        ("length", {"max_length": 512}, {"max_length": 1024}),
+        ("optim", {"optim": "adamw_bnb_8bit"}, {}),
+        ("peft", {"peft_config": LORA}, {}),
+    ],
+)
+def test_what_changes_the_result_is_tried_only_if_it_was_named(
+    monkeypatch, may: str, fitting: dict[str, Any], given: dict[str, Any]
+) -> None:
+    found, _, _ = first_that_fits(monkeypatch, False, (may,), fitting, **given)
+    assert found is not None
+    assert fitting.items() <= found.changed.items()
+    others = tuple({*MAY} - {may})
+    assert first_that_fits(monkeypatch, False, others, fitting, **given)[0] is None
+
+
+@pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}])
+def test_a_run_in_16_bits_keeps_its_precision(monkeypatch, given: dict[str, Any]) -> None:
+    wanted: dict[str, Any] = {"bf16": True, "max_length": 1}
+    assert first_that_fits(monkeypatch, False, ("precision",), wanted, **given)[0] is None
+
+
+def test_activations_stay_where_trl_loses_them(monkeypatch) -> None:
+    wanted: dict[str, Any] = {checkpointing.OPTIONS: {"offload": True}}
+    assert first_that_fits(monkeypatch, False, (), wanted)[0] is not None
+    assert first_that_fits(monkeypatch, False, (), wanted, trainer="DPOTrainer")[0] is None

@@ -1,0 +1,142 @@
+"""What `plan -- COMMAND` refuses, and what it says where torch's build for CUDA is not there."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests import processes
+from trainer_plugins.allocator.model import AllocatorRules
+from trainer_plugins.cli import app
+from trainer_plugins.drycuda import unavailable_reason
+from trainer_plugins.drycuda.smallest import smallest_room
+from trainer_plugins.explain.snapshot.cards import Card, Event, Segment
+from trainer_plugins.units import MIB
+
+COMMAND = ("--", "python", "train.py", "--lr", "1")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path))
+    done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
+    assert done.exit_code == 2
+    assert "was built without CUDA: `plan --dry-env -- COMMAND` fetches" in done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "name the card on which the command will run: --gpu"),
+        (("--gpu", "h1000"), "no card is named 'h1000'"),
+        (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- says this itself"),
+        (
+            ("--gpu", "24GiB", "--model", "m", "--host-memory", "9GiB"),
+            "--model, --host-memory: a command",
+        ),
+        (("--gpu", "24GiB", "--explain-change", "magic"), "no switch is called 'magic'"),
+        (
+            ("--gpu", "24GiB", "--engine", "fake"),
+            "--engine fake reads a command's flags, and these name no model",
+        ),
+        (
+            ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
+            "must be a file in a folder that exists",
+        ),
+    ],
+)
+def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *words, *COMMAND])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_options_of_a_command_need_one() -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", "m", "--steps", "3"])
+    assert done.exit_code == 2
+    assert "--steps, --alone, --snapshot and --dry-env are for a command after --" in done.stderr
+
+
+def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])
+    assert done.exit_code == 2
+    assert "neither plan nor TrainingArguments has an option 8" in done.stderr
+
+
+def test_another_system_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = "the dry card needs Linux on x86-64; this is darwin"
+    assert said in (unavailable_reason() or "")
+
+
+def test_another_kind_of_processor_is_named(monkeypatch) -> None:
+    names = ("Linux", "here", "6.1", "1", "aarch64")
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(names))
+    assert "this is linux on aarch64" in (unavailable_reason() or "")
+
+
+def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
+    size, at = 20 * MIB, 2 << 30
+    kept = Segment(at, size, 0, 0, is_small=False, is_expandable=False, is_private=False, blocks=())
+    taken, used, freed = (Event(each, at, size, 0) for each in ("segment_alloc", "alloc", "free"))
+    for events, room in (((taken, used, freed), size), ((freed, used, freed), None)):
+        card = Card(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
+        found = smallest_room(card, AllocatorRules(), 80 << 30)
+        assert (found and found.room_bytes) == room
+
+
+def wheel_of_torch(folder: Path, library: str) -> None:
+    """A wheel of the installed torch's version that holds a single library."""
+    version = torch.__version__.partition("+")[0]
+    about = f"torch-{version}.dist-info"
+    files = {
+        f"torch/lib/{library}": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in files)
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_two_that_fetch_at_once_fetch_it_once_and_a_broken_fetch_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    cache = tmp_path / "cache"
+    environment = {
+        **os.environ,
+        "TRAINER_PLUGINS_CACHE": str(cache),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+    fetches = "from trainer_plugins.drycuda.cuda_build import fetch; print(fetch(print))"
+
+    def fetched() -> list[str]:
+        call, pipe = (sys.executable, "-c", fetches), subprocess.PIPE
+        both = [
+            processes.start(call, environ=environment, stdout=pipe, stderr=subprocess.STDOUT)
+            for _ in range(2)
+        ]
+        return [each.communicate()[0].decode() for each in both]
+
+    wheel_of_torch(tmp_path, "libtorch_cpu.so")
+    for said in fetched():
+        assert "pip found no build for CUDA of torch" in said
+    assert [each for each in cache.rglob("*") if each.is_file()] == []
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    left = cache / "torch-for-cuda" / f"{torch.__version__.partition('+')[0]}-python{python}" / "x"
+    left.mkdir(parents=True)
+    wheel_of_torch(tmp_path, "libtorch_cuda.so")
+    assert sorted("fetching torch" in said for said in fetched()) == [False, True]
+    assert [*cache.rglob("libtorch_cuda.so")] == [left.parent / "torch/lib/libtorch_cuda.so"]
+    assert not left.exists()

@@ -1,0 +1,141 @@
+"""Runs a command on dry cards, and ends it with all that it has started."""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from trainer_plugins import forks
+from trainer_plugins.drycuda.dry_cuda import DryCuda
+from trainer_plugins.planner.plan import PlanError
+
+_LOOKS_SECONDS = 0.5
+_IMPORTS = ("transformers.trainer", "trainer_plugins.drycuda.inside.forked")
+
+
+def ended(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_seconds: float
+) -> int:
+    """Run a command to its end, its output in a file; return its exit code.
+
+    Raises:
+        PlanError: it cannot be run, it took too long, or it has left the dry card.
+    """
+    with log.open("w") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # it has no terminal to ask
+            )
+        except OSError as error:
+            raise PlanError(f"the command cannot be run: {error}") from error
+    return _wait(process, timeout_seconds)
+
+
+def ended_fork(
+    module: str,
+    words: Sequence[str],
+    imports: Sequence[str],
+    dry: DryCuda,
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_seconds: float,
+) -> int:
+    """Call `main` of a module in a fork of a Python that has imported what it needs.
+
+    The first call imports it, over the dry libraries; the calls after it do not take that time.
+
+    Args:
+        module: what has the function.
+        words: its arguments.
+        imports: modules that it needs, besides transformers.
+        dry: the cards.
+        environment: what it sees of them, from `dry.environment`.
+        log: the file for its output.
+        timeout_seconds: how long it may take; the imports may take as long.
+
+    Raises:
+        PlanError: it took too long.
+    """
+    home = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join([environment["PYTHONPATH"], home])
+    of_server = {
+        **environment,
+        "PYTHONPATH": path,
+        "TRAINER_PLUGINS_DRY_SERVES": "1",
+        "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
+        "DRYCUDA_CARDS": f"{len(dry.cards)} of {dry.kind}",  # what is imported may ask NVML
+        "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
+    }
+    server = forks.server_for((*_IMPORTS, module, *imports), of_server)
+    if not server.is_ready(timeout_seconds):
+        forks.forget(server)
+        raise _late(timeout_seconds)
+    wall = json.dumps(dry.wall.asked if dry.wall else {})
+    call = forks.Call(
+        words=("trainer_plugins.drycuda.inside.forked", wall, module, *words),
+        folder=os.getcwd(),
+        environ={**environment, "PYTHONPATH": path},
+    )
+    with log.open("w") as output, open(os.devnull) as nothing:
+        files = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+        process = server.start(call, files)
+    try:
+        return _wait(process, timeout_seconds)
+    finally:
+        process.end()
+
+
+def _wait(process: "subprocess.Popen[bytes] | forks.Running", timeout_seconds: float) -> int:
+    end = time.monotonic() + timeout_seconds
+    try:
+        started = psutil.Process(process.pid)
+    except psutil.NoSuchProcess:  # a fork that has ended already
+        return process.wait()
+    try:
+        while time.monotonic() < end:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LOOKS_SECONDS)
+            if any(map(_is_without_the_card, _family(started))):
+                raise PlanError(
+                    "the command starts a Python with torch in an environment of its own (by"
+                    " sudo, env -i or the like): it would not be on the dry card there"
+                )
+        raise _late(timeout_seconds)
+    finally:
+        for each in _family(started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def _late(timeout_seconds: float) -> PlanError:
+    return PlanError(f"the command took more than {timeout_seconds:.0f} s: raise --timeout")
+
+
+def _family(started: psutil.Process) -> list[psutil.Process]:
+    """Return what a process has started, and it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [*started.children(recursive=True), started]
+    return []
+
+
+def _is_without_the_card(each: psutil.Process) -> bool:
+    # Twice: what is mapped may change while it is read, and lines are then passed over.
+    return all(_lacks_the_card(Path(f"/proc/{each.pid}/maps")) for _ in range(2))
+
+
+def _lacks_the_card(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        maps = path.read_text()
+        return "/libtorch_cpu.so" in maps and "/libdrycuda.so" not in maps
+    return False

@@ -1,0 +1,56 @@
+"""Changes a command that runs on dry cards, by the TrainingArguments and variables that it gets."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.drycuda.dry_run import DryRun
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.switches import Switch
+from trainer_plugins.planner.plan import PlanError
+
+WAYS: tuple[tuple[Switch, ...], ...] = (
+    (),
+    (switches.FUSED_LOSS,),
+    (switches.CHECKPOINTING,),
+    (switches.FUSED_LOSS, switches.CHECKPOINTING),
+    (switches.OFFLOADED_ACTIVATIONS,),
+    (switches.FUSED_LOSS, switches.OFFLOADED_ACTIVATIONS),
+    (switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
+    (switches.FUSED_LOSS, switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
+)
+"""What is tried besides fewer rows: the ways that keep the training first, then the faster."""
+
+
+def is_usual(arguments: Mapping[str, Any]) -> bool:
+    """Return whether accelerate's settings are its own."""
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    return bool(arguments["accelerator_config"] == AcceleratorConfig().to_dict())
+
+
+def run_with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
+    """Return a run with other TrainingArguments."""
+    return replace(run, changed={**run.changed, **changed}, snapshot=None, foretells=True)
+
+
+def turn(run: DryRun, change: Switch) -> DryRun:
+    """Change a run by a switch that is a flag of TrainingArguments, a variable, or an adapter."""
+    if change == switches.ADAPTER_IN_SCRIPT:
+        return run_with(run, {"peft_config": switches.LORA})
+    if flags := flags_in(change.flags):
+        return run_with(run, dict(_typed(flags)))
+    variable, is_one, value = change.flags.partition("=")
+    if is_one and variable.isupper():
+        return replace(run, environment={**run.environment, variable: value}, snapshot=None)
+    raise PlanError("the command itself says this: change it there")
+
+
+def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Yield values as TrainingArguments hold them: numbers, booleans, mappings and words."""
+    booleans: Mapping[str, object] = {"True": True, "False": False}
+    for name, text in flags.items():
+        is_json = text.isdigit() or text.startswith("{")
+        yield name, json.loads(text) if is_json else booleans.get(text, text)

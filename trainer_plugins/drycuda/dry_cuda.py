@@ -1,0 +1,168 @@
+"""DryCuda: torch's own CUDA build at full size on a card that computes nothing.
+
+Libraries of this folder stand where CUDA's would. Memory of the card is address space, kernels are
+counted and not run, so the unmodified script runs at its full size in seconds: torch's caching
+allocator, its CUDA operators, its real OutOfMemoryError, accelerate, DeepSpeed, bitsandbytes'
+library, Triton. What tensors hold is zero, except small ones (`inside/values.py`).
+
+    with DryCuda(card_of("a100-80gb"), num_cards=2) as dry:
+        subprocess.run(dry.command(["python", "train.py"]), env=dry.environment())
+
+Such a program changes none of your files, and reaches no other host (`wall.py`).
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from trainer_plugins.compiled import plain_compiler
+from trainer_plugins.drycuda.card.libraries import NO_COMPILER, built, libraries_in
+from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+from trainer_plugins.drycuda.wall import OFFLINE, Allowed, Wall, unlock
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.predict import IN_A_PLAN
+from trainer_plugins.plug_in import _site
+from trainer_plugins.testing import nvml
+from trainer_plugins.testing.card import SimCard
+from trainer_plugins.testing.nvml import ScriptedNvml
+
+__all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
+
+
+def unavailable_reason() -> str | None:
+    """Say why the dry card cannot be had here; None if it can. Builds nothing."""
+    try:
+        site_with_cuda()
+    except DryCudaUnavailable as error:
+        return str(error)
+    if not plain_compiler("c++"):
+        return NO_COMPILER
+    return nvml.unavailable_reason()
+
+
+class DryCuda:
+    """Makes cards, and the environment in which programs see them; a context manager.
+
+    Args:
+        card: what each card is.
+        num_cards: how many there are.
+        alone: only rank 0 of a program runs, and the others are taken to be like it.
+        numbers: compute every operator, so that small models really train; what they write is
+            written for real.
+        allowed: what programs may do for real (None: nothing).
+
+    Raises:
+        DryCudaUnavailable: the libraries cannot be built here.
+        ValueError: a folder in `allowed` does not exist.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        num_cards: int = 1,
+        *,
+        alone: bool = False,
+        numbers: bool = False,
+        allowed: Allowed | None = None,
+    ) -> None:
+        self.kind = card
+        self._site = site_with_cuda()
+        self._libraries = [*libraries_in(built()), _nvml()]
+        self._alone, self._numbers = alone, numbers
+        self.folder = Path(tempfile.mkdtemp(prefix="trainer-plugins-dry-"))
+        self.wall = None if numbers else Wall(self.folder, allowed or Allowed())
+        self.cards = [
+            SimCard.create(self.folder / f"card-{index}", card.capacity_bytes)
+            for index in range(num_cards)
+        ]
+        self._nvml = ScriptedNvml(self.folder)
+        name = f"Dry {card.name} (computes nothing)"
+        for each in self.cards:
+            self._nvml = self._nvml.card_from_file(each.path, reserved_bytes=0, name=name)
+        self._nvml.write()
+        described = {
+            "name": name,
+            "major": card.capability[0],
+            "minor": card.capability[1],
+            "multiprocessors": card.num_multiprocessors,
+            "l2_bytes": card.l2_mib << 20,
+            "shared_bytes": card.shared_kib << 10,
+            "shared_optin_bytes": (card.shared_kib - 1) << 10,
+            "max_threads": card.num_threads,
+            "context_bytes": card.context_bytes,
+            "has_numbers": int(numbers),
+        }
+        lines = "".join(f"{key}={value}\n" for key, value in described.items())
+        (self.folder / "card.txt").write_text(lines)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """Return a command that runs the one given, behind the wall."""
+        return self.wall.command(words) if self.wall else list(words)
+
+    def environment(self, of: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return an environment with the cards, for a program of Python or a launcher."""
+        site = str(self._site)
+        ahead = [] if site in sys.path else [site]  # of the torch that is installed
+        path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
+        walled = self.wall.environment(self._libraries[0].parent) if self.wall else dict(OFFLINE)
+        first = walled.pop("LD_PRELOAD", None)
+        preload = filter(None, [first, *map(str, self._libraries), of.get("LD_PRELOAD")])
+        ours = {
+            **walled,
+            "LD_PRELOAD": ":".join(preload),
+            "PYTHONPATH": os.pathsep.join(path),
+            "TRAINER_PLUGINS_DRYCUDA": str(self.folder),
+            "TRAINER_PLUGINS_DRYCUDA_TORCH": site,
+            "TRAINER_PLUGINS_NVML_SCRIPT": str(self._nvml.path),
+            # Triton links its launchers to the driver's library, and looks for it by itself.
+            "TRITON_LIBCUDA_PATH": str(self._libraries[0].parent),
+            "TRAINER_PLUGINS_DRYCUDA_NUMBERS": str(int(self._numbers)),
+            # What a compiler chose by time, or got from our libraries, is not for a real run.
+            "USE_PYTORCH_KERNEL_CACHE": "0",
+            "TORCHINDUCTOR_CACHE_DIR": str(self._libraries[0].parent / "inductor"),
+            "TRITON_CACHE_DIR": str(self._libraries[0].parent / "triton"),
+            # Threads would load weights in another order in each run: blocks would lie elsewhere.
+            "HF_DEACTIVATE_ASYNC_LOAD": "1",
+        }
+        if self._alone:
+            ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
+        # DeepSpeed's is "cpu" where it is imported without a card; a script may plan itself.
+        own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
+        hidden = {*own, IN_A_PLAN}
+        return {name: text for name, text in of.items() if name not in hidden} | ours
+
+    def refused(self) -> list[str]:
+        """Return what programs were refused, such as `write /home/me/out`, without namespaces.
+
+        With them writes succeed without a trace, and the kernel refuses connections.
+        """
+        file = self.folder / "refused"
+        return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
+
+    def __enter__(self) -> "DryCuda":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_what_is_left()
+        unlock(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_what_is_left(self) -> None:
+        """End the processes that have these cards: what a launcher started may outlive it."""
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(self.folder):
+                    each.kill()
+
+
+def _nvml() -> Path:
+    try:
+        return nvml.build()
+    except (RuntimeError, OSError) as error:
+        raise DryCudaUnavailable(str(error)) from error

@@ -1,0 +1,223 @@
+"""Makes a MemoryPlan of a command: runs it on dry cards, and reads what it needed.
+
+If the cards are too small for the command, it runs again on larger ones, to say by how much.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from trainer_plugins.accumulation import Accumulation
+from trainer_plugins.drycuda.dry_run import DryResult, DryRun, ran
+from trainer_plugins.planner.cards import about_context
+from trainer_plugins.planner.plan import (
+    MOMENTS,
+    Category,
+    MemoryPlan,
+    Moment,
+    MomentPeak,
+    TensorsAtPeak,
+    part_of,
+)
+from trainer_plugins.record.folder import from_json
+from trainer_plugins.units import GIB, size
+
+_UNLIMITED_BYTES = 4096 * GIB
+_MOST_GROUPS = 10
+
+_DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECASE)
+"""What may decide about memory; another function of a library that computes does not."""
+
+_MEANS_NOTHING = (
+    "dry run: kernels were counted and not run; losses and metrics mean nothing, tokens are"
+    " generated to the longest, experts get equal shares"
+)
+
+_ONE_RUN = (
+    "one process uses several cards: runs of it free blocks in different orders, and the smallest"
+    " card is that of this run"
+)
+
+
+class DryAnswer(NamedTuple):
+    """Holds what a dry run has shown."""
+
+    plan: MemoryPlan
+    arguments: Mapping[str, Any]
+    """The TrainingArguments of the run."""
+
+    tokens: int
+    """Of the longest row; 0 if rows have none."""
+
+    is_fsdp: bool
+    why_whole: Mapping[str, Sequence[str]] = {}
+    """Why survival would divide no batch of "training" and of "evaluation"; "unless vouched" says
+    what the code of a custom loss computes, for which you have to vouch."""
+
+
+def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
+    """Run a command on dry cards and return what it needs of the fullest one.
+
+    Args:
+        run: the command and its cards; it may start several processes.
+        tell: takes a line about what is being done.
+
+    Raises:
+        PlanError: the dry card cannot be had here, or the command ended before it trained.
+    """
+    unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
+    tell(f"planning: running the command on a dry {run.card.name}")
+    if run.foretells:
+        result = ran(replace(run, card=unlimited), tell)
+        least = result.smallest.get("smallest_card_bytes")
+        if least is not None:
+            plan = replace(plan_of(result, run), fits=least <= run.card.capacity_bytes)
+            return _answer(result, plan)
+    result = ran(run, tell)
+    if not result.died:
+        return _answer(result, plan_of(result, run))
+    num_bytes, place = result.failed_request
+    tell("planning: it does not fit, running it again on a card without a limit")
+    result = ran(replace(run, card=unlimited, snapshot=None), tell)
+    plan = replace(plan_of(result, run), fits=False)
+    plan = replace(plan, failed_request_bytes=num_bytes, failed_request=place)
+    return _answer(result, plan)
+
+
+def _answer(result: DryResult, plan: MemoryPlan) -> DryAnswer:
+    seen = result.seen[0]
+    known = ("arguments", "tokens", "is_fsdp", "why_whole")
+    return DryAnswer(plan, *(seen[name] for name in known))
+
+
+def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
+    """Return the plan of a command that was run and completed."""
+    fullest, card = result.seen[0], run.card
+    world_size = fullest["world_size"]
+    moments: dict[Moment, MomentPeak] = {
+        moment: _highest(fullest["moments"][moment])
+        for moment in MOMENTS
+        if moment in fullest["moments"]
+    }
+    times = fullest["ranks_of_node"] if run.alone else 1
+    pinned = times * sum(each["counters"]["bytes pinned at most"] for each in result.seen)
+    tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
+    at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
+    reserved = max(peak.reserved_bytes for peak in moments.values())
+    outside, found = max(fullest["outside_bytes"]), fullest["accumulation"]
+    return MemoryPlan(
+        allocated_peak_bytes=moments[at].allocated_bytes,
+        reserved_peak_bytes=reserved,
+        nvidia_smi_peak_bytes=reserved + outside,
+        host_ram_bytes_per_node=pinned,
+        host_pinned_bytes_per_node=pinned,
+        host_process_bytes_per_node=times * sum(each["host_bytes"] for each in result.seen),
+        capacity_bytes=card.capacity_bytes,
+        fits=reserved + outside <= card.capacity_bytes,
+        moment=at,
+        breakdown=_breakdown(result, moments[at].allocated_bytes),
+        top_tensors=(),
+        groups_at_peak=tuple(_groups(result)),
+        moments=moments,
+        num_flushes=fullest["num_retries"],
+        not_reliable=tuple(_unreliable(fullest)),
+        assumptions=tuple(_assumptions(fullest, run)),
+        gpu=card.name,
+        num_gpus=max(run.num_cards, world_size),
+        context_bytes=outside,
+        num_parameters=fullest["num_parameters"],
+        num_trainable_parameters=fullest["num_trainable_parameters"],
+        versions=fullest["versions"],
+        cards=_cards(fullest),
+        accumulation=from_json(Accumulation, found) if found else None,
+        timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
+        planned=fullest["planned"]
+        or {
+            "model": f"{fullest['model']}, trained by {fullest['trainer']}",
+            "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
+            "command": shlex.join(run.command),
+            **({"quantised": "its base"} if fullest["is_quantised"] else {}),
+            **({"card": run.card.guess} if run.card.guess else {}),
+        },
+        **result.smallest,
+    )
+
+
+def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
+    world_size, outside = seen["world_size"], max(seen["outside_bytes"])
+    yield _MEANS_NOTHING
+    if run.alone and world_size > 1:
+        yield f"rank 0 of {world_size} ran alone, the other ranks are taken to be like it"
+    yield from seen["notes"]
+    if _cards(seen):
+        yield _ONE_RUN
+    yield about_context(run.card)
+    if outside > run.card.context_bytes:
+        yield (
+            f"other processes hold {size(outside - run.card.context_bytes)} of the card: a launcher"
+            " that has touched it has a context there"
+        )
+
+
+def _highest(peaks: Iterable[tuple[int, int]]) -> MomentPeak:
+    allocated, reserved = zip(*peaks, strict=True)
+    return MomentPeak(allocated_bytes=max(allocated), reserved_bytes=max(reserved))
+
+
+def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
+    """Return the peaks of each card of a process that uses several."""
+    cards = [_highest(peaks) for peaks in zip(*seen["moments"].values(), strict=True)]
+    return tuple(cards) if sum(card.reserved_bytes > 0 for card in cards) > 1 else ()
+
+
+def _breakdown(result: DryResult, allocated_bytes: int) -> dict[Category, int]:
+    """Return the categories at the peak; what the recording does not know is a workspace."""
+    found: dict[Category, int] = {}
+    for life in result.at_peak():
+        category, _ = result.name_of(life)
+        found[category] = found.get(category, 0) + life.num_bytes
+    rest = allocated_bytes - sum(found.values())
+    # A block that is released while it is counted is in the recording, and not in the peak.
+    where: Category = "workspaces" if rest >= 0 else "activations"
+    found[where] = found.get(where, 0) + rest
+    return {name: num_bytes for name, num_bytes in found.items() if num_bytes > 0}
+
+
+def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
+    """Yield what takes most at the peak: equal blocks of one line as one."""
+    counts: Counter[tuple[int, Category, str, str, Moment]] = Counter()
+    for life in result.at_peak():
+        category, name = result.name_of(life)
+        place, born = result.case.sorter.place(life), result.moment_of(life)
+        counts[(life.num_bytes, category, part_of(name.rpartition(".")[0]), place, born)] += 1
+    largest = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_GROUPS]
+    for (num_bytes, category, part, place, born), count in largest:
+        yield TensorsAtPeak(
+            count=count,
+            num_bytes=num_bytes,
+            category=category,
+            part=part,
+            operation=place,
+            moment=born,
+            dtype="",
+        )
+
+
+def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:
+    unwritten = {
+        name.split(" ", 1)[1]: number
+        for name, number in seen["counters"].items()
+        if name.startswith("unwritten ") and _DECIDES.search(name)
+    }
+    if unwritten:
+        calls = ", ".join(f"{name} ({number:,})" for name, number in sorted(unwritten.items())[:5])
+        yield f"functions without code of their own were called: {calls}"
+    for name, number in seen["unknown_shapes"].items():
+        yield f"{number:,} results of {name} have a shape that no value decided: they are empty"
+    if seen["num_ooms"] and not seen["died"]:
+        yield f"it ran out of memory {seen['num_ooms']} times and went on"
+    if seen["num_retries"]:
+        yield f"the allocator released its cache {seen['num_retries']} times to go on"

@@ -1,0 +1,258 @@
+"""Runs a command on dry cards, and reads what its processes have seen."""
+
+import json
+import math
+import os
+import re
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from trainer_plugins.allocator.model import AllocatorRules
+from trainer_plugins.drycuda.command import ended, ended_fork
+from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable
+from trainer_plugins.drycuda.dry_cuda import DryCuda
+from trainer_plugins.drycuda.smallest import smallest_room
+from trainer_plugins.drycuda.wall import Allowed, explain_refusal
+from trainer_plugins.explain.snapshot.cards import read
+from trainer_plugins.explain.snapshot.held import Category as HeldAs
+from trainer_plugins.explain.snapshot.lives import Life
+from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.explain.snapshot.pickled import NotReadableError
+from trainer_plugins.explain.snapshot.stacks import meaning_of
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.plan import Category, Moment, PlanError
+from trainer_plugins.printable import printable, without_leaks
+from trainer_plugins.units import size
+
+_LAST_LINES = 12
+_CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
+
+_CATEGORIES: Mapping[HeldAs, Category] = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer states": "optimizer states",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "temporaries": "activations",
+    "other": "activations",
+    "unknown": "workspaces",
+    "gathered parameters": "sharding buffers",
+    "KV cache": "KV cache",
+    "waiting": "activations",
+}
+
+_ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
+"""The line of an exception, also with the rank that torchrun puts before it."""
+
+
+class Call(NamedTuple):
+    """Describes a call of `main` in a module of this package."""
+
+    module: str
+    words: Sequence[str]
+    imports: Sequence[str] = ()
+    """Other modules that it needs, which need no time if they are imported before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Describes a command to run, and the cards of the machine that it is meant for."""
+
+    command: Sequence[str]
+    """What to start, or what stands for it in words."""
+
+    card: Card
+    num_cards: int = 1
+    call: "Call | None" = None
+    """What to call instead of a command."""
+
+    num_steps: int = 2
+    """Optimizer steps after which the training ends."""
+
+    alone: bool = False
+    """Whether only rank 0 runs, and the others are taken to be like it."""
+
+    timeout_seconds: float = 600
+    """After which the command and all that it started are ended."""
+
+    snapshot: Path | None = None
+    """Where to keep the allocator's snapshot of the fullest card."""
+
+    changed: Mapping[str, object] = field(default_factory=dict)
+    """Fields of TrainingArguments that are not as the command says."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the command gets besides those of this process."""
+
+    allowed: Allowed = field(default_factory=Allowed)
+    """What the command may write for real, and whether it may reach other hosts."""
+
+    foretells: bool = False
+    """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
+
+
+class DryResult:
+    """Holds what the processes of a command have seen, the fullest one first."""
+
+    def __init__(
+        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: Mapping[str, Any]
+    ) -> None:
+        self.seen, self.case, self.smallest = seen, case, smallest
+
+    def at_peak(self) -> list[Life]:
+        """Return the blocks that were in use at the peak."""
+        return self.case.sorter.alive_at(self.case.held.position)
+
+    def name_of(self, life: Life) -> tuple[Category, str]:
+        """Return what a block was for, and the parameter that it belonged to, if one."""
+        named: tuple[Category, str] | None = self.seen[0]["named"].get(str(life.birth))
+        return named or (_CATEGORIES[self.case.sorter.category(life)], "")
+
+    def moment_of(self, life: Life) -> Moment:
+        """Return the moment in which a block was allocated."""
+        began: list[tuple[int, Moment]] = self.seen[0]["beginnings"]
+        at = bisect_right(began, life.birth, key=lambda each: each[0]) - 1
+        return began[max(at, 0)][1]
+
+    @property
+    def died(self) -> bool:
+        """Return whether a process ended because it was out of memory."""
+        return any(each["died"] for each in self.seen)
+
+    @property
+    def failed_request(self) -> tuple[int, str | None]:
+        """Return what the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
+        oom = self.case.oom
+        return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
+
+
+def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
+    """Run a command for `dry_plan`; where it cannot resume by itself, a second time to resume."""
+    try:
+        made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
+    except (DryCudaUnavailable, ValueError) as error:
+        raise PlanError(str(error)) from error
+    with made as dry:
+        result = _ran(run, dry, tell)
+        if result.died or not any(each["resumes_apart"] for each in result.seen):
+            return result
+        num_bytes = _states_in_main_memory(dry.folder, result.seen[0]["world_size"], run)
+        if num_bytes > psutil.virtual_memory().available:
+            result.seen[0]["notes"].append(
+                f"resuming was not run: it may take {size(num_bytes)} of main memory here"
+            )
+            return result
+        tell("planning: running it again, from the checkpoint that it has saved")
+        again = {**run.environment, "TRAINER_PLUGINS_DRY_RESUMES": "1"}
+        try:
+            resumed = _ran(replace(run, environment=again, snapshot=None), dry, tell)
+        except (PlanError, NotReadableError) as error:
+            result.seen[0]["notes"].append(f"resuming was not seen: {error}")
+            return result
+        return _both(result, resumed)
+
+
+def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
+    """Run the command once; what it has written stays with the card."""
+    for path in dry.folder.glob("seen-*.json"):
+        path.unlink()
+    environment = {
+        **dry.environment({**os.environ, **run.environment}),
+        "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps),
+        "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
+    }
+    log = dry.folder / "log"
+    if run.call is not None:
+        code = ended_fork(*run.call, dry, environment, log, run.timeout_seconds)
+    else:
+        code = ended(dry.command(run.command), environment, log, run.timeout_seconds)
+    seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
+    if not seen:
+        raise PlanError(_never_trained(code, log, tell))
+    seen.sort(key=lambda each: _peak(each, 1), reverse=True)
+    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.refused()]
+    snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
+    if run.snapshot is not None:
+        shutil.copyfile(snapshot, run.snapshot)
+    case = case_of(snapshot, own_torch=seen[0]["versions"]["torch"])
+    return DryResult(seen, case, _smallest(dry.folder, seen, case, run.card))
+
+
+def _states_in_main_memory(folder: Path, world_size: int, run: DryRun) -> int:
+    """Return what resuming copies at most: accelerate's FSDP shares out one file of all states."""
+    whole = sum(path.stat().st_size for path in folder.rglob("optimizer.bin"))
+    shares = sum(path.stat().st_size for path in folder.rglob("*optim_states.pt"))
+    return shares + (whole // world_size if run.alone else whole)
+
+
+def _both(first: DryResult, resumed: DryResult) -> DryResult:
+    """Return what a run and its resuming take: the fuller one, or the one that died."""
+    is_fuller = _peak(resumed.seen[0]) > _peak(first.seen[0])
+    both, less = (resumed, first) if resumed.died or is_fuller else (first, resumed)
+    own = both.seen[0]
+    its = next((each for each in less.seen if each["rank"] == own["rank"]), less.seen[0])
+    one, other = (own, its) if both is first else (its, own)
+    own |= {
+        "moments": {**other["moments"], **one["moments"]},
+        "timeline": [*one["timeline"], *other["timeline"]],
+        "notes": list(dict.fromkeys([*one["notes"], *other["notes"]])),
+        "host_bytes": max(one["host_bytes"], other["host_bytes"]),
+        "tokens": one["tokens"],
+    }
+    smallest = (first.smallest, resumed.smallest)
+    both.smallest = max(smallest, key=lambda each: each.get("smallest_card_bytes", math.inf))
+    return both
+
+
+def _peak(seen: Mapping[str, Any], kind: int = 0) -> int:
+    """Return the allocated peak of a process, or the reserved one (1)."""
+    moments: Mapping[str, list[tuple[int, int]]] = seen["moments"]
+    return max(peak[kind] for peaks in moments.values() for peak in peaks)
+
+
+def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
+    """Say why there is no answer: the error of the program, not that of its launcher."""
+    lines = without_leaks(log.read_text(errors="replace")).strip().splitlines()
+    errors = [at for at, line in enumerate(lines) if _ERROR.search(line)]
+    end = errors[-1] + 1 if errors else len(lines)
+    for line in lines[max(0, end - _LAST_LINES) : end]:
+        tell(f"    {printable(line)}")
+    last = f": {lines[end - 1].strip()}" if lines else ", and wrote nothing"
+    causes = [line.partition(_CAUSE)[2] for line in lines if _CAUSE in line]
+    last += f" ({causes[-1]})" if causes else ""
+    if code == 0:
+        last = (
+            ": a plan is of a training by transformers' Trainer; other programs run on dry cards"
+            " by `python -m trainer_plugins.drycuda`"
+        )
+    last += explain_refusal("\n".join(lines))
+    return f"the command ended with exit code {code} before a Trainer had trained{last}"
+
+
+def _smallest(
+    folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
+) -> Mapping[str, Any]:
+    """Return the smallest card on which all processes complete, and what fails on less."""
+    rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
+    needed: tuple[int, str | None] = (0, None)
+    for process in seen:
+        path = folder / f"snapshot-{process['rank']}.pickle"
+        snapshot = case.snapshot if path.name == case.snapshot.name else read(path, is_own=True)
+        for each in snapshot.cards:
+            outside_bytes = process["outside_bytes"][each.index]
+            least = smallest_room(each, rules, card.capacity_bytes - outside_bytes)
+            if least is None:
+                return {}
+            place = None
+            if least.fails_at is not None:
+                place = meaning_of(snapshot.stacks[each.stacks[least.fails_at]]).place
+            found = (least.room_bytes + outside_bytes, place)
+            needed = max(needed, found, key=lambda pair: pair[0])
+    card_bytes, place = needed
+    return {"smallest_card_bytes": card_bytes, "fails_on_less": place}

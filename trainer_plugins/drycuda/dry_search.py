@@ -1,0 +1,394 @@
+"""Runs a command with other TrainingArguments: how many rows fit, and what would make it fit.
+
+The arguments are changed as the program makes them, so any program can be asked. Each variation
+takes one run.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, reduce
+from itertools import islice
+from typing import NamedTuple
+
+from trainer_plugins.accumulation import Effect
+from trainer_plugins.checkpointing import is_asked
+from trainer_plugins.drycuda.dry_changes import WAYS, is_usual, run_with, turn
+from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
+from trainer_plugins.drycuda.dry_run import DryRun
+from trainer_plugins.planner.compare import switches
+from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.price import Step
+from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
+from trainer_plugins.planner.compare.saved import Saved, explain
+from trainer_plugins.planner.compare.switches import Switch, as_flags
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.tried import margin_bytes
+from trainer_plugins.units import size
+
+_EVALUATES = frozenset({"evaluation", "generation"})
+_ENOUGH = 2
+_MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
+
+
+class Fitted(NamedTuple):
+    """Holds arguments with which a command fits."""
+
+    proposal: Proposal
+    planned: Mapping[str, object]
+    """Some of the TrainingArguments with which the command was planned."""
+
+    changed: Mapping[str, object]
+    """The TrainingArguments that are to be others."""
+
+    rows_at_once: int = 0
+    """How many of the longest rows survival computes at once; 0 if all fit."""
+
+    vouches: bool = False
+    """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
+
+
+class Variations:
+    """Runs one command in several ways, each once."""
+
+    def __init__(self, run: DryRun, tell: Callable[[str], None]) -> None:
+        self._run, self._tell = run, tell
+        self._known: dict[str, DryAnswer] = {}
+        self._seconds = 0.0  # that the command took as it is
+
+    @cached_property
+    def _as_given(self) -> DryAnswer:
+        begun = time.monotonic()
+        try:
+            return self._answer(self._run)
+        finally:
+            self._seconds = time.monotonic() - begun
+
+    @property
+    def _now(self) -> int:
+        return int(self._as_given.arguments["per_device_train_batch_size"])
+
+    @property
+    def _rows(self) -> int:
+        return self._now * int(self._as_given.arguments["gradient_accumulation_steps"])
+
+    @property
+    def _checkpoints(self) -> bool:
+        return is_asked(self._as_given.arguments)
+
+    @property
+    def _step(self) -> Step:
+        """Describe the step as far as a command shows it: no figure of the card helps."""
+        plan = self.plan
+        return Step(
+            weights=max(1, plan.num_parameters),
+            trained=plan.num_trainable_parameters,
+            rows=self._rows,
+            checkpoints=self._checkpoints,
+        )
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """Return the plan of the command as it is."""
+        return self._as_given.plan
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the command fits as it is, with the planner's known error to spare."""
+        return self._is_safe(self.plan)
+
+    def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
+        """Find the most rows at once that fit, without and with checkpointing."""
+        found: list[tuple[SearchLine, MemoryPlan]] = []
+        for changes in ((), (switches.CHECKPOINTING,))[: 2 - self._checkpoints]:
+            rows, plan = self._most_rows(changes, self._divisors(self._rows))
+            line = self._line(rows, plan, bool(changes) or self._checkpoints)
+            found.append((line, plan))
+            show(line)
+            if rows == self._rows and self._is_safe(plan):
+                break
+        fit = [pair for pair in found if pair[0].is_safe] or [
+            pair for pair in found if pair[0].fits
+        ]
+        best, best_plan = max(fit, key=lambda pair: pair[0].micro_batch, default=(None, None))
+        return SearchResult(
+            lines=tuple(line for line, _ in found),
+            best=best,
+            best_plan=best_plan,
+            refused=(),
+            effective_batch=self._rows * self._as_given.plan.num_gpus,
+            num_gpus=self._as_given.plan.num_gpus,
+            gpu=self._run.card.name,
+            capacity_bytes=self._run.card.capacity_bytes,
+        )
+
+    def proposals(self) -> MemoryPlan:
+        """Return the plan of the command with what would fit, if it does not fit itself."""
+        if self.plan.fits or not self._weights_fit():
+            return self.plan
+        failed: list[str] = []
+        until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
+        ways, sizes = self._usual_ways, self._divisors(self._now)
+        if rows := self._shorter_evaluation(until):
+            ways = [(*rows, *way) for way in ways]
+            sizes = sizes if self._is_training_short() else [self._now]
+        fitted = islice(self._fitted(ways, sizes, failed, until), _ENOUGH)
+        found = [self._proposal(*each) for each in fitted]
+        return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
+
+    def first_that_fits(self, may: Collection[str]) -> tuple[Fitted | None, list[str]]:
+        """Return the least costly way in which the command fits, and what does not.
+
+        Survival divides micro-batches and evaluations, if it can, so that rows, steps, schedule and
+        gradients stay. Else they stay whole, unless accumulation is known to be the same. `may`
+        allows bf16 ("precision"), an optimizer in 8 bits ("optim"), LoRA instead of the weights
+        ("peft") and TRL's rows cut in half ("length"), each after what keeps more.
+        """
+        if not self._weights_fit():
+            return None, ["the weights alone do not fit"]
+        now, why_whole, failed = self._now, self._why_whole("training"), list[str]()
+        sizes, until = [now], float("inf")
+        if why_whole and not self._may_accumulate():
+            failed.append(f"micro-batches have to stay whole: {why_whole}")
+        elif self._is_training_short():
+            halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
+            sizes = self._divisors(now) if why_whole else halved
+        ways = [(*self._shorter_evaluation(until), *way) for way in self._ways(may)]
+        found = next(self._fitted(ways, sizes, failed, until), None)
+        return self._as_fitted(*found) if found is not None else None, failed
+
+    def _why_whole(self, what: str) -> str:
+        return "; ".join(self._as_given.why_whole.get(what, ()))
+
+    def _may_accumulate(self) -> bool:
+        effect = self.plan.accumulation
+        is_same = effect is not None and effect.effect is Effect.SAME
+        return is_same and not self._as_given.arguments.get("dataloader_drop_last")
+
+    def _as_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
+        """Return what makes the command fit, where survival divides what it can."""
+        now = self._now
+        divided = [each for each in changes if each.subject == "evaluation"]
+        if self._why_whole("evaluation"):
+            divided.clear()
+        kept = [each for each in changes if each not in divided]
+        changed = dict(reduce(turn, kept, self._run).changed)
+        at_once = rows if rows != now and not self._why_whole("training") else 0
+        proposal = self._proposal(kept, now if at_once else rows, plan)
+        words = [*proposal.changes, *(each.words for each in divided)]
+        prices = [*filter(None, [proposal.price])]
+        vouched = self._why_whole("unless vouched") if at_once or divided else ""
+        prices += filter(None, [vouched])
+        if at_once:
+            words.insert(0, rows_in_words(rows, self._rows))
+            prices.append(f"survival divides each micro-batch of {now}, and keeps its gradient")
+        elif rows != now:
+            changed |= batch_flags(rows, self._rows)
+            prices.append("a last batch that is short may count by its micro-batches")
+        if divided:
+            prices.append("survival divides each evaluation batch, and keeps its metrics")
+        return Fitted(
+            replace(proposal, changes=tuple(words), price="; ".join(prices)),
+            {name: self._as_given.arguments[name] for name in batch_flags(1, 1)},
+            changed,
+            at_once,
+            bool(vouched),
+        )
+
+    def _ways(self, may: Collection[str]) -> list[tuple[Switch, ...]]:
+        given, allowed = self._as_given.arguments, list[Switch]()
+        kept = [way for way in self._usual_ways if not any(each.changes_result for each in way)]
+        ways = [*kept]
+        if "precision" in may and not (given["bf16"] or given["fp16"]):
+            allowed.append(switches.BF16)
+            ways += [(*way, *allowed) for way in kept]
+        if "optim" in may:
+            ways += [(*way, *allowed) for way in self._usual_ways if way not in kept]
+        if "peft" in may and self.plan.num_trainable_parameters == self.plan.num_parameters:
+            allowed.append(switches.ADAPTER_IN_SCRIPT)
+            ways += [(*way, *allowed) for way in kept]
+        if "length" in may and (length := given.get("max_length")):
+            allowed.append(switches.cut_at(int(length) // 2))
+            ways += [(*way, *allowed) for way in kept]
+        return ways
+
+    @property
+    def _usual_ways(self) -> list[tuple[Switch, ...]]:
+        planned = self.plan.planned
+        name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
+        can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
+        return [way for way in WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
+
+    @property
+    def _usable_bytes(self) -> int:
+        return self._run.card.capacity_bytes - self._run.card.context_bytes
+
+    def _weights_fit(self) -> bool:
+        load = self.plan.moments.get("load")
+        return load is not None and load.allocated_bytes <= self._usable_bytes
+
+    def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
+        """Return the change of rows with which an evaluation that is short fits, or is smallest."""
+        given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
+        plan = self.plan
+        while rows > 1 and time.monotonic() < until and self._short(plan) & _EVALUATES:
+            rows //= 2
+            plan = self._answer(turn(self._run, switches.eval_rows(rows))).plan
+        return (switches.eval_rows(rows),) if rows != given else ()
+
+    def _is_training_short(self) -> bool:
+        short = self._short(self.plan)
+        return not short or bool(short - _EVALUATES)
+
+    def _short(self, plan: MemoryPlan) -> frozenset[str]:
+        """Return the moments of a plan that need more than the card has."""
+        card, is_quantised = self._run.card, "quantised" in plan.planned
+        usable = self._usable_bytes - margin_bytes(card.capacity_bytes, is_quantised)
+        return frozenset(
+            name for name, peak in plan.moments.items() if peak.allocated_bytes > usable
+        )
+
+    def _fitted(
+        self, ways: Sequence[tuple[Switch, ...]], sizes: list[int], failed: list[str], until: float
+    ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
+        """Yield changes, rows and a plan that fits, and say of the others what is missing."""
+        tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
+        useless: list[Switch] = []
+        short = self.plan if sizes == [self._now] and () in ways else None
+        if short is not None:
+            failed.append(self._missing(sizes[0], short))
+        for way in self._with_gradients(ways):
+            changes = tuple(each for each in way if not self._is_on(each))
+            is_useless = changes in tried_ways or any(each in useless for each in changes)
+            if is_useless or not self._may_help(changes, short):
+                continue
+            tried_ways.append(changes)
+            words = ", ".join(each.words for each in changes) or "fewer rows at once"
+            if time.monotonic() > until:
+                return
+            try:
+                rows, tried = self._most_rows(changes, sizes)
+            except PlanError as error:
+                failed.append(f"{words}: {error}")
+                continue
+            if self._is_safe(tried):
+                yield changes, rows, tried
+                continue
+            short = short or tried
+            if len(changes) == 1 and _needed_bytes(tried) == _needed_bytes(short):
+                useless += changes
+            failed.append(f"{words}, {self._missing(rows, tried)}")
+
+    def _missing(self, rows: int, plan: MemoryPlan) -> str:
+        left = self.spare_bytes(plan)
+        missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
+        return f"{rows_in_words(rows, self._rows)}: {missing}"
+
+    def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
+        """Return whether it is enough if all is gone that changes free of a plan that is short."""
+        changes = [each for each in changes if each.subject != "evaluation"]
+        if short is None or not all(each.frees for each in changes):
+            return True
+        freed = {name for each in changes for name in each.frees}
+        freed_bytes = sum(short.breakdown.get(name, 0) for name in freed)
+        return freed_bytes >= _error_bytes(short) - self.spare_bytes(short)
+
+    def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
+        """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
+        given = self._as_given
+        # this argument holds several values: what a user has set there would be lost
+        adds = given.is_fsdp and self._rows > 1 and is_usual(given.arguments)
+        for way in ways:
+            yield way
+            if adds:
+                yield (*way, switches.REDUCED_EACH_TIME)
+
+    def _is_on(self, change: Switch) -> bool:
+        return change == switches.CHECKPOINTING and self._checkpoints
+
+    def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
+        """Say what each of the changes saves that `changes_of` returned."""
+        return explain(self._run, changes, self._plans, turn)
+
+    def _plans(self, runs: Sequence[DryRun]) -> list[MemoryPlan | PlanError]:
+        return [*map(self._plan_or_error, runs)]
+
+    def _plan_or_error(self, run: DryRun) -> MemoryPlan | PlanError:
+        try:
+            return self._answer(run).plan
+        except PlanError as error:
+            return error
+
+    def _answer(self, run: DryRun) -> DryAnswer:
+        key = repr((sorted(run.changed.items()), sorted(run.environment.items())))
+        if key not in self._known:
+            words = as_flags(run.changed)
+            if words:
+                self._tell(f"planning: with {words}")
+            self._known[key] = dry_plan(run, self._tell)
+        return self._known[key]
+
+    def _divisors(self, most: int) -> list[int]:
+        return [each for each in range(1, most + 1) if self._rows % each == 0]
+
+    def _most_rows(self, changes: Sequence[Switch], sizes: list[int]) -> tuple[int, MemoryPlan]:
+        """Find the most rows at once that fit safely; the fewest if none do."""
+        run = reduce(turn, changes, self._run)
+
+        def plan_of(at: int) -> MemoryPlan:
+            batch = batch_flags(sizes[at], self._rows) if sizes[at] != self._now else {}
+            return self._answer(run_with(run, batch)).plan
+
+        low, high = 0, len(sizes) - 1
+        best = plan_of(low)
+        if not self._is_safe(best):
+            return sizes[0], best
+        while low < high:
+            middle = (low + high + 1) // 2
+            plan = plan_of(middle)
+            if self._is_safe(plan):
+                low, best = middle, plan
+            else:
+                high = middle - 1
+        return sizes[low], best
+
+    def spare_bytes(self, plan: MemoryPlan) -> int:
+        """Return what the card has beside the least that a run needs."""
+        return self._run.card.capacity_bytes - _needed_bytes(plan)
+
+    def _is_safe(self, plan: MemoryPlan) -> bool:
+        """Return whether it fits, even if the plan is as far off as any was."""
+        return self.spare_bytes(plan) >= _error_bytes(plan)
+
+    def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
+        line = line_of(
+            plan,
+            strategy=AS_GIVEN,
+            gradient_checkpointing=checkpoints,
+            sequence_length=self._as_given.tokens,
+            micro_batch=rows,
+            rows=self._rows,
+            in_full=True,
+        )
+        return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
+
+    def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
+        proposal = proposal_of(
+            plan,
+            changes,
+            micro_batch=rows,
+            now=self._now,
+            rows=self._rows,
+            length=self._as_given.tokens,
+            times=self._step.times(changes, self._now, rows),
+        )
+        return replace(proposal, margin_bytes=self.spare_bytes(plan))
+
+
+def _needed_bytes(plan: MemoryPlan) -> int:
+    return plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
+
+
+def _error_bytes(plan: MemoryPlan) -> int:
+    """Return how far off a plan may be; its context is as uncertain as the rest."""
+    return margin_bytes(_needed_bytes(plan), "quantised" in plan.planned)

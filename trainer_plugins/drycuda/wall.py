@@ -1,0 +1,158 @@
+"""Keeps a dry run away from the user's files, accounts and network.
+
+`namespaces.py` does it where the kernel gives the command namespaces of its own; elsewhere, as in
+many containers, `card/wall.cpp` refuses what would write for real.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer_plugins import namespaces
+from trainer_plugins.compiled import cache_folder
+from trainer_plugins.drycuda.card.libraries import WALL
+
+_NAMESPACES = namespaces.__file__
+_REFUSALS = {
+    "Read-only file system": "changes none of your files: --allow-writes PATH lets it change some",
+    "Connection refused|Network is unreachable|[Nn]ame resolution|[Oo]ffline ?[Mm]ode": (
+        "reaches no other program: --allow-network lets it"
+    ),
+}
+"""What an error says if the wall was in the way, and what to do."""
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "SWANLAB_MODE": "disabled",
+    "TRACKIO_DISABLED": "1",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""What trackers and the hub read when they are imported, so it has to be there before Python is."""
+
+_SCRIPT_LINE = re.compile(r'^(?:\[rank\d+\]: *)? *File "([^"]+)", line (\d+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """Names what a dry run may do for real."""
+
+    writes: tuple[Path, ...] = ()
+    """Folders and files in which it may write, rename and delete."""
+
+    network: bool = False
+    """Whether it may connect to other hosts, and to other programs of this one."""
+
+
+class Wall:
+    """Puts commands behind a wall.
+
+    Args:
+        scratch: a folder that is written for real, and deleted after the run.
+        allowed: what the command may do for real besides.
+
+    Raises:
+        ValueError: a folder of `allowed` does not exist.
+    """
+
+    def __init__(self, scratch: Path, allowed: Allowed) -> None:
+        if missing := [path for path in allowed.writes if not path.exists()]:
+            raise ValueError(
+                f"--allow-writes: {missing[0]} does not exist: name a folder or a file that does"
+            )
+        self._scratch, self._network = scratch, allowed.network
+        own = [path for path in _caches() if path.is_dir()]
+        self._real = [path.resolve() for path in (*own, *allowed.writes)]
+        self.has_namespaces = find_obstacle() is None
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return a command that runs the one given behind the wall."""
+        if not self.has_namespaces:
+            return list(command)
+        python = [sys.executable, "-I", "-S", _NAMESPACES]
+        return [*python, json.dumps(self.asked), *command]
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """Describe the wall for `namespaces.py`; empty without namespaces."""
+        if not self.has_namespaces:
+            return {}
+        return {
+            "scratch": str(self._scratch.resolve()),
+            "real": list(map(str, self._real)),
+            "network": self._network,
+        }
+
+    def environment(self, libraries: Path) -> dict[str, str]:
+        """Return the variables of a command behind the wall; `LD_PRELOAD` is one to put in front.
+
+        Args:
+            libraries: the folder with the libraries of the dry card.
+        """
+        offline = {} if self._network else OFFLINE
+        if self.has_namespaces:
+            return dict(offline)
+        temporary = self._scratch / "tmp"
+        temporary.mkdir(exist_ok=True)
+        real = [str(self._scratch.resolve()), *map(str, self._real)]
+        return {
+            **offline,
+            "LD_PRELOAD": str(libraries / WALL),
+            "TRAINER_PLUGINS_DRY_WALL": ":".join(real),
+            "TRAINER_PLUGINS_DRY_NETWORK": str(int(self._network)),
+            "TMPDIR": str(temporary),
+            "PYTHONDONTWRITEBYTECODE": "1",  # or each module would be noted as refused
+        }
+
+
+def explain_refusal(log: str) -> str:
+    """Say, to go behind the error of a command, that the wall was in its way; else nothing."""
+    does = next((does for words, does in _REFUSALS.items() if re.search(words, log)), None)
+    if does is None:
+        return ""
+    lines = [
+        f"{place}:{number}"
+        for place, number in _SCRIPT_LINE.findall(log)
+        if "site-packages" not in place and "/lib/python" not in place and "<" not in place
+    ]
+    where = f" (at {lines[-1]})" if lines else ""
+    return f" -- a dry run {does}{where}"
+
+
+@functools.cache
+def find_obstacle() -> str | None:
+    """Say why commands get no namespaces here; None if they do."""
+    with tempfile.TemporaryDirectory(prefix="trainer-plugins-wall-") as folder:
+        asked = json.dumps({"scratch": folder, "real": [], "network": False})
+        probe = [sys.executable, "-I", "-S", _NAMESPACES, asked, "true"]
+        done = subprocess.run(probe, capture_output=True, text=True, check=False)
+        unlock(Path(folder))
+    return done.stderr.strip() or "it ended" if done.returncode else None
+
+
+def unlock(scratch: Path) -> None:
+    """Let folders be deleted that an overlay made for itself."""
+    for path in scratch.glob("layers/*/work/work"):
+        path.chmod(0o700)
+
+
+def _caches() -> list[Path]:
+    """Return the caches in which a dry run leaves what it made: ours, datasets, and extensions."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    of_hub = Path(os.environ.get("HF_HOME") or caches / "huggingface")
+    return [
+        cache_folder().absolute(),
+        Path(os.environ.get("HF_DATASETS_CACHE") or of_hub / "datasets"),
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions"),
+    ]
