@@ -10,6 +10,7 @@ import transformers
 from typer.testing import CliRunner
 
 from tests import processes
+from tests.distributed.launched import environment
 from tests.planner.test_plans import CHECKPOINTING
 from trainer_plugins.cli import app
 from trainer_plugins.planner.rehearse import loading
@@ -161,7 +162,8 @@ def test_on_a_card_of_which_transformers_leaves_nothing_free_it_makes_no_block(p
 @pytest.mark.all
 def test_experts_under_zero_3_are_gathered_once_to_be_loaded():
     """Each layer's gate and up: made, in the run's dtype, gathered for the file, and for the engine."""
-    done = processes.run([sys.executable, "-c", ON_CARD], check=True)
+    environ = environment(DS_ACCELERATOR="cuda")
+    done = processes.run([sys.executable, "-c", ON_CARD], check=True, environ=environ)
     assert done.stdout.split()[-1] == str(4 * LAYERS)
 
 

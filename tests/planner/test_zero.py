@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import processes
+from tests.distributed.launched import environment
 from tests.planner.several import IS_TOO_OLD, WHY_NOT, two_ranks_and_the_planner
 from tests.planner.zero_stream import CASES, NUM_STEPS
 from tests.wanted import wanted, write_wanted
@@ -76,7 +77,11 @@ os._exit(0)
 def test_what_is_sent_from_main_memory_stays_until_someone_waits(trainer, most, kept, tmp_path):
     """More than half is for the backward pass; but TRL gathers its metrics before that."""
     call = [sys.executable, "-c", SENT, trainer, str(tmp_path / "zero.json")]
-    assert processes.run(call, check=True).stdout.split()[-2:] == [str(most), str(kept)]
+    environ = environment(DS_ACCELERATOR="cuda")
+    assert processes.run(call, check=True, environ=environ).stdout.split()[-2:] == [
+        str(most),
+        str(kept),
+    ]
 
 
 @pytest.mark.all(unless=lambda name: name in ALWAYS)
