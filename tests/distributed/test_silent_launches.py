@@ -9,6 +9,7 @@ import pytest
 from packaging.version import Version
 
 from tests.distributed.launched import LOOKED_AT, Launched, launch
+from trainer_plugins import checkpointing
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.configs import copy, read
 
@@ -154,7 +155,7 @@ def test_activation_checkpointing_in_the_json_does_nothing(tmp_path: Path) -> No
     file = changed(tmp_path, "zero3", '"bf16": {', block)
     ran = launch(tmp_path, file, *ONE_STEP)
 
-    assert "--gradient_checkpointing" in only_finding(ran, "checkpointing-not-in-force")
+    assert f"--{checkpointing.NAME} True" in only_finding(ran, "checkpointing-not-in-force")
     again = launch(tmp_path / "again", file, *ONE_STEP, "--gradient_checkpointing")
     assert [s.is_checkpointing for s in again.strategies] == [True, True]
     assert not [

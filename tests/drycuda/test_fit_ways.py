@@ -57,6 +57,7 @@ def first_that_fits(
         )
         if not fits:
             plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
+            plan = replace(plan, allocated_peak_bytes=_SHORT - GIB)
         return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
@@ -119,7 +120,19 @@ def test_what_cannot_free_enough_is_not_run(monkeypatch) -> None:
     found, failed, tried = first_that_fits(monkeypatch, fitting={"none": 1})
     assert found is None
     assert len(tried) == 1
-    assert failed == ["1 row x 4: 36.00 GiB short"]
+    assert failed[0] == "1 row x 4: 36.00 GiB short"
+    assert all(": at least " in each for each in failed[1:])
+
+
+def test_rows_that_cannot_fit_are_not_run_either(monkeypatch) -> None:
+    """Of 60 GiB rows take 20: those of one row of eight are a lower bound without a run."""
+    monkeypatch.setattr("tests.drycuda.test_fit_ways._SHORT", 60 * GIB)
+    found, failed, tried = first_that_fits(
+        monkeypatch, fitting={"none": 1}, per_device_train_batch_size=8
+    )
+    assert found is None
+    assert len(tried) == 1
+    assert failed[0].startswith("fewer rows at once: at least 19.")
 
 
 def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeypatch) -> None:

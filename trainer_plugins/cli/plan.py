@@ -153,28 +153,18 @@ def _answer_on_dry_cards(
 ) -> bool | None:
     """Print what was asked of a model; without a named engine, fake tensors help out."""
     from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.planner.predict import predict_one
 
     foretells = bool(answer.search or answer.explain_change)
     with by_any_signal(), as_command(request, run, dry, foretells=foretells) as variations:
-        if dry.engine == "dry":
+        try:
             return _answer_for_command(variations, answer, as_json, command)
-        request = replace(request, proposes=True, command=command)
-        try:
-            found = variations.plan
         except PlanError as error:
+            if dry.engine == "dry":
+                raise
             why = printable(error)
-            print(f"planning: on fake tensors; on the dry card, {why}", file=sys.stderr)
-            return _show_plan(request, answer, run.machine.timeout, as_json)
-    if found.fits is False:
-        try:
-            other = predict_one(request, run.machine.timeout)
-            failed = other.tried_without_success
-            found = replace(found, proposals=other.proposals, tried_without_success=failed)
-        except PlanError as error:  # the plan itself is known
-            print(f"planning: nothing is proposed: {printable(error)}", file=sys.stderr)
-    _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
-    return found.fits
+    print(f"planning: on fake tensors; on the dry card, {why}", file=sys.stderr)
+    request = replace(request, proposes=True, command=command)
+    return _show_plan(request, answer, run.machine.timeout, as_json)
 
 
 def run_again(context: typer.Context, words: list[str]) -> None:

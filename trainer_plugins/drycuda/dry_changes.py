@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import PlanError, Proposal
 
 WAYS: tuple[tuple[Switch, ...], ...] = (
     (),
@@ -22,6 +22,23 @@ WAYS: tuple[tuple[Switch, ...], ...] = (
     (switches.FUSED_LOSS, switches.CHECKPOINTING, switches.EIGHT_BIT_OPTIMIZER),
 )
 """What is tried besides fewer rows: the ways that keep the training first, then the faster."""
+
+
+class Fitted(NamedTuple):
+    """Holds arguments with which a command fits."""
+
+    proposal: Proposal
+    planned: Mapping[str, object]
+    """Some of the TrainingArguments with which the command was planned."""
+
+    changed: Mapping[str, object]
+    """The TrainingArguments that are to be others."""
+
+    rows_at_once: int = 0
+    """How many of the longest rows survival computes at once; 0 if all fit."""
+
+    vouches: bool = False
+    """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
 
 
 def is_usual(arguments: Mapping[str, Any]) -> bool:

@@ -5,15 +5,20 @@ takes one run.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
-from typing import NamedTuple
 
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
-from trainer_plugins.drycuda.dry_changes import WAYS, is_usual, run_with, turn
+from trainer_plugins.drycuda.bounds import (
+    error_bytes,
+    least_bytes,
+    most_rows_by,
+    needed_bytes,
+)
+from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, is_usual, run_with, turn
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
@@ -29,23 +34,6 @@ from trainer_plugins.units import size
 _EVALUATES = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
-
-
-class Fitted(NamedTuple):
-    """Holds arguments with which a command fits."""
-
-    proposal: Proposal
-    planned: Mapping[str, object]
-    """Some of the TrainingArguments with which the command was planned."""
-
-    changed: Mapping[str, object]
-    """The TrainingArguments that are to be others."""
-
-    rows_at_once: int = 0
-    """How many of the longest rows survival computes at once; 0 if all fit."""
-
-    vouches: bool = False
-    """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
 
 
 class Variations:
@@ -260,14 +248,17 @@ class Variations:
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
             is_useless = changes in tried_ways or any(each in useless for each in changes)
-            if is_useless or not self._may_help(changes, short):
+            if is_useless:
                 continue
             tried_ways.append(changes)
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
+            if lacking := self._lacks(changes, short, sizes[0]):
+                failed.append(f"{words}: at least {size(lacking)} short")
+                continue
             if time.monotonic() > until:
                 return
             try:
-                rows, tried = self._most_rows(changes, sizes)
+                rows, tried = self._most_rows(changes, sizes, in_full=False)
             except PlanError as error:
                 failed.append(f"{words}: {error}")
                 continue
@@ -275,7 +266,7 @@ class Variations:
                 yield changes, rows, tried
                 continue
             short = short or tried
-            if len(changes) == 1 and _needed_bytes(tried) == _needed_bytes(short):
+            if len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
                 useless += changes
             failed.append(f"{words}, {self._missing(rows, tried)}")
 
@@ -284,14 +275,22 @@ class Variations:
         missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
         return f"{rows_in_words(rows, self._rows)}: {missing}"
 
-    def _may_help(self, changes: Sequence[Switch], short: MemoryPlan | None) -> bool:
-        """Return whether it is enough if all is gone that changes free of a plan that is short."""
-        changes = [each for each in changes if each.subject != "evaluation"]
-        if short is None or not all(each.frees for each in changes):
-            return True
+    def _lacks(self, changes: Sequence[Switch], short: MemoryPlan | None, rows: int) -> int:
+        """Return how much is missing if all is gone that changes free; 0 if that is not known.
+
+        Args:
+            changes: what is changed.
+            short: the plan of these rows as they are, if there is one.
+            rows: how many there are at once.
+        """
+        plan, part = (short, 1.0) if short is not None else (self.plan, rows / self._now)
+        evaluates = plan.moment in _EVALUATES or any(e.subject == "evaluation" for e in changes)
+        if (short is None and evaluates) or not all(
+            each.frees or each.subject == "evaluation" for each in changes
+        ):
+            return 0
         freed = {name for each in changes for name in each.frees}
-        freed_bytes = sum(short.breakdown.get(name, 0) for name in freed)
-        return freed_bytes >= _error_bytes(short) - self.spare_bytes(short)
+        return max(0, least_bytes(plan, freed, min(1, part)) - self._run.card.capacity_bytes)
 
     def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
         """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
@@ -331,8 +330,14 @@ class Variations:
     def _divisors(self, most: int) -> list[int]:
         return [each for each in range(1, most + 1) if self._rows % each == 0]
 
-    def _most_rows(self, changes: Sequence[Switch], sizes: list[int]) -> tuple[int, MemoryPlan]:
-        """Find the most rows at once that fit safely; the fewest if none do."""
+    def _most_rows(
+        self, changes: Sequence[Switch], sizes: list[int], *, in_full: bool = True
+    ) -> tuple[int, MemoryPlan]:
+        """Find the most rows at once that fit safely; the fewest if none do.
+
+        Not `in_full`, it begins where rows would fit that take what those of the fewest do, and
+        looks for no more.
+        """
         run = reduce(turn, changes, self._run)
 
         def plan_of(at: int) -> MemoryPlan:
@@ -343,8 +348,11 @@ class Variations:
         best = plan_of(low)
         if not self._is_safe(best):
             return sizes[0], best
+        likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
+        if not in_full:
+            high = sum(each <= likely for each in sizes) - 1
         while low < high:
-            middle = (low + high + 1) // 2
+            middle = (low + high + 1) // 2 if in_full else high
             plan = plan_of(middle)
             if self._is_safe(plan):
                 low, best = middle, plan
@@ -354,11 +362,11 @@ class Variations:
 
     def spare_bytes(self, plan: MemoryPlan) -> int:
         """Return what the card has beside the least that a run needs."""
-        return self._run.card.capacity_bytes - _needed_bytes(plan)
+        return self._run.card.capacity_bytes - needed_bytes(plan)
 
     def _is_safe(self, plan: MemoryPlan) -> bool:
         """Return whether it fits, even if the plan is as far off as any was."""
-        return self.spare_bytes(plan) >= _error_bytes(plan)
+        return self.spare_bytes(plan) >= error_bytes(plan)
 
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
         line = line_of(
@@ -383,12 +391,3 @@ class Variations:
             times=self._step.times(changes, self._now, rows),
         )
         return replace(proposal, margin_bytes=self.spare_bytes(plan))
-
-
-def _needed_bytes(plan: MemoryPlan) -> int:
-    return plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
-
-
-def _error_bytes(plan: MemoryPlan) -> int:
-    """Return how far off a plan may be; its context is as uncertain as the rest."""
-    return margin_bytes(_needed_bytes(plan), "quantised" in plan.planned)

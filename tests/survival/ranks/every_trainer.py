@@ -227,6 +227,11 @@ def cell(make, *, is_rehearsed: bool = False) -> dict[str, Any]:
 
 def made(make: Callable[..., Trainer], folder: Path, strategy: str) -> Trainer:
     unset_hf_deepspeed_config()  # of the trainer before, by which a model would be made in parts
+    if strategy.startswith("ZeRO-3"):
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed 0.19 refuses float64 on a CPU that has float16, and on no other.
+        get_accelerator().is_fp16_supported = lambda: False
     trainer = make(folder, **SETTINGS, **STRATEGIES[strategy])
     if strategy == "FSDP1":  # its norm of gradients is float32, and refuses float64
         trainer._get_grad_norm = lambda model, grad_norm=None: None

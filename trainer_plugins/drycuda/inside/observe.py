@@ -8,15 +8,12 @@ import functools
 import gc
 import json
 import os
-import pickle
-import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -24,17 +21,11 @@ import torch
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.drycuda.inside import alone
-from trainer_plugins.drycuda.inside.drawn import (
-    beginnings_of,
-    leave_out_the_dry_run,
-    timeline_of,
-)
 from trainer_plugins.drycuda.inside.later import later_training
 from trainer_plugins.drycuda.inside.named import (
     Namer,
     Names,
     count_parameters,
-    named_allocations,
 )
 from trainer_plugins.drycuda.inside.passes import (
     notice_passes,
@@ -42,7 +33,11 @@ from trainer_plugins.drycuda.inside.passes import (
     reset_peaks,
     until_training,
 )
-from trainer_plugins.drycuda.inside.process import counters, outside_bytes, say
+from trainer_plugins.drycuda.inside.process import (
+    leave_imports_alone,
+    say,
+)
+from trainer_plugins.drycuda.inside.seen import MOST_EVENTS, Seen, write
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
 _MICRO_STEPS = 2
@@ -52,65 +47,6 @@ tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
 
 _GOES_ON_TIMES = 3
 """A program that has another training to come to gets this many times what it has taken so far."""
-
-_MOST_EVENTS = 1_000_000
-
-
-@dataclass(slots=True)
-class Seen:
-    """Holds what one process saw. Sizes in bytes; lists go by card."""
-
-    moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """The allocated and the reserved peak of each moment."""
-
-    arguments: dict[str, object] = field(default_factory=dict)
-    num_parameters: int = 0
-    num_trainable_parameters: int = 0
-    world_size: int = 1
-    rank: int = 0
-    ranks_of_node: int = 1
-    rows: int = 0
-    tokens: int = 0
-    """Of the longest row; 0 if rows have none."""
-
-    notes: list[str] = field(default_factory=list)
-    is_fsdp: bool = False
-    resumes_apart: bool = False
-    """Whether another process has to resume: under FSDP and DeepSpeed a model is wrapped once."""
-
-    num_ooms: int = 0
-    died: bool = False
-    """Whether the program ended because it was out of memory."""
-
-    num_retries: int = 0
-    counters: dict[str, int] = field(default_factory=dict)
-    unknown_shapes: dict[str, int] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    host_bytes: int = 0
-    outside_bytes: list[int] = field(default_factory=list)
-    """What is in use of each card that this process uses, besides its allocator's: the contexts, of
-    a launcher that has touched the card too."""
-
-    why_whole: dict[str, list[str]] = field(default_factory=dict)
-    """Why survival would divide no batch of a training, of an evaluation; empty if it would."""
-
-    is_quantised: bool = False
-    model: str = ""
-    trainer: str = ""
-    timeline: list[tuple[str, int, int]] = field(default_factory=list)
-    """Moment, allocated and reserved bytes of the fullest card, each the maximum of some events."""
-
-    beginnings: list[tuple[int, str]] = field(default_factory=list)
-    """The first event of each moment, by its number in the snapshot."""
-
-    planned: dict[str, str] = field(default_factory=dict)
-    """What runs, in words, where a request and not a command says it."""
-
-    accumulation: dict[str, object] = field(default_factory=dict)
-    """What more micro-batches of fewer rows do to the gradient."""
-
-    named: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """The category and the name of allocations, by the numbers of their events."""
 
 
 about: dict[str, Any] = {}
@@ -124,7 +60,7 @@ def record() -> None:
     # Not where memory is freed: torch 2.11 then loses an exception that is under way, and
     # checkpointing that is not reentrant ends early with one.
     torch.cuda.memory._record_memory_history(
-        context="alloc", stacks="python", max_entries=_MOST_EVENTS
+        context="alloc", stacks="python", max_entries=MOST_EVENTS
     )
     # A program that records for itself would restart this recording, or end it.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
@@ -139,7 +75,7 @@ def record() -> None:
                 seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
                 moments, began = until_training()
                 seen.moments = moments or {"load": peaks()}
-                _write(seen, began)
+                write(seen, began)
         show(kind, error, traceback)
 
     sys.excepthook = written
@@ -153,9 +89,7 @@ def watch_trainers() -> None:
 
     from trainer_plugins.drycuda.inside.shortened import evaluate_few_rows
 
-    cards: Any = torch.cuda
-    if not cards.is_initialized():  # so nothing that is kept alive by it is on a card
-        gc.freeze()  # accelerate collects often; it need not look at imported modules
+    leave_imports_alone()
     train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
     evaluate_few_rows(notes)
 
@@ -294,7 +228,7 @@ class _Observer:
             self._ended = time.time_ns() // 1000
             self._trainer = self._namer = None  # the program may be done with it
             _Observer.last = self
-        _write(seen, self._began, self._names)
+        write(seen, self._began, self._names)
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
@@ -369,35 +303,3 @@ class _Observer:
             (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, new, strict=True)
         ]
         reset_peaks()
-
-
-def _write(
-    seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),), names: Sequence[Names] = ()
-) -> None:
-    """Write what a process saw, and a snapshot of the allocator."""
-    from trainer_plugins.drycuda.inside import shapes
-
-    stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
-    seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
-    seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
-    seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
-    seen.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seen.outside_bytes = [outside_bytes(index) for index in range(torch.cuda.device_count())]
-    for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
-        if name in sys.modules:
-            seen.versions[name] = sys.modules[name].__version__
-    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
-    snapshot = torch.cuda.memory._snapshot()
-    events = max(snapshot["device_traces"], key=len)
-    if len(events) >= _MOST_EVENTS:
-        seen.notes.append(
-            f"of the allocator's events the last {_MOST_EVENTS:,} are known: no smallest card"
-        )
-    seen.timeline = timeline_of(events, began)
-    seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
-    leave_out_the_dry_run(snapshot)
-    with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
-        pickle.dump(snapshot, file)
-    draft = folder / f"seen-{seen.rank}.draft"
-    draft.write_text(json.dumps(asdict(seen), default=str))
-    draft.rename(folder / f"seen-{seen.rank}.json")

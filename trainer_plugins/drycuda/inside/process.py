@@ -1,9 +1,11 @@
 """Asks the libraries of a process on the dry card, and writes its lines."""
 
 import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from trainer_plugins.testing.card import SimCard
 
@@ -49,6 +51,16 @@ def outside_bytes(index: int) -> int:
     files = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]).glob("card-*")
     (card,) = (each for each in map(SimCard, files) if each.uuid == uuid)
     return card.used_bytes - torch.cuda.memory_reserved(index)
+
+
+def leave_imports_alone() -> None:
+    """Let garbage be looked for without what was imported: accelerate collects often.
+
+    Once a card is in use, what is kept alive by this might be on it: nothing is done.
+    """
+    cards: Any = sys.modules["torch"].cuda
+    if not cards.is_initialized():
+        gc.freeze()
 
 
 def say(text: str) -> None:

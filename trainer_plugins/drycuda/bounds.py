@@ -1,0 +1,36 @@
+"""Bounds that one plan sets for others, so that hopeless runs are not made."""
+
+from collections.abc import Collection
+
+from trainer_plugins.planner.plan import Category, MemoryPlan
+from trainer_plugins.planner.tried import margin_bytes
+
+_OF_ROWS: tuple[Category, ...] = ("activations", "logits and loss")
+
+
+def needed_bytes(plan: MemoryPlan) -> int:
+    """Return the size of the smallest card for a run."""
+    return plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
+
+
+def error_bytes(plan: MemoryPlan) -> int:
+    """Return how far off a plan may be; its context is as uncertain as the rest."""
+    return margin_bytes(needed_bytes(plan), "quantised" in plan.planned)
+
+
+def least_bytes(plan: MemoryPlan, freed: Collection[Category], part: float = 1) -> int:
+    """Return the smallest card that a run may need with a part of its rows, without categories.
+
+    What rows take shrinks at most as they do. The peak may move to a moment that needs more.
+    """
+    held = plan.breakdown
+    gone = sum(num_bytes for name, num_bytes in held.items() if name in freed)
+    of_rows = sum(held.get(name, 0) for name in _OF_ROWS if name not in freed)
+    least = plan.allocated_peak_bytes + plan.context_bytes - gone - int((1 - part) * of_rows)
+    return least + margin_bytes(least, "quantised" in plan.planned)
+
+
+def most_rows_by(plan: MemoryPlan, rows: int, spare_bytes: int) -> int:
+    """Return how many rows at once may fit if each takes what one of this plan's does."""
+    of_a_row = sum(plan.breakdown.get(name, 0) for name in _OF_ROWS) / rows
+    return rows + int(spare_bytes / of_a_row) if of_a_row else 1 << 30
