@@ -23,11 +23,21 @@ COMMAND = ("--", "python", "train.py", "--lr", "1")
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
 def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
+    """Told not to fetch, and where there is no network: exit code 2, and what to type."""
     monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRAINER_PLUGINS_FETCH", "never")
     done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
     assert done.exit_code == 2
     assert "was built without CUDA: `plan --dry-env -- COMMAND` fetches" in done.stderr
     assert [*tmp_path.iterdir()] == []
+
+    monkeypatch.delenv("TRAINER_PLUGINS_FETCH")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", *COMMAND])
+    assert done.exit_code == 2
+    assert "dry card: fetching torch" in done.stderr
+    assert "where there is a network `plan --dry-env -- COMMAND` fetches it" in done.stderr
 
 
 @pytest.mark.parametrize(

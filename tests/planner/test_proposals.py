@@ -13,7 +13,6 @@ from trainer_plugins.planner.compare.changes import _launches
 from trainer_plugins.planner.compare.switches import can_offload_activations
 from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource
-from trainer_plugins.units import MIB
 
 MODEL = {
     "model_type": "llama",
@@ -27,14 +26,16 @@ MODEL = {
 SYNC = "sync_each_batch"
 
 
-def asked(rows: int, *flags: str, gpu: str = "80GiB", proposes: bool = False):
-    run = request(MODEL, *flags, rows=rows, gpu=gpu, num_gpus=2, dtype=None, sequence_length=2048)
-    return replace(run, launch_file=str(configs.path("fsdp2")), proposes=proposes)
+def asked(rows: int, *flags: str):
+    run = request(
+        MODEL, *flags, rows=rows, gpu="80GiB", num_gpus=2, dtype=None, sequence_length=2048
+    )
+    return replace(run, launch_file=str(configs.path("fsdp2")))
 
 
 @pytest.mark.all
 @pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
-def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_reduces_them() -> None:
+def test_under_fsdp2_pieces_keep_whole_gradients_unless_each_micro_batch_reduces_them() -> None:
     pieces = ("--gradient_accumulation_steps", "4", "--gradient_checkpointing", "True")
     each_time = ("--accelerator_config", f'{{"gradient_accumulation_kwargs": {{"{SYNC}": true}}}}')
     whole, divided = predict_all([asked(1, *pieces), asked(1, *pieces, *each_time)])
@@ -43,18 +44,6 @@ def test_under_fsdp2_fewer_rows_keep_whole_gradients_unless_each_micro_batch_red
     half = whole.num_parameters * 4 // 2
     spared = whole.moments["backward"].allocated_bytes - divided.moments["backward"].allocated_bytes
     assert spared > 0.7 * half
-
-    between = (whole.nvidia_smi_peak_bytes + divided.nvidia_smi_peak_bytes) // 2
-    card = f"{between / MIB:.0f}MiB,sm_90"
-    (plan,) = predict_all([asked(4, gpu=card, proposes=True)])
-    assert isinstance(plan, MemoryPlan)
-    assert plan.fits is False
-    found = [each for each in plan.proposals if "gradients reduced each time" in each.changes]
-    assert found
-    for each in found:
-        assert SYNC in each.flags
-        assert each.accumulation_steps > 1, "one micro-batch reduces its gradients anyway"
-        assert each.nvidia_smi_peak_bytes < between
 
 
 @pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)

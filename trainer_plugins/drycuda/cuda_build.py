@@ -45,6 +45,15 @@ def is_installed() -> bool:
         return False
 
 
+def provide(tell: Callable[[str], None]) -> Path:
+    """Return what `site_with_cuda` does; fetch it first, unless `$TRAINER_PLUGINS_FETCH` is never.
+
+    Raises:
+        DryCudaUnavailable: it is not here, and must not or cannot be fetched.
+    """
+    return site_with_cuda() if os.environ.get("TRAINER_PLUGINS_FETCH") == "never" else fetch(tell)
+
+
 def fetch(tell: Callable[[str], None]) -> Path:
     """Fetch the build for CUDA of the installed version into the cache, unless it is here.
 
@@ -62,7 +71,10 @@ def fetch(tell: Callable[[str], None]) -> Path:
         with locked(site.parent):  # two plans that begin together fetch it once
             if not _is_for_cuda(site):
                 version = _version_of(installed)
-                tell(f"dry card: fetching torch {version} in its build for CUDA into {site}")
+                tell(
+                    f"dry card: fetching torch {version} in its build for CUDA (some 700 MB, once"
+                    f" for all projects) into {site}"
+                )
                 _install(version, site)
     return site
 
@@ -123,4 +135,7 @@ def _pip(site: Path, what: str) -> None:
     )
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1:]
-        raise DryCudaUnavailable(f"pip could not fetch {what}: {''.join(why)}")
+        raise DryCudaUnavailable(
+            f"pip could not fetch {what}: {''.join(why)}; where there is a network `plan --dry-env"
+            " -- COMMAND` fetches it, and TRAINER_PLUGINS_CACHE names a folder that both see"
+        )

@@ -15,7 +15,7 @@ import psutil
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.drycuda.command import ended, ended_fork
-from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable
+from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, provide
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.drycuda.wall import Allowed, explain_refusal
@@ -135,6 +135,7 @@ class DryResult:
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command for `dry_plan`; where it cannot resume by itself, a second time to resume."""
     try:
+        provide(tell)
         made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
     except (DryCudaUnavailable, ValueError) as error:
         raise PlanError(str(error)) from error
