@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_b
 
 NOTEBOOK = """
 import sys
+import contextlib
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -38,6 +39,8 @@ class Padding:
 
 class Twice(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, **_):
+        with contextlib.suppress(OSError):
+            open("written", "w").close()
         made = model(**inputs)
         return (2 * made.loss, made) if return_outputs else 2 * made.loss
 
@@ -124,7 +127,7 @@ def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
 
 
 def test_where_torch_is_built_for_cuda_it_answers_by_itself(folder: Path) -> None:
-    """What would fit is asked of fake tensors: here this torch's libraries are not there for them."""
+    """And tries there what would fit: fake tensors are not asked, their libraries are not there."""
     path = os.pathsep.join((str(ROOT), str(site_with_cuda())))
     fits = planned(folder, "--gpu", "24GiB", PYTHONPATH=path)
     assert fits.planned["engine"] == "dry card"
@@ -133,10 +136,14 @@ def test_where_torch_is_built_for_cuda_it_answers_by_itself(folder: Path) -> Non
     assert tight.planned["engine"] == "dry card"
     assert tight.failed_request_bytes
     assert tight.allocated_peak_bytes == fits.allocated_peak_bytes
+    assert [each.flags for each in tight.proposals] or tight.tried_without_success
 
 
 def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
-    """Its classes are those of the cell, its batch is its own, and it stays as it was."""
+    """Its classes are those of the cell, its batch is its own, and it stays as it was.
+
+    It is run in a fork, which stands behind a wall: a file that its loss writes is not there.
+    """
     (folder / "cell.py").write_text(NOTEBOOK)
     done = run(
         [sys.executable, "cell.py"],
@@ -146,6 +153,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("0 ")
+    assert not (folder / "written").exists()
     fake, dry = (
         MemoryPlan.from_json((folder / f"{name}.json").read_text()) for name in ("False", "True")
     )

@@ -1,6 +1,7 @@
 """start() prepares a Python process that has the dry libraries. Imports torch."""
 
 import atexit
+import functools
 import os
 import sys
 import time
@@ -44,6 +45,7 @@ def start() -> None:
         begin()
 
 
+@functools.cache  # where a fork was not possible, `start` has begun already
 def begin() -> None:
     """Begin the run of this process, on the cards that its environment names.
 
