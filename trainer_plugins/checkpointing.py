@@ -11,9 +11,10 @@ _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 _OPTIONS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _ANY = re.compile(r"(?<!\w)(?:activation|gradient)[-_]checkpointing([-_]kwargs)?")
 NAME, OPTIONS = _NAMES[1], _OPTIONS[1]  # as the installed transformers wants them
+CAN_OFFLOAD = False  # whether it takes `offload`, which moves to main memory what is kept
 with suppress(PackageNotFoundError):
     if [int(number) for number in re.findall(r"\d+", version("transformers"))[:2]] >= [5, 23]:
-        NAME, OPTIONS = _NAMES[0], _OPTIONS[0]
+        NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 
 def spelled(text: str) -> str:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any
 
-from trainer_plugins import advice
+from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.launch import configs
@@ -306,15 +305,11 @@ def experts_in(config: Mapping[str, Any]) -> int:
 def can_offload_activations(trainer: str | None) -> bool:
     """Return whether what checkpointing keeps can be moved off the card.
 
-    transformers has to know it. TRL's Trainers that leave checkpointing off for a while then switch
-    it on with words that torch's checkpoint refuses (1.16, disable_gradient_checkpointing).
+    transformers has to know it, as 5.23 does. TRL's Trainers that leave checkpointing off for a
+    while then switch it on with words that torch's checkpoint refuses (1.16,
+    disable_gradient_checkpointing).
     """
-    if trainer in _PAUSE_CHECKPOINTING:
-        return False
-    from transformers import PreTrainedModel
-
-    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
-    return enable is not None and "offload" in signature(enable).parameters
+    return trainer not in _PAUSE_CHECKPOINTING and checkpointing.CAN_OFFLOAD
 
 
 def launched_by(words: str, price: str, name: str, of: Sequence[Category], share: float) -> Switch:
