@@ -163,6 +163,18 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
         assert allocated(fake)[moment] == pytest.approx(num_bytes, abs=MIB // 4), moment
 
 
+def test_where_a_fork_is_not_safe_a_new_python_gives_the_same_answer(folder: Path) -> None:
+    """A thread runs in each Python of this site, and a process with threads must not be forked."""
+    site = folder / "site"
+    site.mkdir()
+    thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    (site / "sitecustomize.py").write_text(f"import threading, time\n{thread}\n")
+    path = os.pathsep.join((str(site), str(ROOT)))
+    words = ("--engine", "dry", "--gpu", "24GiB", "--save_strategy", "no")
+    threaded, forked = planned(folder, *words, PYTHONPATH=path), planned(folder, *words)
+    assert threaded.moments == forked.moments
+
+
 def test_what_has_no_dry_run_is_refused_in_one_line(folder: Path) -> None:
     words = ("--engine", "dry", "--lora-r", "8", "--stream-base", "2", "--gpu", "24GiB")
     done = typed(folder, "--model", "model", *words)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch  # noqa: F401 - before `start`, which runs when torch has been imported
+
 from trainer_plugins.drycuda.inside import start
 from trainer_plugins.namespaces import build_wall
 
