@@ -1,5 +1,8 @@
 """What a forward pass moves is refused; what the longest sequence of a micro-batch decides is divided with care."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from tests.survival.failing import (
     small_trainer,
     survive,
 )
+from tests.survival.test_attach import remarks
 from trainer_plugins import survive_oom
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.exact.layouts import Rows
@@ -98,6 +102,40 @@ def packed_phi3(tmp_path, boundary: int):
 
 
 # Sequences have 6 to 16 tokens.
+class Scaled(nn.Module):
+    """Scales what it gets by a number that Python or numpy draws, as augmentations in people's models do."""
+
+    def __init__(self, norm: nn.Module, draw) -> None:
+        super().__init__()
+        self.norm, self.draw = norm, draw
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden) * (0.5 + self.draw()) if self.training else self.norm(hidden)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["Python", "numpy"])
+def test_a_layer_that_is_computed_again_draws_what_it_has_drawn(tmp_path, draw) -> None:
+    """The only row did not fit: checkpointing is switched on, and torch keeps its own numbers alone."""
+
+    def trainer():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = tiny_llama()
+        norm = model.model.layers[0].input_layernorm
+        model.model.layers[0].input_layernorm = Scaled(norm, draw)
+        return small_trainer(tmp_path, model.double(), per_device_train_batch_size=1)
+
+    whole, survived = Run(trainer()), trainer()
+    survive_oom(survived)
+    run = Run(survived, {1: [int(0.7 * whole.num_allocations[1])]})
+
+    assert run.allocations.num_failed == 1
+    (told,) = remarks(tmp_path, "out-of-memory-survived")
+    assert "with checkpointing switched on" in told.finding.summary
+    assert gradients_off_by(run, whole) == 0
+
+
 @pytest.mark.parametrize("boundary", [4, 16])
 def test_longrope_is_divided_where_all_sequences_are_on_one_side(tmp_path, boundary: int) -> None:
     whole, survived = survive(lambda: packed_phi3(tmp_path, boundary), {0: 0.8, 3: 0.3})

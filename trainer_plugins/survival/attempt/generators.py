@@ -107,6 +107,43 @@ def pythons_and_numpys() -> tuple[object, object]:
     return _pythons_reader.state(), _numpys_reader.state()
 
 
+class _Drawn:
+    """Remembers what Python and numpy would draw next, when its first pass begins."""
+
+    def __init__(self) -> None:
+        self.states: tuple[object, object] | None = None
+
+    def __enter__(self) -> None:
+        self.states = pythons_and_numpys()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _DrawnAgain:
+    """Lets Python and numpy draw what they drew then, and go on afterwards as if they had not."""
+
+    def __init__(self, first: _Drawn) -> None:
+        self._first = first
+
+    def __enter__(self) -> None:
+        assert self._first.states is not None
+        self._states = pythons_and_numpys()
+        _put_back(self._first.states)
+
+    def __exit__(self, *_: object) -> None:
+        _put_back(self._states)
+
+
+def draw_the_same_again() -> tuple[_Drawn, _DrawnAgain]:
+    """Return contexts for the two passes of a part that torch's `checkpoint` computes again.
+
+    It is its `context_fn`: torch keeps its own random numbers, and not Python's and numpy's.
+    """
+    first = _Drawn()
+    return first, _DrawnAgain(first)
+
+
 def _put_back(states: tuple[object, object]) -> None:
     python, numpys = states
     _pythons_reader.restore(python)

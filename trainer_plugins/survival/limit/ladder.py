@@ -10,6 +10,7 @@ from trainer_plugins.checkpointing import is_checkpointing, switch_off, switch_o
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
+from trainer_plugins.survival.attempt.generators import draw_the_same_again
 from trainer_plugins.wrapped import base_model
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def climb(rung: str, model: nn.Module) -> bool:
         return True
     if is_checkpointing(model) or not getattr(base, "supports_gradient_checkpointing", False):
         return False
-    switch_on(base, {"use_reentrant": False})
+    switch_on(base, {"use_reentrant": False, "context_fn": draw_the_same_again})
     return True
 
 
