@@ -24,6 +24,14 @@ def is_compiled(model: Any) -> bool:
     return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules())
 
 
+def compiles(model: Any) -> bool:
+    """Tell whether torch.compile computes a model, or does once accelerate has wrapped it."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    backend = str(AcceleratorState().dynamo_plugin.backend) if is_initialized() else "NO"
+    return not backend.endswith("NO") or is_compiled(model)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds, or the tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -99,7 +99,9 @@ def test_pieces_add_up_and_are_compiled(tmp_path, caplog, case: str) -> None:
     assert len(gradients) == len(expected) == 3
     survived = [line for line in caplog.text.splitlines() if "out-of-memory-survived" in line]
     assert survived
-    assert "1 failed attempt" in survived[0]
+    # Without checkpointing the whole does not fit, and then not one row.
+    attempts = "2 failed attempts" if where == "not checkpointing" else "1 failed attempt,"
+    assert attempts in survived[0]
     # Not one graph would be left if what survival measures had been intercepted in compiled code.
     assert "torch.compile compiled" in survived[0]
 

@@ -12,7 +12,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.ranks import kind_of
-from trainer_plugins.wrapped import base_model, is_compiled
+from trainer_plugins.wrapped import base_model, compiles
 
 _NOT_TWICE = (
     "its loss compares rows, so all have to pass once before the pieces, and under FSDP a rank "
@@ -27,7 +27,7 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     if coupling is not None and coupling.sees_all:
         if not kind_of(trainer).passes_twice:
             reasons.append(_NOT_TWICE)
-        if _is_compiled(trainer):
+        if compiles(trainer.model):
             reasons.append("its loss compares rows, which compiled code does not let pass apart")
     return reasons
 
@@ -44,14 +44,9 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
         yield "tensor, context and sequence parallelism are not supported"
 
 
-def _is_compiled(trainer: HfTrainer) -> bool:
-    backend = str(trainer.accelerator.state.dynamo_plugin.backend)
-    return not backend.endswith("NO") or is_compiled(trainer.model)
-
-
 def _compiled(trainer: HfTrainer) -> Iterator[str]:
     plugin = trainer.accelerator.state.dynamo_plugin
-    if not _is_compiled(trainer):
+    if not compiles(trainer.model):
         return
     if trainer.args.world_size > 1:
         yield "torch.compile with several processes is not supported yet: turn it off"

@@ -11,7 +11,7 @@ from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_ref
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import draw_the_same_again
-from trainer_plugins.wrapped import base_model
+from trainer_plugins.wrapped import base_model, compiles
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ def climb(rung: str, model: nn.Module) -> bool:
         return True
     if is_checkpointing(model) or not getattr(base, "supports_gradient_checkpointing", False):
         return False
-    switch_on(base, {"use_reentrant": False, "context_fn": draw_the_same_again})
+    # torch.compile takes no such contexts: it draws these numbers once, while it compiles.
+    again = {} if compiles(model) else {"context_fn": draw_the_same_again}
+    switch_on(base, {"use_reentrant": False, **again})
     return True
 
 
