@@ -1,8 +1,8 @@
-"""This holds plans and dry runs against the same trainings on a real card.
+"""This holds plans against the same trainings on a real card.
 
-Here: `python -m benchmarks.card_runs foretell FOLDER` plans each run on fake tensors and on the dry
-card. Beside a card: `... run FOLDER` trains them there, in FOLDER, several at once. Then here:
-`... report FOLDER` prints how far the three are apart. FOLDER travels between the machines. Both
+Here: `python -m benchmarks.card_runs foretell FOLDER` plans each run. Beside a card: `... run
+FOLDER` trains them there, in FOLDER, several at once. Then here: `... report FOLDER` prints how far
+the two are apart. FOLDER travels between the machines. Both
 need the same versions of torch, transformers, TRL, PEFT and bitsandbytes.
 """
 
@@ -19,13 +19,15 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Condition
 from typing import IO, Any
 
-from benchmarks import judge
+from trainer_plugins.drycuda.dry_plan import dry_plan
+from trainer_plugins.drycuda.dry_run import dry_run_of
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
-from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.units import GIB, MIB
 
@@ -176,23 +178,13 @@ _LARGEST = 1_000_000_000
 """Parameters of a drawn model that is still run: its weights are made on the card and written."""
 
 
-def runs(folder: Path, drawn: int) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield all runs: those with a name, and those of one card among the first drawn ones."""
-    yield from named().items()
-    for number in range(drawn):
-        case = judge.drawn(number, folder)
-        request = case.request()
-        if request.num_gpus <= 1:
-            yield f"drawn {number}: {case.said}", request
-
-
-def foretell(folder: Path, drawn: int) -> None:
-    """Plan each run twice, and write what is foretold of those that can run."""
+def foretell(folder: Path) -> None:
+    """Plan each run, and write what is foretold of those that can run."""
     folder.mkdir(parents=True, exist_ok=True)
     known = folder / "foretold.json"
     lines: list[dict[str, Any]] = json.loads(known.read_text()) if known.exists() else []
     done = {line["name"] for line in lines}
-    left = [(name, one) for name, one in runs(folder, drawn) if name not in done]
+    left = [(name, one) for name, one in named().items() if name not in done]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda pair: _foretold(pair[0], pair[1], Path(scratch), folder), left):
             lines.append(line)
@@ -205,12 +197,9 @@ def _foretold(name: str, request: PlanRequest, scratch: Path, folder: Path) -> d
     line: dict[str, Any] = {"name": name, "file": file}
     (folder / f"{file}.request").write_bytes(pickle.dumps(request))
     try:
-        line |= judge._fake(request, scratch)
-    except PlanError as error:
-        line["refused"] = str(error)
-    try:
-        plan, _ = judge.dry_plan_of(request, scratch / file, scratch / f"{file}.snapshot")
-        line |= {"dry": judge._peaks(plan), "num_parameters": plan.num_parameters}
+        run = replace(dry_run_of(request, 600), snapshot=scratch / f"{file}.snapshot")
+        plan = dry_plan(run, lambda text: None).plan
+        line |= {"dry": _peaks(plan), "num_parameters": plan.num_parameters}
         line["room_bytes"] = (plan.smallest_card_bytes or 0) - plan.context_bytes
         line["fails_on_less"] = plan.fails_on_less
         _keep_events(scratch / f"{file}.snapshot", folder / f"{file}.dry.xz")
@@ -219,10 +208,26 @@ def _foretold(name: str, request: PlanRequest, scratch: Path, folder: Path) -> d
     return line
 
 
+def _peaks(plan: MemoryPlan) -> dict[str, list[int]]:
+    return shared_moments(
+        {name: (each.allocated_bytes, each.reserved_bytes) for name, each in plan.moments.items()}
+    )
+
+
+def shared_moments(peaks: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the peaks of moments; where the first step begins after a load is another place."""
+    found: dict[str, list[int]] = {}
+    for moment, peak in peaks.items():
+        name = {"load": "forward"}.get(moment, moment)
+        if name != "resume":
+            found[name] = [*map(max, found.get(name, [0, 0]), peak)]
+    return found
+
+
 def _keep_events(snapshot: Path, kept: Path) -> None:
     """Write what the allocator did, each stack once, and remove the snapshot."""
-    from trainer_plugins.explain.snapshot.cards import read
-    from trainer_plugins.explain.snapshot.stacks import meaning_of
+    from trainer_plugins.snapshot.cards import read
+    from trainer_plugins.snapshot.stacks import meaning_of
 
     found = read(snapshot)
     card = found.main_card()
@@ -355,7 +360,7 @@ def train(asked: Path, folder: Path, room_bytes: int) -> None:
     import torch
     import transformers
 
-    from trainer_plugins.drycuda.inside import observe, of_request
+    from trainer_plugins.inside import observe, of_request
 
     torch.cuda.mem_get_info()  # the dry card reads its variables once, and here too
     assert transformers.Trainer
@@ -426,7 +431,7 @@ def report(folder: Path) -> str:
         shared = [name for name in card if name in line["dry"]]
         alone = max(card[name][0] for name in shared), max(card[name][1] for name in shared)
         columns = []
-        for engine in ("fake", "dry"):
+        for engine in ("dry",):
             if engine not in line:
                 columns.append("refused".rjust(22))
                 continue
@@ -443,7 +448,7 @@ def report(folder: Path) -> str:
 
 
 def _moments(seen: Mapping[str, Any]) -> dict[str, list[int]]:
-    return judge.shared_moments({name: peaks[0] for name, peaks in seen["moments"].items()})
+    return shared_moments({name: peaks[0] for name, peaks in seen["moments"].items()})
 
 
 def _first_difference(folder: Path, file: str, show: int = 3) -> Iterator[str]:
@@ -474,7 +479,7 @@ def _asked(path: Path) -> list[tuple[int, str]]:
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
     if what == "foretell":
-        foretell(where, int(sys.argv[3]) if sys.argv[3:] else 0)
+        foretell(where)
     elif what == "run":
         run(where, float(sys.argv[3]) if sys.argv[3:] else 300)
     elif what == "weights":

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.launch.configs import path
-from trainer_plugins.planner.predict import predict_one
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 
 FLAGS = (

@@ -2,13 +2,11 @@
 
 The rows are those of `tests/planner/published.toml`.
 
-Each row is replayed with the versions of transformers and peft that it was measured with, on this
-environment's torch; and it is run on the dry card, with that torch too. They and the other
-estimators are installed beside this environment, into a cache. Prints what `benchmarks/results`
-keeps row by row and docs/plan_measured.md sums up; all rows take up to an hour, those whose names
-contain a word less, and a quarter of it without the dry card:
+Each row is run on the dry card, with the versions of torch, transformers and peft that it was
+measured with. They and the other estimators are installed beside this environment, into a cache.
+Prints what `benchmarks/results` keeps row by row and docs/plan_measured.md sums up:
 
-    python -m benchmarks.prediction [--no-dry] [WORD] ...
+    python -m benchmarks.prediction [WORD] ...
 """
 
 import hashlib
@@ -18,7 +16,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -145,7 +142,7 @@ def asked_for(row: Row) -> list[str]:
     return [f"{row.key}@{LONGEST_BATCH}", f"{row.key}@{row.settings['mean_seq_length']}"]
 
 
-def folders_of(row: Row, on_card: bool) -> list[str]:
+def folders_of(row: Row) -> list[str]:
     """Install what a row was measured with, as far as its replay needs it; it runs once.
 
     Raises:
@@ -158,32 +155,23 @@ def folders_of(row: Row, on_card: bool) -> list[str]:
     ]
     if transformers in BESIDE:
         steps += [["httpx"], list(BESIDE[transformers])]
-    folders = [installed(*steps)]
-    if on_card:
-        torch = row.versions["torch"].partition("+")[0]
-        folders.insert(0, installed(["--no-deps", f"torch=={torch}"]))
-        if row.source.startswith("fitcheck"):
-            folders.append(installed(["--no-deps", f"bitsandbytes=={BITSANDBYTES}"]))
+    torch = row.versions["torch"].partition("+")[0]
+    folders = [installed(["--no-deps", f"torch=={torch}"]), installed(*steps)]
+    if row.source.startswith("fitcheck"):
+        folders.append(installed(["--no-deps", f"bitsandbytes=={BITSANDBYTES}"]))
     return folders
 
 
-def replays(rows: Sequence[Row], on_card: bool = False) -> Predicted:
-    """Replay these rows, one process for each version; a row that ends its process is left out.
-
-    Args:
-        rows: what is replayed.
-        on_card: run them on the dry card instead of on fake tensors.
-    """
+def replays(rows: Sequence[Row]) -> Predicted:
+    """Run these rows on the dry card, one process for each version."""
     found = Predicted()
     for source in dict.fromkeys(row.source for row in rows):
         same = [row for row in rows if row.source == source]
         left = [asked for row in same for asked in asked_for(row)]
-        words = ["benchmarks.prediction_replay"]
-        if on_card:
-            dry = "trainer_plugins.drycuda"
-            words = [dry, "--gpu", CARDS[same[0].gpu], "-m", "benchmarks.prediction_dry"]
+        dry = "trainer_plugins.drycuda"
+        words = [dry, "--gpu", CARDS[same[0].gpu], "-m", "benchmarks.prediction_dry"]
         try:
-            folders = folders_of(same[0], on_card)
+            folders = folders_of(same[0])
         except NotInstalledError as reason:
             found.refused.update(dict.fromkeys([row.key for row in same], str(reason)))
             continue
@@ -392,14 +380,9 @@ def print_peers(rows: Sequence[Row], found: Predicted, asked: Mapping[str, Peer]
 
 def main(words: Sequence[str]) -> None:
     """Print everything."""
-    asked = [word for word in words if word != "--no-dry"]
-    rows = [row for row in published() if not asked or any(word in row.key for word in asked)]
+    rows = [row for row in published() if not words or any(word in row.key for word in words)]
     replayed = [row for row in rows if not why_not(row)]
-    with ThreadPoolExecutor(2) as pool:
-        begun = {"plan": pool.submit(replays, replayed)}
-        if "--no-dry" not in words:
-            begun["dry"] = pool.submit(replays, replayed, on_card=True)
-        ways = {name: each.result() for name, each in begun.items()}
+    ways = {"plan": replays(replayed)}
     print_rows(replayed, ways)
     complete = [row for row in rows if row.complete]
     if complete:

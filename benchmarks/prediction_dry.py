@@ -2,19 +2,20 @@
 
     python -m trainer_plugins.drycuda --gpu t4 -m benchmarks.prediction_dry KEY ...
 
-The loops are those of `prediction_replay`. The rest is what their authors ran: transformers loads
+The loops are written after those of the authors. The rest is what they ran: transformers loads
 the model (from weights that are not there), bitsandbytes quantises it, torch's allocator counts.
 Each row has a process of its own, as theirs had. A quantised one is run three times: transformers
 5.0 loads it by four threads, and who is first decides where blocks lie. Its figures are those of
 the run with the median of reserved bytes. A row that fails has a line that says why.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +24,13 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.prediction_replay import AFTERWARDS, ROW_SECONDS, adapted, train
 from benchmarks.published import Row, published
+
+ROW_SECONDS = 120
+"""A row that computes for longer ends the process."""
+
+AFTERWARDS = "save"
+"""The moment when what the run held dies."""
 
 QUANTISED_RUNS = 3
 LOADERS = 4
@@ -102,12 +108,71 @@ def loaded(row: Row) -> Any:
     return adapted(model, row)
 
 
+def adapted(model: Any, row: Row) -> Any:
+    """Return the row's model with its adapter and checkpointing."""
+    settings = row.settings
+    if "peft_config" in settings:
+        model = with_adapter(
+            model, settings["peft_config"], settings.get("autocast_adapter_dtype", True)
+        )
+    if settings.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if "peft_config" in settings:
+            model.enable_input_require_grads()
+    return model.train()
+
+
+def with_adapter(model: Any, written: Mapping[str, Any], autocast_adapter_dtype: bool) -> Any:
+    """Return the PEFT model."""
+    import peft
+
+    values = {key: value for key, value in written.items() if key != "type"}
+    config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[written["type"]](task_type="CAUSAL_LM", **values)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+
+
+def train(row: Row, counters: "Counters", seq_length: int) -> None:
+    """Run two steps of the row's own loop; the second is the first with optimizer states."""
+    settings, loop = row.settings, row.loop
+    model = loaded(row)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-5)
+    shape = (settings["batch"], seq_length)
+    autocast = torch.autocast("cuda", dtype=getattr(torch, settings.get("autocast", "float32")))
+    counters.moment = "forward"
+    for step in range(2):
+        if step and "empty_cache_every" in loop:
+            torch.cuda.empty_cache()
+        if loop["gradients"] != "kept":
+            optimizer.zero_grad()
+        batch = {"input_ids": torch.ones(shape, dtype=torch.long, device="cuda")}
+        batch["labels"] = (
+            batch["input_ids"].clone() if settings.get("padded") else batch["input_ids"]
+        )
+        if settings.get("padded"):
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, -1] = 0  # a mask of ones alone is left out
+        with autocast if "autocast" in settings else contextlib.nullcontext():
+            output = model(**batch, use_cache=loop.get("use_cache", False))
+        output.loss.backward()
+        if loop["outputs_until"] == "backward":
+            del output
+        if loop["max_grad_norm"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), loop["max_grad_norm"])
+        optimizer.step()
+        if loop["outputs_until"] == "step":
+            del output
+        if loop["gradients"] == "kept":
+            optimizer.zero_grad(set_to_none=False)
+    counters.moment = AFTERWARDS
+
+
 def answer(row: Row, seq_length: int) -> dict[str, int]:
     """Run a row; return its counters in bytes."""
-    counters: Any = Counters()
+    counters = Counters()
     is_efficient = row.settings["attention"] == "efficient"
     with memory_efficient_attention() if is_efficient else nullcontext():
-        train(row, counters, seq_length, loaded)
+        train(row, counters, seq_length)
     return {
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),

@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from trainer_plugins.explain.snapshot import cards
-from trainer_plugins.explain.snapshot.cards import Action, Event
-from trainer_plugins.explain.snapshot.pickled import NotReadableError
-from trainer_plugins.explain.snapshot.trace import StartSegment, Trace, trace_of
+from trainer_plugins.snapshot import cards
+from trainer_plugins.snapshot.cards import Action, Event
+from trainer_plugins.snapshot.pickled import NotReadableError
+from trainer_plugins.snapshot.trace import StartSegment, Trace, trace_of
 
 _STEP = 512  # each address is a multiple of it
 

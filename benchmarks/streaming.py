@@ -31,7 +31,7 @@ from transformers import (
 
 from benchmarks.card import card_here
 from trainer_plugins import MemoryPlan, StreamBase
-from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.planner.rehearse.gather import request_of
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.units import MIB

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.snapshots import read
 from trainer_plugins.allocator.addresses import ChunkedAddresses
-from trainer_plugins.explain.snapshot.pickled import NotReadableError
-from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
-from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace
+from trainer_plugins.snapshot.pickled import NotReadableError
+from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import MIB
 
 KEPT = Path(__file__).parents[1] / "tests" / "allocator" / "traces"

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 
 # Not the user's own, in which somebody's build may be under way, or may have been cut off.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions.ROOT)
-os.environ["TRAINER_PLUGINS_FETCH"] = "never"  # the tests on the dry card fetch torch themselves
 
 # On a machine with AMX oneDNN packs bf16 for instructions that torch was told not to use, and torch
 # refuses ("pack_vnni2 is only supported when avx512 is supported": `could_pack` in

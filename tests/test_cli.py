@@ -203,7 +203,7 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
     of_plan, of_check = (
         {param.name for param in group.commands[name].params} for name in ("plan", "check")
     )
-    of_a_command = {"steps", "alone", "snapshot", "dry_env", "engine"}
+    of_a_command = {"steps", "alone", "snapshot", "dry_env"}
     of_a_command |= {"allow_writes", "allow_network"}
     assert of_plan - of_a_command == of_check - {"form"}
 

@@ -13,8 +13,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 import trainer_plugins
 from trainer_plugins.cli import app
-from trainer_plugins.cli.foreign.reading import OPTIONS
-from trainer_plugins.cli.foreign.spellings import SAME
+from trainer_plugins.cli.spelled import _SAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -80,7 +79,7 @@ def test_every_command_and_flag_of_the_pages_exists() -> None:
     known = flags_of_commands()
     kinds = (TrainingArguments, SFTConfig, DPOConfig, GRPOConfig)
     training = {field.name for kind in kinds for field in fields(kind)} | {"gradient_checkpointing"}
-    training |= {"use_peft", *SAME, *OPTIONS}  # as other programs spell them
+    training |= {"use_peft", *_SAME, *(name[2:].replace("-", "_") for name in known["plan"])}
     known["plan"] |= {f"--{name}" for name in training}
     known["plan"] |= {f"--{name.replace('_', '-')}" for name in training}
     known["check"] |= known["plan"]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import processes
 from trainer_plugins import forks
-from trainer_plugins.planner.predict import _IMPORTS
+from trainer_plugins.drycuda.command import _IMPORTS
 
 TELLS = """
 import json, os, sys

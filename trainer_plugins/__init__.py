@@ -37,7 +37,7 @@ _HOMES = {
     "detach": "plug_in.attachment",
     "draw": "report.html.run_page",
     "generation_memory": "upkeep.generation",
-    "plan_run": "planner",
+    "plan_run": "drycuda.predict",
     "protect": "plug_in.attachment",
     "read_timeline": "record.timeline",
     "released": "upkeep.released",
@@ -98,9 +98,10 @@ if TYPE_CHECKING:
         StrategyInForce,
         StreamBase,
     )
+    from trainer_plugins.drycuda.predict import plan_run
     from trainer_plugins.finding import Finding
     from trainer_plugins.oom import classify
-    from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError, plan_run
+    from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
     from trainer_plugins.plug_in.attachment import attach, attached, detach, protect
     from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
     from trainer_plugins.record.timeline import read_timeline

@@ -22,8 +22,8 @@ from tests.explain.recorded import RecordedCard
 from trainer_plugins.allocator import model as rules
 from trainer_plugins.allocator.addresses import ChunkedAddresses, Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.explain.snapshot.replay import ModelCard, Outcome, replay
-from trainer_plugins.explain.snapshot.trace import NotModelledError, Trace
+from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.trace import NotModelledError, Trace
 from trainer_plugins.units import GIB, KIB, MIB
 
 FILES = sorted(KEPT.glob("*.json.gz"))

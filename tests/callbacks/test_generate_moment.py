@@ -1,25 +1,18 @@
 """What `generate` takes inside training is a moment of its own: in an evaluation, and within a step."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments, TrainerCallback
 
 from tests.explain.test_planted import Generates
 from tests.models import tiny_llama, token_rows
-from tests.planner.test_closed_loop import EVALUATES, GENERATES, no_metrics, rows, run, t5
-from tests.planner.test_closed_loop_online import online
-from tests.planner.test_closed_loop_trl import HAS_HEAD
 from tests.report.drawn import Read
 from tests.report.test_run_page import page_of
 from tests.test_report import report
-from trainer_plugins import MemoryWatchdog, StrategyInForce, plan_run
-from trainer_plugins.planner import Calibration, calibrate
+from trainer_plugins import MemoryWatchdog
 from trainer_plugins.record.timeline import Remark, Sample, Timeline, read_timeline
 from trainer_plugins.report.html.step_times import paces_of
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import MIB
 
 TAKEN = 60 * MIB
 
@@ -166,62 +159,3 @@ def test_reports_and_pages_tell_it_and_a_step_is_not_shorter_for_it(
     steps = [of(entries, "begin")[0], *of(entries, "train")]
     spent = sum(each.busy_seconds for each in paces_of(entries, 0.0))
     assert spent == pytest.approx(steps[-1].time_seconds - steps[0].time_seconds)
-
-
-def counters(found: Calibration) -> dict[tuple[str, str], float]:
-    return {(each.moment, each.counter): each.fraction for each in found.differences}
-
-
-@pytest.mark.all
-@pytest.mark.slow
-def test_a_plan_is_compared_moment_by_moment(simgpu, tmp_path) -> None:
-    simgpu.set_capacity(4 * GIB)
-    trainer = run(
-        tmp_path,
-        t5(),
-        Seq2SeqTrainer,
-        evaluation=[{**row, "labels": row["labels"][:2]} for row in rows(16)],
-        metrics=no_metrics,
-        callbacks=[MemoryWatchdog(), StrategyInForce()],
-        **EVALUATES,
-        **{**GENERATES, "generation_max_length": 96},
-    )
-    plan = plan_run(trainer, calibration=False)
-    trainer.train()
-    found = counters(calibrate(plan, tmp_path))
-    assert {moment for moment, _ in found} == {"train", "eval", "generate"}
-    for moment in ("train", "eval", "generate"):
-        assert found[moment, "allocated"] == pytest.approx(0, abs=0.01), moment
-
-    trainer.evaluate()  # both in one, which may be more than either
-    file = tmp_path / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-    *before, last = file.read_text().splitlines(keepends=True)
-    assert '"moment": "eval"' in last
-    more = re.sub('"peak_allocated_bytes": ', '"peak_allocated_bytes": 9', last)
-    file.write_text("".join([*before, more]))
-    assert counters(calibrate(plan, tmp_path)) == found
-    folder = as_before(tmp_path)
-    assert {moment for moment, _ in counters(calibrate(plan, folder))} == {"train", "eval"}
-
-
-def as_before(folder: Path) -> Path:
-    """Make the timeline one of an earlier version: it has no generation."""
-    file = folder / "_trainer_plugins" / "memory" / "rank-0.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(line for line in lines if '"moment": "generate"' not in line))
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_HEAD, reason="a TRL without its own head is not planned")
-def test_the_rollout_of_grpo_is_no_part_of_the_step(simgpu, tmp_path) -> None:
-    simgpu.set_capacity(4 * GIB)
-    trainer = online(tmp_path)
-    trainer.add_callback(MemoryWatchdog())
-    trainer.add_callback(StrategyInForce())
-    plan = plan_run(trainer, calibration=False)
-    trainer.train()
-    found = counters(calibrate(plan, tmp_path))
-    # A plan counts each row as long as it may become; here a row may end before that.
-    assert 0 <= found["generate", "allocated"] < 0.1
-    assert found["train", "allocated"] == pytest.approx(0, abs=0.01)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 import trainer_plugins
-from trainer_plugins.drycuda.inside.process import counters
+from trainer_plugins.inside.process import counters
 
 sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))

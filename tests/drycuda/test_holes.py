@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_plugins.drycuda.inside.weights import holes_for
+from trainer_plugins.inside.weights import holes_for
 from trainer_plugins.units import GIB
 
 

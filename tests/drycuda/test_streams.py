@@ -18,7 +18,7 @@ import json, torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trainer_plugins import StreamBase
-from trainer_plugins.drycuda.inside.process import calls_since
+from trainer_plugins.inside.process import calls_since
 
 class Record(TrainerCallback):
     steps = []

@@ -15,7 +15,7 @@ from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.cli import app
 from trainer_plugins.drycuda import unavailable_reason
 from trainer_plugins.drycuda.smallest import smallest_room
-from trainer_plugins.explain.snapshot.cards import Card, Event, Segment
+from trainer_plugins.snapshot.cards import Card, Event, Segment
 from trainer_plugins.units import MIB
 
 COMMAND = ("--", "python", "train.py", "--lr", "1")
@@ -43,7 +43,6 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name the card on which the command will run: --gpu"),
         (("--gpu", "h1000"), "no card is named 'h1000'"),
         (("--gpu", "24GiB", "--lora-r", "8"), "--lora-r: a command after -- says this itself"),
         (
@@ -51,10 +50,6 @@ def test_it_says_how_to_get_it(tmp_path: Path, monkeypatch) -> None:
             "--model, --host-memory: a command",
         ),
         (("--gpu", "24GiB", "--explain-change", "magic"), "no switch is called 'magic'"),
-        (
-            ("--gpu", "24GiB", "--engine", "fake"),
-            "--engine fake reads a command's flags, and these name no model",
-        ),
         (
             ("--gpu", "24GiB", "--snapshot", "/nowhere/x.pickle"),
             "must be a file in a folder that exists",
@@ -65,12 +60,6 @@ def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str
     done = CliRunner().invoke(app, ["plan", *words, *COMMAND])
     assert done.exit_code == 2
     assert said in done.stderr
-
-
-def test_options_of_a_command_need_one() -> None:
-    done = CliRunner().invoke(app, ["plan", "--model", "m", "--steps", "3"])
-    assert done.exit_code == 2
-    assert "--steps, --alone, --snapshot and --dry-env are for a command after --" in done.stderr
 
 
 def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from trainer_plugins.allocator.addresses import Pool
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.allocator.settings import UNLIMITED
-from trainer_plugins.explain.snapshot.replay import ModelCard, replay
-from trainer_plugins.explain.snapshot.trace import Trace
+from trainer_plugins.snapshot.replay import ModelCard, replay
+from trainer_plugins.snapshot.trace import Trace
 from trainer_plugins.units import MIB
 
 Frames = Sequence[tuple[str, int, str]]

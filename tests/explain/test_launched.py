@@ -11,13 +11,13 @@ import pytest
 from tests import processes
 from tests.distributed.launched import LOOKED_AT, command, ended, environment, start, torchrun
 from trainer_plugins import OOMReporter
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.predicted import request_of
 from trainer_plugins.launch.configs import path
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.record.folder import write_new
 from trainer_plugins.record.oom_record import OomRecord, Shape
 from trainer_plugins.record.run_facts import Launch, RunFacts, read_run_facts

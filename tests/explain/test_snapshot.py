@@ -28,7 +28,7 @@ from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
-from trainer_plugins.explain.snapshot.oom import case_of
+from trainer_plugins.snapshot.oom import case_of
 from trainer_plugins.units import GIB, MIB
 
 LAYERS = 4

@@ -23,9 +23,9 @@ from trainer_plugins import checkpointing
 from trainer_plugins.advice.for_causes import FOR_CAUSE
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.snapshot.cards import Frame
-from trainer_plugins.explain.snapshot.stacks import lines_of
 from trainer_plugins.explain.text import explain_stream, explain_text
+from trainer_plugins.snapshot.cards import Frame
+from trainer_plugins.snapshot.stacks import lines_of
 
 PAGE = (Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md").read_text()
 

@@ -11,12 +11,12 @@ from rich.console import Console
 from transformers import Trainer
 from typer.testing import CliRunner
 
-from tests.planner.test_closed_loop import EVALUATES, llama, rows
+from tests.models import tiny_llama, token_rows
 from tests.schemas import read_answer
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.compiled import cache_folder
-from trainer_plugins.planner import Calibration, PlanError, calibrate
+from trainer_plugins.planner import Calibration, MomentPeak, PlanError, calibrate
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.calibrate import context_file, keep_context, with_measured_context
 from trainer_plugins.planner.cards import Card
@@ -29,11 +29,12 @@ CONTEXT = 300 * MIB
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of its own that has the compiled libraries of the usual one."""
+    """A cache of its own that has the builds and the compiled libraries of the usual one."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    for library in cache_folder().glob("*.so"):
-        (folder / library.name).symlink_to(library)
+    for each in cache_folder().absolute().iterdir():
+        if each.name != "contexts":
+            (folder / each.name).symlink_to(each)
     monkeypatch.setenv("TRAINER_PLUGINS_CACHE", str(folder))
     return folder
 
@@ -54,13 +55,43 @@ def evaluating(make_trainer) -> Trainer:
     made = make_trainer(
         MemoryWatchdog(),
         StrategyInForce(),
-        model=llama(),
-        **{**EVALUATES, "eval_steps": 4},
+        model=tiny_llama(),
+        eval_strategy="steps",
+        eval_steps=4,
+        per_device_eval_batch_size=4,
         **settings,
     )
-    made.train_dataset, made.eval_dataset = rows(), rows(16)
+    made.train_dataset, made.eval_dataset = token_rows(32), token_rows(16)
     assert isinstance(made, Trainer)
     return made
+
+
+def as_it_ran(plan: MemoryPlan, folder: Path) -> MemoryPlan:
+    """The plan with the peaks that the run had."""
+    entries = read_timeline(folder / "_trainer_plugins" / "memory" / "rank-0.jsonl")
+    readings = [(each.moment, each.reading) for each in entries if isinstance(each, Sample)]
+
+    def peak(of: str) -> MomentPeak:
+        found = [reading for moment, reading in readings if moment == of]
+        return MomentPeak(
+            allocated_bytes=max(each.peak_allocated_bytes for each in found),
+            reserved_bytes=max(each.reserved_bytes for each in found),
+        )
+
+    train, evaluation, save = peak("train"), peak("eval"), peak("save")
+    reserved = max(each.reserved_bytes for each in (train, evaluation, save))
+    return replace(
+        plan,
+        moments={
+            "forward": train,
+            "backward": train,
+            "optimizer step": train,
+            "evaluation": evaluation,
+            "save": save,
+        },
+        reserved_peak_bytes=reserved,
+        nvidia_smi_peak_bytes=reserved + plan.context_bytes,
+    )
 
 
 def counters(found: Calibration) -> dict[tuple[str, str], float]:
@@ -93,6 +124,7 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     trainer.train()
 
     folder = Path(trainer.args.output_dir)
+    plan = as_it_ran(plan, folder)
     found = calibrate(plan, folder)
     met = counters(found)
     assert {moment for moment, _ in met} == {"train", "eval", "save"}
@@ -121,6 +153,7 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     assert any(
         str(found.kept_in) in line and "--no-calibration" in line for line in again.assumptions
     )
+    again = as_it_ran(again, folder)
     assert counters(calibrate(again, folder))["train", "card"] == pytest.approx(0, abs=0.01)
 
     twice = tampered(

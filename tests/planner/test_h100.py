@@ -8,7 +8,7 @@ from benchmarks.card_runs import named
 from tests.distributed.launched import ROOT
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan
-from trainer_plugins.planner.predict import predict_all
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.units import MIB
 
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "h100.json").read_text())

@@ -9,8 +9,8 @@ from transformers import Trainer, TrainingArguments
 
 from tests.models import tiny_llama
 from trainer_plugins import MemoryPlan
+from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.longest import longest_rows
-from trainer_plugins.planner.predict import predict_one
 from trainer_plugins.planner.rehearse.gather import longest_batch, request_of
 
 NUM_ROWS, AT, SHORT, LONG = 30_000, 25_000, 4, 200

@@ -5,9 +5,6 @@ import json
 import pytest
 
 from trainer_plugins.planner import MemoryPlan, MomentPeak, TensorAtPeak
-from trainer_plugins.planner.tracing.events import ALLOC, Event, Storage, Trace
-from trainer_plugins.planner.tracing.replay import replay
-from trainer_plugins.planner.tracing.trace import Tracker
 
 TENSOR = TensorAtPeak(
     num_bytes=512,
@@ -28,29 +25,6 @@ PLAN = MemoryPlan(
     top_tensors=(TENSOR,),
     moments={"load": MomentPeak(allocated_bytes=512, reserved_bytes=1024)},
 )
-
-
-@pytest.mark.parametrize("moment", ["optimiser step", "saving", ""])
-def test_an_unknown_moment_never_enters_a_trace(moment):
-    tracker = Tracker("cuda", None)
-    with pytest.raises(ValueError, match=f"no moment '{moment}'; it has load, forward"):
-        tracker.moment = moment
-    with pytest.raises(ValueError, match="no moment"), tracker.during(moment):
-        pass
-    assert tracker.moment == "load"
-    assert tracker.trace().events == ()
-    storage = Storage(512, 0, "load", "aten::empty", "", "weights", (128,), "float32")
-    with pytest.raises(ValueError, match="no moment"):
-        replay(Trace((storage,), (Event(ALLOC, 0, moment),)))
-
-
-@pytest.mark.parametrize("category", ["weight", "activation", ""])
-def test_an_unknown_category_never_enters_a_trace(category):
-    tracker = Tracker("cuda", None)
-    with pytest.raises(ValueError, match=f"no category '{category}'; it has weights"):
-        tracker.tag([], category)
-    with pytest.raises(ValueError, match="no category"), tracker.as_category(category):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.several import IS_TOO_OLD, WHY_NOT
 from tests.planner.test_plans import request
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.planner.compare.changes import _launches
 from trainer_plugins.planner.compare.switches import can_offload_activations
-from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource
 
 MODEL = {
@@ -34,7 +33,6 @@ def asked(rows: int, *flags: str):
 
 
 @pytest.mark.all
-@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 def test_under_fsdp2_pieces_keep_whole_gradients_unless_each_micro_batch_reduces_them() -> None:
     pieces = ("--gradient_accumulation_steps", "4", "--gradient_checkpointing", "True")
     each_time = ("--accelerator_config", f'{{"gradient_accumulation_kwargs": {{"{SYNC}": true}}}}')
@@ -46,7 +44,6 @@ def test_under_fsdp2_pieces_keep_whole_gradients_unless_each_micro_batch_reduces
     assert spared > 0.7 * half
 
 
-@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 def test_an_adapter_on_one_output_is_resumed_from_one_cards_part_of_it() -> None:
     """Where a part begins is a number that torch reads from a tensor."""
     experts = {**MODEL, "model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 4}
@@ -71,17 +68,13 @@ def test_an_adapter_on_one_output_is_resumed_from_one_cards_part_of_it() -> None
     ],
 )
 def test_a_launch_that_divides_more_is_tried_after_the_one_that_is_given(strategy, files) -> None:
-    class Args:
-        deepspeed = fsdp = None
-
     run = replace(asked(1), deepspeed={"zero_optimization": {"stage": 2}}, environment={"A": "b"})
-    found = list(_launches(run, Args(), strategy))  # type: ignore[arg-type]
+    found = list(_launches(run, strategy))
     assert [Path(each.flags.split()[1]).stem for each in found] == files
     turned = found[0].turn(run)
     assert (turned.deepspeed, turned.environment) == (None, {}), "as the file says"
 
 
-@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
 @pytest.mark.parametrize(
     ("trainer", "is_offered"), [(None, True), ("sft", True), ("dpo", False), ("grpo", False)]
 )

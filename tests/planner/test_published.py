@@ -10,7 +10,6 @@ import transformers
 
 from benchmarks.published import FOLDER, published, read
 from tests import processes
-from tests.planner.several import IS_TOO_OLD, WHY_NOT
 
 SOURCE = """
 [[source]]
@@ -100,19 +99,6 @@ def test_qlora_on_a_tesla_t4_needs_what_is_predicted() -> None:
 
     assert answer["allocated"] == pytest.approx(measured[key]["allocated"], rel=0.001)
     assert answer["reserved"] == pytest.approx(measured[key]["reserved"], rel=0.02)
-
-
-@pytest.mark.skipif(IS_TOO_OLD, reason=WHY_NOT)
-def test_a_run_on_eight_h100_needs_what_is_predicted() -> None:
-    """Nothing was learned from it. Its figure has four digits; two and four layers foretell all 32."""
-    key = "torchtitan#165: FSDP2, AC"
-    measured = {row.key: row.measured for row in published()}
-    done = processes.run([sys.executable, "-m", "tests.planner.few_layers", key], check=True)
-
-    two, four, foretold = map(int, done.stdout.split())
-
-    assert two < four < foretold
-    assert foretold == pytest.approx(measured[key]["allocated"], rel=0.001)
 
 
 def test_sizes_are_bytes_whatever_the_source_counts_in() -> None:

@@ -1,18 +1,13 @@
 """A plan that cannot be made says why, and one that can says what it took for granted; all in one subprocess."""
 
-import pickle
-import sys
-
 import pytest
 import transformers
 from transformers import Trainer
 
-from tests import processes
-from tests.planner.several import IS_TOO_OLD
 from tests.planner.test_plans import LORA, REENTRANT, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.planner import NotPredicted, PlanError
-from trainer_plugins.planner.predict import predict_all
 
 TOKENS = {
     "pad_token_id": 0,
@@ -67,9 +62,6 @@ REQUESTS = {
     "tf32": request(tiny(), "--tf32", "True", sequence_length=32),
     "tf32, t4": request(tiny(), "--tf32", "True", gpu="t4", sequence_length=32),
     "labels": request(tiny(), num_labels=7, sequence_length=32),
-    "fsdp": request(
-        tiny(), "--fsdp", "full_shard", "--save_strategy", "no", num_gpus=2, sequence_length=32
-    ),
     "lora": request(
         tiny(),
         "--gradient_checkpointing",
@@ -125,19 +117,6 @@ def test_the_number_of_labels_makes_a_classifier(outcomes):
     assert plan.planned["model"] == "LlamaForSequenceClassification"
 
 
-def test_which_fsdp_it_is_depends_on_transformers_and_is_said(outcomes):
-    plan = outcomes["fsdp"]
-    if IS_TOO_OLD:
-        assert isinstance(plan, NotPredicted)
-        return
-    assert isinstance(plan, MemoryPlan), plan
-    version = 1 if transformers.__version__.startswith("4.") else 2
-    assert any(
-        line.startswith(f"FSDP{version}, which is what transformers {transformers.__version__}")
-        for line in plan.assumptions
-    )
-
-
 def test_lora_behind_reentrant_checkpointing_has_its_cause_and_its_cure(outcomes):
     """transformers 5 lets the input of the first layer require a gradient; 4.57 does not."""
     outcome = outcomes["lora"]
@@ -164,27 +143,3 @@ def test_a_loss_of_nothing_that_is_trained_has_its_cause_and_its_cure(make_train
     with pytest.raises(PlanError, match="the loss depends on nothing that is trained") as refused:
         plan_run(make_trainer(trainer_class=DetachesTheLoss))
     says_cause_and_cure(str(refused.value))
-
-
-OF_ANOTHER_VERSION = """
-import os, pickle, sys
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-del ShardingPropagator._propagate_tensor_meta_non_cached  # only what is sharded needs it
-from trainer_plugins.planner.worker import predict
-with open(sys.argv[1], "rb") as asked:
-    plan = predict(pickle.load(asked))
-print("not reliable:", *plan.not_reliable, flush=True)
-os._exit(0)  # as the worker does
-"""
-
-
-def test_a_plan_says_what_of_its_versions_it_cannot_watch(tmp_path) -> None:
-    asked = tmp_path / "request"
-    asked.write_bytes(pickle.dumps(request(tiny())))
-    done = processes.run(
-        [sys.executable, "-c", OF_ANOTHER_VERSION, asked])  # fmt: skip
-    assert "not reliable:" in done.stdout, done.stderr
-    assert (
-        "these versions have no ShardingPropagator._propagate_tensor_meta_non_cached" in done.stdout
-    )

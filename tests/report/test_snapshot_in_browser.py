@@ -11,9 +11,9 @@ from tests.explain.test_snapshot import in_pieces, train
 from tests.report.chromium import CHROMIUM, Tab, chromium
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
-from trainer_plugins.explain.snapshot.held import WORDS
-from trainer_plugins.explain.snapshot.oom import SnapshotCase
 from trainer_plugins.report.html.snapshot_page import snapshot_page
+from trainer_plugins.snapshot.held import WORDS
+from trainer_plugins.snapshot.oom import SnapshotCase
 from trainer_plugins.units import GIB, MIB, size
 
 pytestmark = pytest.mark.skipif(

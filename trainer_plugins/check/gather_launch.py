@@ -16,13 +16,14 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.check.gather_here import folder_trouble, gather_here
 from trainer_plugins.check.machine import cards_in_use
+from trainer_plugins.drycuda.dry_search import Variations
+from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.launch.lint import read_document, training_arguments
 from trainer_plugins.launch.lint.training import unknown_argument
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.predict import predict_one
 from trainer_plugins.planner.request import default_length
 from trainer_plugins.units import MIB
 
@@ -68,6 +69,14 @@ def gather_launch(
         seen = replace(seen, attention=details.attention)
     facts = replace(facts, run=run, model=seen, data=data)
     return _with_plan(facts, model, details, inputs, timeout_seconds)
+
+
+def gather_command(environ: Mapping[str, str], ran: Variations, gpu: str | None) -> Facts:
+    """Look at this machine, and gather what the dry run of a command shows."""
+    plan, values = ran.plan, ran.arguments
+    facts = _with_card(gather_here(environ, None), gpu)
+    run = RunSettings(values=values, folder_trouble=folder_trouble(folder_of(values)))
+    return replace(facts, run=run, plan=plan, accumulation=plan.accumulation)
 
 
 def _with_card(facts: Facts, gpu: str | None) -> Facts:

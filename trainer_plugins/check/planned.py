@@ -103,7 +103,7 @@ def _numbers(plan: MemoryPlan) -> str:
 
 def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
     free = facts.device_free_bytes
-    if free is None or plan.device != "cuda" or plan.nvidia_smi_peak_bytes <= free:
+    if free is None or plan.nvidia_smi_peak_bytes <= free:
         return None
     return Finding.error(
         code="card-too-full",

@@ -13,9 +13,9 @@ from trainer_plugins.cli.configs import configs
 from trainer_plugins.cli.env import env
 from trainer_plugins.cli.exec import ExecCommand, exec_
 from trainer_plugins.cli.explain import explain
-from trainer_plugins.cli.foreign.flags import CommandOfARun
 from trainer_plugins.cli.plan import plan
 from trainer_plugins.cli.report import report
+from trainer_plugins.cli.spelled import CommandOfARun
 from trainer_plugins.cli.top import top
 from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,

@@ -9,11 +9,12 @@ import typer
 
 from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.plan import AnswerOptions, AsJson, own_words, run_again
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, words_of_flags
+from trainer_plugins.cli.plan import AnswerOptions, AsJson
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, with_options
 from trainer_plugins.finding import Severity
+from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ def check(
 
     Example: trainer-plugins check --model config.json --gpu 24GiB --bf16
 
-    Or give the command itself: its flags are read, and it is not run.
+    Or give the command itself: it runs on CUDA cards that compute nothing.
 
     Example: trainer-plugins check --gpu 24GiB -- accelerate launch train.py --bf16
 
     Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
     from trainer_plugins.check import judge
-    from trainer_plugins.check.gather_launch import gather_launch
+    from trainer_plugins.check.gather_launch import gather_command, gather_launch
     from trainer_plugins.cli.plan_inputs import inputs_of
     from trainer_plugins.launch.lint import ConfigError, files_of
     from trainer_plugins.planner.plan import PlanError
@@ -70,12 +71,13 @@ def check(
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         command = command_in(context.args)
         if command and run.model.model is None:
-            words = words_of_flags(command, run, DryOptions(engine="fake"))
-            if words is not None:
-                return run_again(context, [*own_words(context), *words])
-        details, inputs = inputs_of(run, context.args)
-        model, seconds = run.model.model, run.machine.timeout
-        facts = gather_launch(os.environ, model, details, inputs, seconds)
+            with by_any_signal():
+                (ran,) = variations_of(command, run, DryOptions(), foretells=True)
+                facts = gather_command(os.environ, ran, run.machine.gpu)
+        else:
+            details, inputs = inputs_of(run, context.args)
+            seconds = run.machine.timeout
+            facts = gather_launch(os.environ, run.model.model, details, inputs, seconds)
         checklist = judge(facts)
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)

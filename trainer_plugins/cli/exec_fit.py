@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_plugins.planner.cards import Card
     from trainer_plugins.planner.plan import Proposal
 
-_VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of drycuda/inside/batches.py, which imports torch
+_VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of inside/batches.py, which imports torch
 # What a user may allow to be changed besides how the same result is computed.
 MAY = ("precision", "optim", "peft", "length")
 

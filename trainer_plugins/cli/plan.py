@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -15,11 +16,9 @@ from typer import Option
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan_dry import (
     DryOptions,
-    as_command,
     command_in,
-    takes_dry_cards,
     variations_of,
-    words_of_flags,
+    variations_of_model,
 )
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.planner.calibrate import Calibration
     from trainer_plugins.planner.plan import MemoryPlan
-    from trainer_plugins.planner.request import PlanRequest
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
@@ -45,7 +43,7 @@ class AnswerOptions:
     panel: ClassVar[str] = "Other answers"
 
     search: bool = option(
-        "Find the largest micro-batches that fit, at the same effective batch.",
+        "Find the largest micro-batch that fits, at the same effective batch.",
         default=False,
         panel=MOST_USED,
     )
@@ -56,7 +54,7 @@ class AnswerOptions:
     )
     html: Path | None = option("Write an HTML page of the plan to this file.", panel=MOST_USED)
     search_lengths: str | None = option(
-        "With --search: row lengths to try, with commas (default: --seq-length)."
+        "With --search and --model: row lengths to try, with commas (default: --seq-length)."
     )
     explain_change: list[str] | None = option(
         "Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
@@ -88,12 +86,8 @@ def plan(
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
-    from trainer_plugins.cli.plan_inputs import inputs_of
-    from trainer_plugins.cli.plan_search import explain_changes, search_batches
-    from trainer_plugins.planner.inputs import request_of
     from trainer_plugins.planner.plan import PlanError
 
-    seconds = run.machine.timeout
     try:
         if answer.compare is not None:
             _show_compared(*answer.compare, as_json)
@@ -101,76 +95,17 @@ def plan(
         _refuse_contradictions(answer)
         command = command_in(context.args)
         # With --model a stray word is a slip of the pen, if it is no program.
-        if command and (run.model.model is None or shutil.which(command[0])):
-            if answer.calibrate is not None:
-                raise PlanError("--calibrate is for --model: a command after -- gets a plan")
-            if (words := words_of_flags(command, run, dry)) is not None:
-                run_again(context, [*own_words(context), *words])
-                return
-            with by_any_signal():
-                variations = variations_of(
-                    command, run, dry, foretells=bool(answer.search or answer.explain_change)
-                )
-                fits = _answer_for_command(variations, answer, as_json, command_of(context))
-            raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
-        if run.model.model is None:
-            raise PlanError(
-                "name the model: --model with a config.json, its folder, or org/name; or give a"
-                " command after --"
-            )
-        if dry.engine != "dry" and replace(dry, engine="auto") != DryOptions():
-            raise PlanError(
-                "--steps, --alone, --snapshot and --dry-env are for a command after --, or for"
-                " --engine dry"
-            )
-        details, inputs = inputs_of(run, context.args)
-        if answer.calibrate is not None:  # the context that was measured must not be used here
-            inputs = replace(inputs, calibration=False)
-        request = request_of(run.model.model, details, inputs)
-        is_plan = not (answer.search or answer.explain_change or answer.calibrate)
-        if takes_dry_cards(dry.engine, request, for_one_plan=is_plan):
-            fits = _answer_on_dry_cards(request, run, answer, dry, as_json, command_of(context))
-        elif answer.explain_change:
-            fits = explain_changes(request, answer.explain_change, seconds, as_json)
-        elif answer.search:
-            fits = search_batches(request, answer.search_lengths, seconds, as_json)
-        else:
-            request = replace(request, proposes=True, command=command_of(context))
-            fits = _show_plan(request, answer, seconds, as_json)
+        is_command = bool(command) and (run.model.model is None or bool(shutil.which(command[0])))
+        with by_any_signal():
+            if is_command:
+                find = partial(variations_of, command, run, dry)
+            else:
+                find = partial(variations_of_model, run, context.args, answer, dry)
+            fits = _answered(find, answer, as_json, command_of(context))
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
-
-
-def _answer_on_dry_cards(
-    request: "PlanRequest",
-    run: RunOptions,
-    answer: AnswerOptions,
-    dry: DryOptions,
-    as_json: bool,
-    command: str,
-) -> bool | None:
-    """Print what was asked of a model; without a named engine, fake tensors help out."""
-    from trainer_plugins.planner.plan import PlanError
-
-    foretells = bool(answer.search or answer.explain_change)
-    with by_any_signal(), as_command(request, run, dry, foretells=foretells) as variations:
-        try:
-            return _answer_for_command(variations, answer, as_json, command)
-        except PlanError as error:
-            if dry.engine == "dry":
-                raise
-            why = printable(error)
-    print(f"planning: on fake tensors; on the dry card, {why}", file=sys.stderr)
-    request = replace(request, proposes=True, command=command)
-    return _show_plan(request, answer, run.machine.timeout, as_json)
-
-
-def run_again(context: typer.Context, words: list[str]) -> None:
-    """Run this command with the options that the flags of a pasted command mean."""
-    with context.command.make_context(context.info_name, words, parent=context.parent) as again:
-        context.command.invoke(again)
 
 
 def command_of(context: typer.Context) -> str:
@@ -214,31 +149,23 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
         timelines_of(answer.calibrate)
 
 
-def _answer_for_command(
-    variations: "Variations", answer: AnswerOptions, as_json: bool, command: str
+def _answered(
+    find: "Callable[..., list[Variations]]", answer: AnswerOptions, as_json: bool, command: str
 ) -> bool | None:
-    """Print what was asked of a command after --, and return whether it fits."""
+    """Print what was asked of a command or of a model, and return whether it fits."""
     from trainer_plugins.cli.plan_search import show_changes, show_search
+    from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.compare.saved import changes_of
 
-    if answer.explain_change:
-        changes = changes_of(answer.explain_change)
-        return show_changes(*variations.explained(changes), as_json)
+    changes = changes_of(answer.explain_change) if answer.explain_change else ()
+    variations = find(foretells=bool(answer.search or changes))
+    if changes:
+        return show_changes(*variations[0].explained(changes), as_json)
     if answer.search:
-        return show_search(variations.search, as_json)
-    found = variations.proposals()
-    _show(replace(found, planned={**found.planned, "command": command}), answer, as_json)
-    return found.fits
-
-
-def _show_plan(
-    request: "PlanRequest", answer: AnswerOptions, timeout_seconds: float, as_json: bool
-) -> bool | None:
-    from trainer_plugins.planner.calibrate import calibrate
-    from trainer_plugins.planner.predict import predict_one
-
-    found = predict_one(request, timeout_seconds, partial(print, file=sys.stderr, flush=True))
+        return show_search(variations, as_json)
+    found = variations[0].proposals() if answer.calibrate is None else variations[0].plan
     compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
+    found = replace(found, planned={**found.planned, "command": command})
     _show(found, answer, as_json, compared)
     return found.fits
 

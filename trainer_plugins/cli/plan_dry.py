@@ -1,12 +1,10 @@
-"""The part of `trainer-plugins plan` that is for a command after `--`."""
+"""Turn the words of `trainer-plugins plan` into runs on cards that compute nothing."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer_plugins.cli.plan_options import RunOptions
@@ -14,15 +12,15 @@ from trainer_plugins.cli.typed_options import option
 from trainer_plugins.plug_in.flags import assigned
 
 if TYPE_CHECKING:
+    from trainer_plugins.cli.plan import AnswerOptions
     from trainer_plugins.drycuda.dry_search import Variations
-    from trainer_plugins.planner.request import PlanRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryOptions:
     """Says how to run a command that follows `--`."""
 
-    panel: ClassVar[str] = "A command after --, run on cards that compute nothing"
+    panel: ClassVar[str] = "The dry run, on cards that compute nothing"
 
     steps: int | None = option("Optimizer steps to run (default: 2, for --model 3).")
     alone: bool = option(
@@ -30,12 +28,6 @@ class DryOptions:
     )
     snapshot: Path | None = option(
         "Keep the allocator's snapshot here: trainer-plugins explain reads it."
-    )
-    engine: str = option(
-        "What answers for --model: fake, tensors without bytes; dry, such cards; auto, the cards"
-        " where the installed torch is built for CUDA.",
-        default="auto",
-        metavar="NAME",
     )
     allow_writes: list[Path] | None = option(
         "Let the command write, rename and delete in this folder for real; may be repeated."
@@ -52,75 +44,49 @@ def command_in(words: Sequence[str]) -> Sequence[str]:
     return () if not words or words[0].startswith("-") else words
 
 
-def words_of_flags(command: Sequence[str], run: RunOptions, dry: DryOptions) -> list[str] | None:
-    """Return what a command's flags mean for `plan`; None where the command itself is to run.
-
-    Without dry cards, and with `--engine fake`, they are read as far as they are known.
-    """
-    from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
-
-    if dry.engine != "fake":
-        try:
-            if dry.engine == "dry" or dry.dry_env or site_with_cuda():
-                return None
-        except DryCudaUnavailable:
-            pass
-    from trainer_plugins.cli.foreign.pasted import read_command
-    from trainer_plugins.cli.foreign.reading import tell
-
-    _refuse_said_twice(run)
-    reading = read_command(command)
-    if reading is None:
-        return None
-    how = "" if dry.engine == "fake" else "; --dry-env runs it"
-    tell(reading, f"read from the command's flags, it is not run{how}")
-    if run.machine.num_gpus is not None:
-        reading.options.pop("num_gpus", None)
-    return reading.words()
-
-
-def takes_dry_cards(engine: str, request: "PlanRequest", *, for_one_plan: bool) -> bool:
-    """Return whether dry cards answer a request: where they can, unless told.
-
-    Raises:
-        PlanError: there is no engine of that name.
-    """
-    from trainer_plugins.drycuda.cuda_build import is_installed
-    from trainer_plugins.drycuda.dry_cuda import unavailable_reason
-    from trainer_plugins.drycuda.dry_request import why_not
+def variations_of_model(
+    run: RunOptions,
+    flags: Sequence[str],
+    answer: "AnswerOptions",
+    options: DryOptions,
+    *,
+    foretells: bool,
+) -> list["Variations"]:
+    """Return what trains a model on dry cards; one for each length of rows that is asked for."""
+    from trainer_plugins.cli.plan_inputs import inputs_of, lengths_in
+    from trainer_plugins.drycuda.dry_run import dry_run_of
+    from trainer_plugins.drycuda.dry_search import Variations
+    from trainer_plugins.planner.inputs import request_of
     from trainer_plugins.planner.plan import PlanError
 
-    if engine not in ("auto", "fake", "dry"):
-        raise PlanError(f"--engine is auto, fake or dry, got {engine!r}")
-    if engine == "auto":
-        can = is_installed() and unavailable_reason() is None
-        return can and for_one_plan and not why_not(request)
-    return engine == "dry"
-
-
-@contextmanager
-def as_command(
-    request: "PlanRequest", run: RunOptions, options: DryOptions, *, foretells: bool
-) -> Iterator["Variations"]:
-    """Let a request be run on dry cards as a command is; it is in a file meanwhile."""
-    from trainer_plugins.drycuda.dry_request import dry_run_of
-    from trainer_plugins.drycuda.dry_search import Variations
-
-    tell = _prepared(options)
-    with TemporaryDirectory(prefix="trainer-plugins-plan-") as folder:
-        asked = dry_run_of(request, Path(folder) / "request", run.machine.timeout)
-        asked = replace(
-            asked,
-            num_steps=options.steps or asked.num_steps,
-            snapshot=options.snapshot,
-            foretells=foretells,
+    if run.model.model is None:
+        raise PlanError(
+            "name the model: --model with a config.json, its folder, or org/name; or give a"
+            " command after --"
         )
-        yield Variations(asked, tell)
+    for word in flags:
+        if word.partition("=")[0] == "--config":
+            raise PlanError("--config is a file of another program: plan -- COMMAND runs that one")
+    details, inputs = inputs_of(run, flags)
+    if answer.calibrate is not None:  # the context that was measured must not be used here
+        inputs = replace(inputs, calibration=False)
+    if answer.search and run.machine.gpu is None:
+        raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
+    tell, found = _prepared(options), []
+    lengths: list[int | None] = [*lengths_in(answer.search_lengths)]
+    for length in lengths or [details.seq_length]:
+        request = request_of(run.model.model, replace(details, seq_length=length), inputs)
+        asked = dry_run_of(request, run.machine.timeout)
+        asked = replace(
+            asked, num_steps=options.steps or asked.num_steps, snapshot=options.snapshot
+        )
+        found.append(Variations(asked, tell))
+    return found
 
 
 def variations_of(
     command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
-) -> "Variations":
+) -> list["Variations"]:
     """Return what runs the command on dry cards, as it is and with other arguments.
 
     Raises:
@@ -130,16 +96,11 @@ def variations_of(
     from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.drycuda.wall import Allowed
     from trainer_plugins.planner.calibrate import with_measured_context
-    from trainer_plugins.planner.cards import card_of
-    from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.planner.cards import NO_CARD, card_of
 
     machine = run.machine
-    if machine.gpu is None:
-        raise PlanError("name the card on which the command will run: --gpu")
-    if options.engine == "fake":
-        raise PlanError("--engine fake reads a command's flags, and these name no model")
     _refuse_said_twice(run)
-    card = card_of(machine.gpu)
+    card = card_of(machine.gpu) if machine.gpu is not None else NO_CARD
     tell = _prepared(options)
     asked = DryRun(
         command=assigned(command),
@@ -152,7 +113,7 @@ def variations_of(
         foretells=foretells,
         allowed=Allowed(writes=tuple(options.allow_writes or ()), network=options.allow_network),
     )
-    return Variations(asked, tell)
+    return [Variations(asked, tell)]
 
 
 def _prepared(options: DryOptions) -> Callable[[str], None]:

@@ -87,3 +87,18 @@ def _read_adapter(given: str) -> dict[str, object]:
     if not isinstance(content, dict):
         raise PlanError(f"--peft-config: {file} holds no mapping")
     return content
+
+
+def lengths_in(text: str | None) -> list[int]:
+    """Return the lengths of rows in a text, each once."""
+    if text is None:
+        return []
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise PlanError(
+            f"--search-lengths needs numbers of tokens with commas, as in 1024,2048, got {text!r}"
+        )
+    return sorted(dict.fromkeys(found))

@@ -18,11 +18,6 @@ class ModelOptions:
     model: str | None = option(
         "A config.json, its folder, or org/name in the local hub cache.", panel=MOST_USED
     )
-    config: str | None = option(
-        "A file of axolotl, LLaMA-Factory or TRL, instead of --model.",
-        metavar="FILE",
-        panel=MOST_USED,
-    )
     from_hub: bool = option("Download the config.json of --model org/name.", default=False)
     dtype: str | None = option(
         "Load weights as bfloat16, float16 or float32 (default: as from_pretrained)."
@@ -141,9 +136,7 @@ class MachineOptions:
     calibration: bool = option(
         "Use the context size that was measured here for this card.", default=True
     )
-    timeout: float = option(
-        "Time limit; in a search, for each way to run.", default=600, metavar="SECONDS"
-    )
+    timeout: float = option("Time limit of each dry run.", default=600, metavar="SECONDS")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import time
@@ -13,9 +14,14 @@ import psutil
 from trainer_plugins import forks
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.units import GIB, size
 
 _LOOKS_SECONDS = 0.5
-_IMPORTS = ("transformers.trainer", "trainer_plugins.drycuda.inside.forked")
+_MOST_BYTES = 16 * GIB
+"""A prediction that takes more than this, or than half of the machine, is stopped before the kernel
+kills another program."""
+
+_IMPORTS = ("transformers.trainer", "trainer_plugins.inside.forked")
 
 
 def ended(
@@ -68,12 +74,13 @@ def ended_fork(
     """
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([environment["PYTHONPATH"], home])
+    major, minor = dry.kind.capability
     of_server = {
         **environment,
         "PYTHONPATH": path,
-        "TRAINER_PLUGINS_DRY_SERVES": "1",
+        "TRAINER_PLUGINS_DRY_SERVES": f"{len(dry.cards)} {major} {minor}",
         "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
-        "DRYCUDA_CARDS": f"{len(dry.cards)} of {dry.kind}",  # what is imported may ask NVML
+        "DRYCUDA_CARDS": f"{major}.{minor}",  # a server for each kind: what is imported asks for it
         "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
     }
     server = forks.server_for((*_IMPORTS, module, *imports), of_server)
@@ -82,20 +89,23 @@ def ended_fork(
         raise _late(timeout_seconds)
     wall = json.dumps(dry.wall.asked if dry.wall else {})
     call = forks.Call(
-        words=("trainer_plugins.drycuda.inside.forked", wall, module, *words),
+        words=("trainer_plugins.inside.forked", wall, module, *words),
         folder=os.getcwd(),
         environ={**environment, "PYTHONPATH": path},
     )
-    with log.open("w") as output, open(os.devnull) as nothing:
-        files = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-        process = server.start(call, files)
+    process = server.start_into(log, call)
+    most = min(_MOST_BYTES, psutil.virtual_memory().total // 2)
     try:
-        return _wait(process, timeout_seconds)
+        return _wait(process, timeout_seconds, most)
     finally:
         process.end()
 
 
-def _wait(process: "subprocess.Popen[bytes] | forks.Running", timeout_seconds: float) -> int:
+def _wait(
+    process: "subprocess.Popen[bytes] | forks.Running",
+    timeout_seconds: float,
+    most_bytes: float = math.inf,
+) -> int:
     end = time.monotonic() + timeout_seconds
     try:
         started = psutil.Process(process.pid)
@@ -105,6 +115,12 @@ def _wait(process: "subprocess.Popen[bytes] | forks.Running", timeout_seconds: f
         while time.monotonic() < end:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_LOOKS_SECONDS)
+            held = _own_bytes(started)
+            if held > most_bytes:
+                raise PlanError(
+                    f"the prediction was stopped at {size(held)} of main memory, of which it needs"
+                    " 1 to 3 GiB: what it makes has no end, or too many layers"
+                )
             if any(map(_is_without_the_card, _family(started))):
                 raise PlanError(
                     "the command starts a Python with torch in an environment of its own (by"
@@ -116,6 +132,14 @@ def _wait(process: "subprocess.Popen[bytes] | forks.Running", timeout_seconds: f
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait()
+
+
+def _own_bytes(process: psutil.Process) -> int:
+    """Return what a process holds of main memory for itself; 0 if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+    return 0
 
 
 def _late(timeout_seconds: float) -> PlanError:

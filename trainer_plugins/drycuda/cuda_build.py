@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,6 +78,38 @@ def fetch(tell: Callable[[str], None]) -> Path:
                 )
                 _install(version, site)
     return site
+
+
+PACKAGES = {"bitsandbytes": "some 60 MB", "liger_kernel": "1 MB"}
+"""Packages whose own code a plan of a request runs, as imported, with their sizes."""
+
+
+def package_site() -> Path:
+    """Return the folder for those of `PACKAGES` that are not installed."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return cache_folder().absolute() / "packages" / f"python{python}"
+
+
+def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
+    """Fetch one of `PACKAGES`, without what it requires; False if it is here, or must not be.
+
+    Raises:
+        DryCudaUnavailable: pip has failed; its last line is in the text.
+    """
+    site = package_site()
+    if os.environ.get("TRAINER_PLUGINS_FETCH") == "never" or find_spec(name):
+        return False
+    site.mkdir(parents=True, exist_ok=True)
+    with locked(site):
+        if (site / name).is_dir():
+            return False
+        tell(f"dry card: fetching {name} ({PACKAGES[name]}, once for all projects) into {site}")
+        with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
+            _pip(Path(folder), name.replace("_", "-"))
+            for each in Path(folder).iterdir():
+                if not (site / each.name).exists():
+                    each.replace(site / each.name)
+    return True
 
 
 def _install(version: str, site: Path) -> None:

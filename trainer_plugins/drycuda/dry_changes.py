@@ -10,6 +10,7 @@ from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
 from trainer_plugins.planner.plan import PlanError, Proposal
+from trainer_plugins.planner.request import ConfigSource
 
 WAYS: tuple[tuple[Switch, ...], ...] = (
     (),
@@ -54,7 +55,13 @@ def run_with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
 
 
 def turn(run: DryRun, change: Switch) -> DryRun:
-    """Change a run by a switch that is a flag of TrainingArguments, a variable, or an adapter."""
+    """Change a run by a switch: a request in all that it says, a command by its arguments."""
+    if run.request is not None and isinstance(run.request.source, ConfigSource):
+        changed = change.turn(run.request)
+        environment = dict(run.environment)
+        if changed.allocator != run.request.allocator:
+            environment["PYTORCH_ALLOC_CONF"] = changed.allocator
+        return replace(run, request=changed, environment=environment, snapshot=None)
     if change == switches.ADAPTER_IN_SCRIPT:
         return run_with(run, {"peft_config": switches.LORA})
     if flags := flags_in(change.flags):

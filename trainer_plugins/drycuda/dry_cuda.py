@@ -26,11 +26,12 @@ from trainer_plugins.drycuda.card.libraries import NO_COMPILER, built, libraries
 from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 from trainer_plugins.drycuda.wall import OFFLINE, Allowed, Wall, unlock
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.predict import IN_A_PLAN
-from trainer_plugins.plug_in import _site
 from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.nvml import ScriptedNvml
+
+_SITE = Path(__file__).parents[1] / "plug_in" / "_site"
+"""What Python imports when it starts; it prepares a process of a dry run."""
 
 __all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
 
@@ -109,7 +110,7 @@ class DryCuda:
         """Return an environment with the cards, for a program of Python or a launcher."""
         site = str(self._site)
         ahead = [] if site in sys.path else [site]  # of the torch that is installed
-        path = [*_site.__path__, *ahead, *filter(None, [of.get("PYTHONPATH")])]
+        path = [str(_SITE), *ahead, *filter(None, [of.get("PYTHONPATH")])]
         walled = self.wall.environment(self._libraries[0].parent) if self.wall else dict(OFFLINE)
         first = walled.pop("LD_PRELOAD", None)
         preload = filter(None, [first, *map(str, self._libraries), of.get("LD_PRELOAD")])
@@ -132,10 +133,11 @@ class DryCuda:
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
-        # DeepSpeed's is "cpu" where it is imported without a card; a script may plan itself.
+            # From 128 ranks on, some wait for others to say how to begin (ProcessGroupNCCL.cpp).
+            ours["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
+        # DeepSpeed's is "cpu" where it is imported without a card.
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
-        hidden = {*own, IN_A_PLAN}
-        return {name: text for name, text in of.items() if name not in hidden} | ours
+        return {name: text for name, text in of.items() if name not in own} | ours
 
     def refused(self) -> list[str]:
         """Return what programs were refused, such as `write /home/me/out`, without namespaces.

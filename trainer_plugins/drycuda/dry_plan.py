@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.drycuda.dry_run import DryResult, DryRun, ran
-from trainer_plugins.planner.cards import about_context
+from trainer_plugins.launch.main_memory import PROCESS_BYTES, HostLimits, HostNeed
+from trainer_plugins.planner.cards import NO_CARD, Card, about_context, about_size, in_one_memory
 from trainer_plugins.planner.plan import (
     MOMENTS,
     Category,
     MemoryPlan,
     Moment,
     MomentPeak,
+    Streamed,
     TensorsAtPeak,
     part_of,
+    peak_until_resume,
 )
 from trainer_plugins.record.folder import from_json
-from trainer_plugins.units import GIB, size
+from trainer_plugins.units import size
 
-_UNLIMITED_BYTES = 4096 * GIB
 _MOST_GROUPS = 10
 
 _DECIDES = re.compile(r"libcuda|libnccl|size|buffer|alloc|MakePlan", re.IGNORECASE)
@@ -68,14 +70,14 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     Raises:
         PlanError: the dry card cannot be had here, or the command ended before it trained.
     """
-    unlimited = replace(run.card, capacity_bytes=_UNLIMITED_BYTES)
-    tell(f"planning: running the command on a dry {run.card.name}")
-    if run.foretells:
+    has_limit = run.card != NO_CARD and not run.card.is_unified
+    unlimited = replace(run.card, capacity_bytes=NO_CARD.capacity_bytes)
+    what = "command" if run.request is None else "training"
+    tell(f"planning: running the {what} on a dry {run.card.name}")
+    if run.foretells or not has_limit:
         result = ran(replace(run, card=unlimited), tell)
-        least = result.smallest.get("smallest_card_bytes")
-        if least is not None:
-            plan = replace(plan_of(result, run), fits=least <= run.card.capacity_bytes)
-            return _answer(result, plan)
+        if result.smallest is not None or not has_limit:
+            return _answer(result, plan_of(result, run))
     result = ran(run, tell)
     if not result.died:
         return _answer(result, plan_of(result, run))
@@ -103,20 +105,26 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         if moment in fullest["moments"]
     }
     times = fullest["ranks_of_node"] if run.alone else 1
-    pinned = times * sum(each["counters"]["bytes pinned at most"] for each in result.seen)
-    tokens = f" of {fullest['tokens']:,} tokens" if fullest["tokens"] else ""
+    host, host_moments = _main_memory(result, times)
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
-    outside, found = max(fullest["outside_bytes"]), fullest["accumulation"]
-    return MemoryPlan(
+    shared = in_one_memory(card, host.process_bytes, host_moments)
+    outside, found = max(fullest["outside_bytes"]) + shared, fullest["accumulation"]
+    needed = result.smallest.card_bytes + shared if result.smallest else reserved + outside
+    plan = MemoryPlan(
         allocated_peak_bytes=moments[at].allocated_bytes,
         reserved_peak_bytes=reserved,
         nvidia_smi_peak_bytes=reserved + outside,
-        host_ram_bytes_per_node=pinned,
-        host_pinned_bytes_per_node=pinned,
-        host_process_bytes_per_node=times * sum(each["host_bytes"] for each in result.seen),
+        host_ram_bytes_per_node=host.tensor_bytes,
+        host_pinned_bytes_per_node=host.pinned_bytes,
+        host_process_bytes_per_node=host.process_bytes,
+        host_moments=host_moments,
+        host_capacity_bytes=run.host.total_bytes,
+        host_shortage=run.host.shortage(host)
+        or _load_in_one_memory(card, moments, host_moments, host),
         capacity_bytes=card.capacity_bytes,
-        fits=reserved + outside <= card.capacity_bytes,
+        smallest_card_bytes=needed if result.smallest else None,
+        fails_on_less=result.smallest.fails_on_less if result.smallest else None,
         moment=at,
         breakdown=_breakdown(result, moments[at].allocated_bytes),
         top_tensors=(),
@@ -134,15 +142,65 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         cards=_cards(fullest),
         accumulation=from_json(Accumulation, found) if found else None,
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
-        planned=fullest["planned"]
-        or {
-            "model": f"{fullest['model']}, trained by {fullest['trainer']}",
-            "rows": f"{fullest['rows']} at once{tokens}, on {world_size} ranks",
-            "command": shlex.join(run.command),
-            **({"quantised": "its base"} if fullest["is_quantised"] else {}),
-            **({"card": run.card.guess} if run.card.guess else {}),
-        },
-        **result.smallest,
+        planned=fullest["planned"] or _planned(fullest, run),
+        streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
+    )
+    if card == NO_CARD:
+        known = None if run.host == HostLimits() else plan.host_shortage is None
+        return replace(
+            plan,
+            capacity_bytes=None,
+            gpu=None,
+            context_bytes=0,
+            nvidia_smi_peak_bytes=reserved,
+            fits=known,
+        )
+    return replace(plan, fits=needed <= card.capacity_bytes and plan.host_shortage is None)
+
+
+def _planned(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
+    """Return what a command trained."""
+    tokens = f" of {seen['tokens']:,} tokens" if seen["tokens"] else ""
+    return {
+        "model": f"{seen['model']}, trained by {seen['trainer']}",
+        "rows": f"{seen['rows']} at once{tokens}, on {seen['world_size']} ranks",
+        "command": shlex.join(run.command),
+        **({"quantised": "its base"} if seen["is_quantised"] else {}),
+        **({"card": run.card.guess} if run.card.guess else {}),
+    }
+
+
+def _main_memory(result: DryResult, times: int) -> tuple[HostNeed, dict[Moment, int]]:
+    """Return what all ranks of a machine need of its main memory, and the tensors by moment."""
+    held = {name: sum(seen["host"].get(name, 0) for seen in result.seen) for name in MOMENTS}
+    moments = {name: times * num_bytes for name, num_bytes in held.items() if num_bytes}
+    pinned = sum(seen["counters"]["bytes pinned at most"] for seen in result.seen)
+    need = HostNeed(
+        tensor_bytes=max(moments.values(), default=0),
+        pinned_bytes=times * pinned,
+        num_ranks=times * len(result.seen),
+        until_resume_bytes=peak_until_resume(moments),
+        rank_bytes=max(PROCESS_BYTES, *(seen["process_bytes"] for seen in result.seen)),
+    )
+    return need, moments
+
+
+def _load_in_one_memory(
+    card: Card,
+    moments: Mapping[Moment, MomentPeak],
+    host_moments: Mapping[Moment, int],
+    host: HostNeed,
+) -> str | None:
+    """Say what is short while weights are in main memory and on a card that has the same memory."""
+    if not card.is_unified or "load" not in moments:
+        return None
+    in_main_memory = host_moments.get("load", 0) + host.process_bytes
+    need = moments["load"].reserved_bytes + card.context_bytes + in_main_memory
+    if need <= card.capacity_bytes:
+        return None
+    return (
+        f"the load needs {size(need)} of the one memory, which has {size(card.capacity_bytes)}: the"
+        " model is in main memory and on the card. Load it onto the card (device_map)"
     )
 
 
@@ -154,7 +212,13 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
     yield from seen["notes"]
     if _cards(seen):
         yield _ONE_RUN
-    yield about_context(run.card)
+    if run.card != NO_CARD:
+        yield from filter(None, [about_size(run.card), about_context(run.card)])
+    if run.card.is_unified:
+        yield (
+            f"{run.card.name} is the main memory too: its tensors, Python and its libraries are"
+            " counted as outside the allocator, and no other program is"
+        )
     if outside > run.card.context_bytes:
         yield (
             f"other processes hold {size(outside - run.card.context_bytes)} of the card: a launcher"

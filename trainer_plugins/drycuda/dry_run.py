@@ -1,35 +1,48 @@
 """Runs a command on dry cards, and reads what its processes have seen."""
 
 import json
-import math
 import os
+import pickle
 import re
 import shutil
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from trainer_plugins.allocator.model import AllocatorRules
+from trainer_plugins.allocator.settings import parse
 from trainer_plugins.drycuda.command import ended, ended_fork
-from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, provide
+from trainer_plugins.drycuda.cuda_build import (
+    PACKAGES,
+    DryCudaUnavailable,
+    fetch_package,
+    package_site,
+    provide,
+)
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.drycuda.wall import Allowed, explain_refusal
-from trainer_plugins.explain.snapshot.cards import read
-from trainer_plugins.explain.snapshot.held import Category as HeldAs
-from trainer_plugins.explain.snapshot.lives import Life
-from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.explain.snapshot.pickled import NotReadableError
-from trainer_plugins.explain.snapshot.stacks import meaning_of
-from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.plan import Category, Moment, PlanError
+from trainer_plugins.launch.main_memory import HostLimits
+from trainer_plugins.planner.cards import NO_CARD, Card
+from trainer_plugins.planner.plan import Category, Moment, NotPredicted, PlanError
+from trainer_plugins.planner.request import GPUS_PER_NODE, ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.printable import printable, without_leaks
+from trainer_plugins.snapshot.cards import read
+from trainer_plugins.snapshot.held import Category as HeldAs
+from trainer_plugins.snapshot.lives import Life
+from trainer_plugins.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.snapshot.pickled import NotReadableError
+from trainer_plugins.snapshot.stacks import meaning_of
 from trainer_plugins.units import size
 
+_OF_REQUEST = "trainer_plugins.inside.of_request"
+_MAY_IMPORT = ("deepspeed", "peft", "trl")  # what a request may need, and touches no card
 _LAST_LINES = 12
 _CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
 
@@ -51,26 +64,22 @@ _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Err
 """The line of an exception, also with the rank that torchrun puts before it."""
 
 
-class Call(NamedTuple):
-    """Describes a call of `main` in a module of this package."""
-
-    module: str
-    words: Sequence[str]
-    imports: Sequence[str] = ()
-    """Other modules that it needs, which need no time if they are imported before."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
     """Describes a command to run, and the cards of the machine that it is meant for."""
 
-    command: Sequence[str]
-    """What to start, or what stands for it in words."""
-
     card: Card
+    """Of `NO_CARD` the plan says what is needed, and not whether it fits."""
+
+    command: Sequence[str] = ()
+    """What to start."""
+
+    request: PlanRequest | None = None
+    """What to train instead, by `inside/of_request.py`."""
+
     num_cards: int = 1
-    call: "Call | None" = None
-    """What to call instead of a command."""
+    host: HostLimits = field(default_factory=HostLimits)
+    """The main memory of each machine."""
 
     num_steps: int = 2
     """Optimizer steps after which the training ends."""
@@ -97,11 +106,19 @@ class DryRun:
     """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
 
 
+class SmallestCard(NamedTuple):
+    """Holds the smallest card on which all processes of a command complete."""
+
+    card_bytes: int
+    fails_on_less: str | None
+    """The line whose request fails on a smaller one."""
+
+
 class DryResult:
     """Holds what the processes of a command have seen, the fullest one first."""
 
     def __init__(
-        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: Mapping[str, Any]
+        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: SmallestCard | None
     ) -> None:
         self.seen, self.case, self.smallest = seen, case, smallest
 
@@ -132,31 +149,78 @@ class DryResult:
         return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
 
 
+def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
+    """Return what trains a request on dry cards; PlanError if its allocator settings are wrong."""
+    try:
+        parse(request.allocator)
+    except ValueError as error:
+        raise PlanError(f"allocator settings: {error}") from error
+    is_divided = request.num_gpus > 1 or request.is_launched
+    parts = request.source.device_map if isinstance(request.source, TrainerSource) else {}
+    num_cards = max(min(request.num_gpus, GPUS_PER_NODE), 1 + max(parts.values(), default=0))
+    settings = {"PYTORCH_ALLOC_CONF": request.allocator} if request.allocator else {}
+    return DryRun(
+        request=request,
+        card=request.card or NO_CARD,
+        host=request.host,
+        num_cards=num_cards,
+        num_steps=request.num_steps,
+        alone=is_divided,
+        timeout_seconds=timeout_seconds,
+        environment=settings,
+        foretells=True,
+    )
+
+
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
-    """Run a command for `dry_plan`; where it cannot resume by itself, a second time to resume."""
+    """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
     try:
         provide(tell)
         made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
     except (DryCudaUnavailable, ValueError) as error:
         raise PlanError(str(error)) from error
     with made as dry:
-        result = _ran(run, dry, tell)
-        if result.died or not any(each["resumes_apart"] for each in result.seen):
-            return result
-        num_bytes = _states_in_main_memory(dry.folder, result.seen[0]["world_size"], run)
-        if num_bytes > psutil.virtual_memory().available:
-            result.seen[0]["notes"].append(
-                f"resuming was not run: it may take {size(num_bytes)} of main memory here"
-            )
-            return result
-        tell("planning: running it again, from the checkpoint that it has saved")
-        again = {**run.environment, "TRAINER_PLUGINS_DRY_RESUMES": "1"}
         try:
-            resumed = _ran(replace(run, environment=again, snapshot=None), dry, tell)
-        except (PlanError, NotReadableError) as error:
-            result.seen[0]["notes"].append(f"resuming was not seen: {error}")
-            return result
-        return _both(result, resumed)
+            result = _ran(run, dry, tell)
+        except PlanError as error:
+            if run.request is None or not _fetched(str(error), tell):
+                raise
+        else:
+            return _resumed(run, result, dry, tell)
+    return ran(run, tell)  # on libraries that have the package's names too
+
+
+def _fetched(error: str, tell: Callable[[str], None]) -> bool:
+    """Fetch the package that an error asks for; return whether it is there now."""
+    for name in PACKAGES:
+        if name in error.replace("-", "_"):
+            try:
+                return fetch_package(name, tell)
+            except DryCudaUnavailable as failed:
+                raise PlanError(f"{error}; {failed}") from failed
+    return False
+
+
+def _resumed(
+    run: DryRun, result: DryResult, dry: DryCuda, tell: Callable[[str], None]
+) -> DryResult:
+    """Let a second process resume what the run has saved, where it cannot do so by itself."""
+    if result.died or not any(each["resumes_apart"] for each in result.seen):
+        return result
+    num_bytes = _states_in_main_memory(dry.folder, result.seen[0]["world_size"], run)
+    if num_bytes > psutil.virtual_memory().available:
+        result.seen[0]["notes"].append(
+            f"resuming was not run: it may take {size(num_bytes)} of main memory here"
+        )
+        return result
+    tell("planning: running it again, from the checkpoint that it has saved")
+    again = {**run.environment, "TRAINER_PLUGINS_DRY_RESUMES": "1"}
+    try:
+        resumed = _ran(replace(run, environment=again, snapshot=None), dry, tell)
+    except (PlanError, NotReadableError) as error:
+        result.seen[0]["notes"].append(f"resuming was not seen: {error}")
+        return result
+    return _both(result, resumed)
 
 
 def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
@@ -164,16 +228,24 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
     for path in dry.folder.glob("seen-*.json"):
         path.unlink()
     environment = {
-        **dry.environment({**os.environ, **run.environment}),
+        **dry.environment({**_environment(run), **run.environment}),
         "TRAINER_PLUGINS_DRY_STEPS": str(run.num_steps),
         "TRAINER_PLUGINS_DRY_CHANGED": json.dumps(run.changed),
     }
     log = dry.folder / "log"
-    if run.call is not None:
-        code = ended_fork(*run.call, dry, environment, log, run.timeout_seconds)
+    if run.request is not None:
+        file = dry.folder / "request"
+        file.write_bytes(pickle.dumps(run.request))
+        imports = [name for name in _MAY_IMPORT if find_spec(name)]
+        seconds = run.timeout_seconds
+        code = ended_fork(_OF_REQUEST, [str(file)], imports, dry, environment, log, seconds)
     else:
         code = ended(dry.command(run.command), environment, log, run.timeout_seconds)
     seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
+    refused = dry.folder / "refused-plan"
+    if not seen and refused.exists():
+        is_predicted, why = json.loads(refused.read_text())
+        raise PlanError(why) if is_predicted else NotPredicted(why.removeprefix("not predicted: "))
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)
@@ -183,6 +255,41 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         shutil.copyfile(snapshot, run.snapshot)
     case = case_of(snapshot, own_torch=seen[0]["versions"]["torch"])
     return DryResult(seen, case, _smallest(dry.folder, seen, case, run.card))
+
+
+_LAUNCHED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ACCELERATE_", "FSDP_", "TORCHELASTIC_"),
+)
+"""How the variables of a launched rank begin; a request says itself how it is launched."""
+
+
+def _environment(run: DryRun) -> dict[str, str]:
+    """Return the environment of this process; of a rank that asks for a plan, what is not its."""
+    if run.request is None:
+        return dict(os.environ)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        # transformers 4 uses the mixed precision of the environment, whatever the arguments say
+        if name == "ACCELERATE_MIXED_PRECISION" or not name.startswith(_LAUNCHED)
+    }
+    path = os.pathsep.join((_path(run.request), str(package_site())))
+    return {**kept, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _path(request: PlanRequest) -> str:
+    """Return this process's folders of modules.
+
+    Without the current folder, which a command line does not need, a `timeit.py` in it cannot
+    shadow Python's.
+    """
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    source = request.source
+    if isinstance(source, ConfigSource) and isinstance(source.arguments, tuple):
+        home = str(Path(__file__).parent.parent.parent)
+        folders = [folder for folder in folders if folder == home or folder != os.getcwd()]
+    return os.pathsep.join(folders)
 
 
 def _states_in_main_memory(folder: Path, world_size: int, run: DryRun) -> int:
@@ -203,11 +310,12 @@ def _both(first: DryResult, resumed: DryResult) -> DryResult:
         "moments": {**other["moments"], **one["moments"]},
         "timeline": [*one["timeline"], *other["timeline"]],
         "notes": list(dict.fromkeys([*one["notes"], *other["notes"]])),
-        "host_bytes": max(one["host_bytes"], other["host_bytes"]),
+        "host": {**other["host"], **one["host"]},
+        "process_bytes": max(one["process_bytes"], other["process_bytes"]),
         "tokens": one["tokens"],
     }
-    smallest = (first.smallest, resumed.smallest)
-    both.smallest = max(smallest, key=lambda each: each.get("smallest_card_bytes", math.inf))
+    smallest = [each.smallest for each in (first, resumed) if each.smallest is not None]
+    both.smallest = max(smallest, key=lambda each: each.card_bytes) if smallest[1:] else None
     return both
 
 
@@ -238,10 +346,10 @@ def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
 
 def _smallest(
     folder: Path, seen: Sequence[Mapping[str, Any]], case: SnapshotCase, card: Card
-) -> Mapping[str, Any]:
-    """Return the smallest card on which all processes complete, and what fails on less."""
+) -> SmallestCard | None:
+    """Return the smallest card on which all processes complete; None if the model cannot say."""
     rules = case.repeated.rules if case.repeated is not None else AllocatorRules()
-    needed: tuple[int, str | None] = (0, None)
+    found = SmallestCard(0, None)
     for process in seen:
         path = folder / f"snapshot-{process['rank']}.pickle"
         snapshot = case.snapshot if path.name == case.snapshot.name else read(path, is_own=True)
@@ -249,11 +357,10 @@ def _smallest(
             outside_bytes = process["outside_bytes"][each.index]
             least = smallest_room(each, rules, card.capacity_bytes - outside_bytes)
             if least is None:
-                return {}
+                return None
             place = None
             if least.fails_at is not None:
                 place = meaning_of(snapshot.stacks[each.stacks[least.fails_at]]).place
-            found = (least.room_bytes + outside_bytes, place)
-            needed = max(needed, found, key=lambda pair: pair[0])
-    card_bytes, place = needed
-    return {"smallest_card_bytes": card_bytes, "fails_on_less": place}
+            each_one = SmallestCard(least.room_bytes + outside_bytes, place)
+            found = max(found, each_one, key=lambda one: one.card_bytes)
+    return found

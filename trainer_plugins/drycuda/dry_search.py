@@ -5,7 +5,7 @@ takes one run.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import islice
@@ -22,12 +22,14 @@ from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, is_usual, run_with
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
-from trainer_plugins.planner.compare.lines import AS_GIVEN, SearchLine, SearchResult, line_of
-from trainer_plugins.planner.compare.price import Step
+from trainer_plugins.planner.compare.changes import possible_changes
+from trainer_plugins.planner.compare.lines import SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import Switch, as_flags
-from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal, at_least
+from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tried import margin_bytes
 from trainer_plugins.units import size
 
@@ -66,14 +68,21 @@ class Variations:
 
     @property
     def _step(self) -> Step:
-        """Describe the step as far as a command shows it: no figure of the card helps."""
-        plan = self.plan
-        return Step(
+        """Describe the step, of a command as far as it shows it: no figure of the card helps."""
+        plan, request = self.plan, self._run.request
+        is_config = request is not None and isinstance(request.source, ConfigSource)
+        known = step_of(request, self.arguments, plan) if request and is_config else None
+        return known or Step(
             weights=max(1, plan.num_parameters),
             trained=plan.num_trainable_parameters,
             rows=self._rows,
             checkpoints=self._checkpoints,
         )
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """Return the TrainingArguments of the command as it is."""
+        return self._as_given.arguments
 
     @property
     def plan(self) -> MemoryPlan:
@@ -103,7 +112,6 @@ class Variations:
             lines=tuple(line for line, _ in found),
             best=best,
             best_plan=best_plan,
-            refused=(),
             effective_batch=self._rows * self._as_given.plan.num_gpus,
             num_gpus=self._as_given.plan.num_gpus,
             gpu=self._run.card.name,
@@ -112,7 +120,7 @@ class Variations:
 
     def proposals(self) -> MemoryPlan:
         """Return the plan of the command with what would fit, if it does not fit itself."""
-        if self.plan.fits or not self._weights_fit():
+        if self.plan.fits_card is not False or not self._weights_fit():
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
@@ -205,7 +213,19 @@ class Variations:
         planned = self.plan.planned
         name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
         can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
-        return [way for way in WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
+        usual = [way for way in WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
+        request = self._run.request
+        if request is None or not isinstance(request.source, ConfigSource):
+            return usual
+        more = [*possible_changes(request, self._as_given.arguments, self.plan)]
+        ways = [way for each in more for way in ((each,), (each, switches.CHECKPOINTING))]
+        return sorted([*usual, *ways], key=lambda way: sum(each.changes_result for each in way))
+
+    @property
+    def _trainer(self) -> str | None:
+        """Return which of TRL's Trainers a request names."""
+        source = self._run.request.source if self._run.request is not None else None
+        return source.trainer if isinstance(source, ConfigSource) else None
 
     @property
     def _usable_bytes(self) -> int:
@@ -247,8 +267,7 @@ class Variations:
             failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
-            is_useless = changes in tried_ways or any(each in useless for each in changes)
-            if is_useless:
+            if changes in tried_ways or any(each in useless for each in changes):
                 continue
             tried_ways.append(changes)
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
@@ -265,8 +284,9 @@ class Variations:
             if self._is_safe(tried):
                 yield changes, rows, tried
                 continue
-            short = short or tried
-            if len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
+            if all(each.subject == "evaluation" for each in changes):
+                short = tried
+            elif short and len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
                 useless += changes
             failed.append(f"{words}, {self._missing(rows, tried)}")
 
@@ -283,14 +303,16 @@ class Variations:
             short: the plan of these rows as they are, if there is one.
             rows: how many there are at once.
         """
-        plan, part = (short, 1.0) if short is not None else (self.plan, rows / self._now)
-        evaluates = plan.moment in _EVALUATES or any(e.subject == "evaluation" for e in changes)
-        if (short is None and evaluates) or not all(
-            each.frees or each.subject == "evaluation" for each in changes
-        ):
+        plan, part = short, 1.0
+        of_training = [each for each in changes if each.subject != "evaluation"]
+        if plan is None:
+            plan, part = self.plan, rows / self._now
+            if plan.moment in _EVALUATES or len(of_training) < len(changes):
+                return 0  # an evaluation has rows of its own
+        if not all(each.frees for each in of_training):
             return 0
-        freed = {name for each in changes for name in each.frees}
-        return max(0, least_bytes(plan, freed, min(1, part)) - self._run.card.capacity_bytes)
+        freed = {name for each in of_training for name in each.frees}
+        return max(0, least_bytes(plan, freed, part) - self._run.card.capacity_bytes)
 
     def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
         """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
@@ -319,10 +341,9 @@ class Variations:
             return error
 
     def _answer(self, run: DryRun) -> DryAnswer:
-        key = repr((sorted(run.changed.items()), sorted(run.environment.items())))
+        key = repr((sorted(run.changed.items()), sorted(run.environment.items()), run.request))
         if key not in self._known:
-            words = as_flags(run.changed)
-            if words:
+            if words := as_flags(run.changed):
                 self._tell(f"planning: with {words}")
             self._known[key] = dry_plan(run, self._tell)
         return self._known[key]
@@ -348,8 +369,8 @@ class Variations:
         best = plan_of(low)
         if not self._is_safe(best):
             return sizes[0], best
-        likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
         if not in_full:
+            likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
             high = sum(each <= likely for each in sizes) - 1
         while low < high:
             middle = (low + high + 1) // 2 if in_full else high
@@ -371,12 +392,10 @@ class Variations:
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
         line = line_of(
             plan,
-            strategy=AS_GIVEN,
             gradient_checkpointing=checkpoints,
             sequence_length=self._as_given.tokens,
             micro_batch=rows,
             rows=self._rows,
-            in_full=True,
         )
         return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
 
@@ -388,6 +407,8 @@ class Variations:
             now=self._now,
             rows=self._rows,
             length=self._as_given.tokens,
+            values={"time": at_least(plan.streamed.copy_seconds_per_step)} if plan.streamed else {},
+            trainer=self._trainer,
             times=self._step.times(changes, self._now, rows),
         )
         return replace(proposal, margin_bytes=self.spare_bytes(plan))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.explain.snapshot.cards import Card
-from trainer_plugins.explain.snapshot.oom import reserved_after
+from trainer_plugins.snapshot.cards import Card
+from trainer_plugins.snapshot.oom import reserved_after
 from trainer_plugins.units import MIB
 
 _EMPTY = -1

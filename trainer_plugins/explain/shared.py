@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
@@ -12,30 +10,7 @@ from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.vendors import Vendor
 from trainer_plugins.explain.answer import Cause, Certainty, Figure, Numbers, Remedy, ShownBy
 from trainer_plugins.printable import printable
-from trainer_plugins.units import GIB, percent, size
-
-_PACKAGE = Path(__file__).parents[1]
-_ROOMS = {path.name for path in _PACKAGE.iterdir()}
-
-# A folder of the user's may be called torch too.
-OF_TORCH = re.compile(
-    r"-packages/torch/|/torch/(?:nn|optim|autograd|utils|cuda|amp|_)|/torchinductor_"
-    r"|/(?:lib/)?python3\.\d+/\w+\.py$|/Lib/\w+\.py$|^<frozen|^<string>"
-)
-_OF_LIBRARIES = re.compile(
-    r"(?:site|dist)-packages|/lib/python3|/python3\.\d+/|/Lib/|/usr/lib/|/bin/"
-    r"|^<(?!ipython|stdin)"
-)
-
-
-def is_ours(path: str) -> bool:
-    """Return whether a path leads to a file of this package, not of a project with its name.
-
-    >>> is_ours("/src/trainer_plugins/callbacks/oom_reporter.py"), is_ours("/trainer_plugins/me.py")
-    (True, False)
-    """
-    parts = re.split(r"[/\\]", path) if _PACKAGE.name in path else []
-    return any(name == _PACKAGE.name and room in _ROOMS for name, room in pairwise(parts))
+from trainer_plugins.units import percent, size
 
 
 def quoted(words: str, most: int = 200) -> str:
@@ -48,13 +23,6 @@ def quoted(words: str, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[: most + 1].rpartition(' ')[0]} ..."
 
 
-def is_users(path: str) -> bool:
-    """Return whether a file is outside installed packages and the standard library."""
-    name = path.replace("\\", "/")
-    return bool(name) and not _OF_LIBRARIES.search(name) and not OF_TORCH.search(name)
-
-
-IMPOSSIBLE_BYTES = 1 << 40  # no card is this large; a request above it means a wrong shape
 _ALIKE = 1.5  # the largest over the smallest: ranks of one launch, not strangers
 FRAGMENTED_FRACTION = 0.04  # of the card: less than this, unused, would help no request
 
@@ -200,11 +168,6 @@ def with_numbers(
         figures = tuple(replace(one, shown_by=shown_by(one.name)) for one in each.figures)
         found.append(replace(each, data={**data, **each.data}, figures=figures))
     return tuple(found)
-
-
-def is_refused_though_free(asked: int, free: int, slack: float) -> bool:
-    """Return whether the driver refused a request for which the card had room."""
-    return free > asked + slack + GIB // 4
 
 
 def is_in_pieces(asked: int, unused: int, free: int, total: int) -> bool:

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from trainer_plugins.forks.server import NUMBER, READY, kill_group
@@ -125,6 +126,11 @@ class ForkServer:
             with contextlib.suppress(OSError):  # the server has just ended, idle
                 return Forked(self, call, files)
         return NewPython(call, files)
+
+    def start_into(self, log: Path, call: Call) -> "Running":
+        """Start a process for a call, once `is_ready`: it reads nothing, and writes to a file."""
+        with log.open("w") as output, open(os.devnull) as nothing:
+            return self.start(call, {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()})
 
     def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
         """Have the server fork for a call, and tell `answers` the process id, then the exit code.

@@ -15,7 +15,6 @@ import socket
 import struct
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,14 +22,6 @@ READY = "ready"
 NUMBER = struct.Struct("=i")
 _IDLE_SECONDS = 60.0
 """A server holds about 400 MiB of main memory, which a training that was planned may need."""
-
-
-_cpu_seconds_before = 0.0
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, and of the imports before it was forked."""
-    return _cpu_seconds_before + time.process_time()
 
 
 def kill_group(leader: int) -> None:
@@ -45,7 +36,6 @@ def serve() -> None:
 
     A forked process returns from here when its module has ended.
     """
-    global _cpu_seconds_before
     control = socket.socket(fileno=int(sys.argv[1]))
     reason = _import(sys.argv[2:])
     control.sendall((reason or READY).encode())
@@ -53,7 +43,6 @@ def serve() -> None:
         return
     gc.collect()
     gc.freeze()  # a collection would write to the pages that processes share
-    _cpu_seconds_before = time.process_time()
     received = _Server(control).answer()
     if received is not None:
         _run(received)

@@ -18,10 +18,11 @@ class HostNeed:
     num_ranks: int  # the ranks of this machine
     save_bytes: int = 0  # what a save gathers in addition to `tensor_bytes`, in one of the ranks
     until_resume_bytes: int | None = None  # `tensor_bytes` of a run that is never resumed, if less
+    rank_bytes: int = PROCESS_BYTES  # of each rank, for Python, its libraries and data
 
     @property
     def process_bytes(self) -> int:
-        return self.num_ranks * PROCESS_BYTES
+        return self.num_ranks * self.rank_bytes
 
     @property
     def total_bytes(self) -> int:

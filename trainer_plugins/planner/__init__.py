@@ -8,7 +8,6 @@ from trainer_plugins.planner.plan import (
     PlanError,
     TensorAtPeak,
 )
-from trainer_plugins.planner.predict import plan_run
 
 __all__ = [
     "Calibration",
@@ -19,5 +18,4 @@ __all__ = [
     "PlanError",
     "TensorAtPeak",
     "calibrate",
-    "plan_run",
 ]

@@ -60,6 +60,10 @@ class Card:
         return _PER_MULTIPROCESSOR.get(self.capability, (2048, 228))[1]
 
 
+NO_CARD = Card(name="a card without a limit", capacity_bytes=4096 * GIB)
+"""Of a run that names none: it is asked what it needs, and not whether it fits."""
+
+
 def about_context(card: Card) -> str:
     """Say in one line where the context of a plan comes from."""
     if card.context_source is not None:

@@ -102,7 +102,6 @@ class RunInputs:
     has_padding: bool | None = None
     host_memory: str | None = None
     pinned_memory: str | None = None
-    dry: bool = False  # on the dry card, where the values of a batch count
 
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
@@ -128,9 +127,7 @@ def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanR
     from trainer_plugins.planner.rehearse import gather
 
     card = card_of(run.gpu) if run.gpu is not None else None
-    return gather.request_of(
-        *(trainer, card, _settings(run), run.num_gpus, run.has_padding), with_values=run.dry
-    )
+    return gather.request_of(*(trainer, card, _settings(run), run.num_gpus, run.has_padding))
 
 
 def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:

@@ -1,5 +1,6 @@
 """Ask once what kind of run is planned, and say it in words."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +10,11 @@ from typing import Any
 
 from trainer_plugins.checkpointing import is_asked, is_checkpointing
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
-from trainer_plugins.planner.pretend import eight_bit, optimizers
 from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
 from trainer_plugins.wrapped import base_model
 
 _NO_CARD = "none is named: kernels of an H100 (sm_90)"
+_BITS = {"Linear4bit": 4, "Linear8bitLt": 8}  # of a weight, by bitsandbytes' names of its layers
 _EXPORTED = "PARALLELISM_CONFIG_"
 
 
@@ -36,7 +37,6 @@ class Kind:
     deepspeed: object  # the DeepSpeed config as it was given; None without one
     sizes: Mapping[str, int]  # of accelerate's ParallelismConfig, as in `cp_size`
     optimizer: str  # the optimizer, as in `--optim adamw_torch`
-    device: str
     is_quantised: bool  # whether bitsandbytes may have quantised the base
     is_streamed: bool
     has_liger: bool
@@ -49,16 +49,6 @@ class Kind:
     def is_alone(self) -> bool:
         """Return whether one card does everything."""
         return self.wrapper is Wrapper.ONE_CARD and not self.sizes
-
-    @property
-    def is_of_bitsandbytes(self) -> bool:
-        """Return whether the optimizer is one of bitsandbytes."""
-        return self.optimizer in eight_bit.OPTIMIZERS
-
-    @property
-    def is_of_a_package(self) -> bool:
-        """Return whether the optimizer is that of another package, whose own code runs."""
-        return self.optimizer in optimizers.PACKAGES
 
 
 def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
@@ -73,7 +63,6 @@ def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
         deepspeed=deepspeed,
         sizes=sizes,
         optimizer=text_of(args.optim),
-        device=request.device,
         is_quantised=is_quantised(source),
         is_streamed=request.resident_layers is not None,
         has_liger=args.use_liger_kernel or was_replaced,
@@ -82,11 +71,6 @@ def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
         saves=text_of(args.save_strategy).lower() != "no",
         resumes=not args.save_only_model,
     )
-
-
-def needs_flash_attn(source: ConfigSource | TrainerSource) -> bool:
-    """Return whether a run may call the package flash-attn; a user's code always may."""
-    return isinstance(source, TrainerSource) or "flash_attention_2" in str(source.config)
 
 
 def is_quantised(source: ConfigSource | TrainerSource) -> bool:
@@ -171,9 +155,8 @@ def planned_of(
             if source.target_length is not None:
                 planned["length"] += f", labels {source.target_length}"
     if kind.is_quantised:
-        from trainer_plugins.planner.pretend import quantised
-
-        if bits := quantised.bits_of(base):
+        kinds = {type(part).__name__ for part in base.modules()}
+        if bits := next((_BITS[name] for name in _BITS if name in kinds), 0):
             planned["quantised"] = f"{bits} bits, by bitsandbytes"
     # PEFT switches checkpointing on too, for a quantised base (`prepare_model_for_kbit_training`)
     is_on = "on" if is_asked(args) else "on, by prepare_model_for_kbit_training"
@@ -229,9 +212,17 @@ def _adapter(model: object) -> str:
     return f"{kind}{f', r={rank}' if rank is not None else ''}"
 
 
+def _mapping(deepspeed: object) -> Mapping[str, Any]:
+    """Return a DeepSpeed config that was given as a mapping, as JSON or as the path of a file."""
+    if isinstance(deepspeed, str):
+        text = deepspeed if deepspeed.startswith("{") else Path(deepspeed).read_text()
+        deepspeed = json.loads(text)
+    return deepspeed if isinstance(deepspeed, Mapping) else {}
+
+
 def _strategy(request: PlanRequest, kind: Kind) -> str:
     if kind.wrapper is Wrapper.DEEPSPEED:
-        zero = (request.deepspeed or {}).get("zero_optimization")
+        zero = _mapping(kind.deepspeed).get("zero_optimization")
         stage = zero.get("stage") if isinstance(zero, dict) else None
         return f"DeepSpeed ZeRO-{stage}" if stage is not None else "DeepSpeed"
     source = request.source

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar, Literal, get_args
 
 from trainer_plugins.accumulation import Accumulation
 
@@ -34,22 +34,6 @@ Category = Literal[
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order in which a run has them
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-
-_Name = TypeVar("_Name", bound=str)
-
-
-def known_moment(name: _Name) -> _Name:
-    """Return the name of a moment unchanged; ValueError if a plan would leave its peak out."""
-    if name not in MOMENTS:
-        raise ValueError(f"a run has no moment {name!r}; it has {', '.join(MOMENTS)}")
-    return name
-
-
-def known_category(name: _Name) -> _Name:
-    """Return the name of a category of memory unchanged; ValueError if there is none."""
-    if name not in CATEGORIES:
-        raise ValueError(f"memory has no category {name!r}; it has {', '.join(CATEGORIES)}")
-    return name
 
 
 def peak_until_resume(peaks: Mapping[Moment, int]) -> int:
@@ -209,7 +193,6 @@ class MemoryPlan:
     not_reliable: tuple[str, ...] = ()  # figures that are less reliable than usual, and why
     assumptions: tuple[str, ...] = ()  # of the planner, where the input says nothing
     known_error: str = ""  # how far earlier plans were from measured figures
-    device: str = "cuda"  # or `simgpu` for the simulated card
     gpu: str | None = None  # the name of the card; None if no card was named
     num_gpus: int = 1  # cards that train together, or processes if each has several cards
     # the peaks of each card of a process with several, by index; all else is of the fullest
@@ -235,7 +218,10 @@ class MemoryPlan:
     @property
     def fits_card(self) -> bool | None:
         """Return whether the card holds the run; None if no card was named."""
-        return None if self.capacity_bytes is None else self.failed_request_bytes is None
+        if self.capacity_bytes is None:
+            return None
+        least = self.smallest_card_bytes or 0
+        return self.failed_request_bytes is None and least <= self.capacity_bytes
 
     @property
     def host_bytes_per_node(self) -> int:

@@ -34,7 +34,7 @@ ONLINE_TRAINERS = ("grpo", "rloo", "gmpo")  # they generate the rows of a step, 
 TRL_TRAINERS = ("sft", "dpo", "kto", "reward", *ONLINE_TRAINERS, "orpo", "cpo", "tpo")
 
 RESIDENT_LAYERS = 2  # of a streamed base: one computes, the next comes
-MOST_CARDS = 16  # of one process: `kMostCards` of pretend/fake_cuda.cpp
+MOST_CARDS = 16  # of one process
 GPUS_PER_NODE = 8  # if no number is given
 
 # The first step makes the optimizer's states, and the second has them. Only in the third do blocks
@@ -170,7 +170,6 @@ class PlanRequest:
     """Describes one run whose memory is to be predicted."""
 
     source: ConfigSource | TrainerSource
-    device: str = "cuda"  # the type of device: `cuda`, or `simgpu`, the simulated card
     card: Card | None = None  # None asks only what the run needs
     host: HostLimits = field(default_factory=HostLimits)  # the main memory of a machine
     allocator: str = ""  # the allocator settings, as in PYTORCH_ALLOC_CONF
@@ -184,7 +183,6 @@ class PlanRequest:
     num_steps: int = OPTIMIZER_STEPS
     proposes: bool = False  # whether to look for what would fit, if the run does not
     command: str | None = None  # the command line that asked for it
-    packed_sequences: int = 0  # in a batch, apart by position ids only; 0: a row is one
     resident_layers: int | None = None  # of a streamed base, on the card
     streams_embeddings: bool = False  # whether embeddings and head are streamed with it
 

@@ -1,6 +1,5 @@
 """Renders several plans for the terminal: side by side, next to a run, what a search found."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -9,15 +8,9 @@ from rich.text import Text
 
 from trainer_plugins.planner.calibrate import Calibration
 from trainer_plugins.planner.compare.beside import Beside, Pair
-from trainer_plugins.planner.compare.lines import (
-    AS_GIVEN,
-    STREAMED,
-    WITH_CHECKPOINTING,
-    SearchLine,
-    SearchResult,
-)
+from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.saved import Saved
-from trainer_plugins.planner.plan import MemoryPlan, at_least
+from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.page import plain_table, size_or_blank
 from trainer_plugins.report.plan_text import SHOWN_BYTES, filled_by, moment_of
 from trainer_plugins.units import GIB, size
@@ -70,7 +63,6 @@ def calibration_report(calibration: Calibration) -> RenderableType:
 
 
 _HEADINGS = (
-    "strategy",
     "check-\npointing",
     "length",
     "micro-\nbatch",
@@ -78,13 +70,12 @@ _HEADINGS = (
     "reserved\nGiB",
     "to spare\nGiB",
     "host RAM\nGiB",
-    "layers\nrun",
 )
 
 
 _CRITERION = (
-    "Best is what has the most tokens in a forward pass of one card, preferably without offload;"
-    " among equals, without checkpointing. Speed is not predicted"
+    "Best is what has the most tokens in a forward pass of one card; among equals, without"
+    " checkpointing. Speed is not predicted"
 )
 
 
@@ -97,44 +88,29 @@ def search_report(result: SearchResult) -> RenderableType:
     if result.best is not None:
         parts.append(Text(f"Best on {card}: {line_in_words(result.best)}", style="bold green"))
         parts += map(Text, _to_copy(result.best))
-    elif result.lines:
+    else:
         words = f"Nothing fits on {card}, not even the smallest micro-batch"
         parts.append(Text(words, style="bold red"))
-    else:
-        parts.append(Text("No way to run could be predicted", style="bold"))
-    heading = f"The largest micro-batch of each way; {rows}{cards}, in every line"
-    names = [name for name, _ in result.refused]
-    parts += [Text(heading, style="bold"), lines_table(result.lines, result.best, names)]
-    parts += [Text(f"{strategy}: {reason}") for strategy, reason in result.refused]
+    heading = f"The largest micro-batch; {rows}{cards}, in every line"
+    parts += [Text(heading, style="bold"), lines_table(result.lines, result.best)]
     if result.best is not None:
         parts.append(Text(_CRITERION))
-    if result.not_tried:
-        why = Counter(reason for _, reason in result.not_tried)
-        reasons = "; ".join(f"{number} as {reason}" for reason, number in why.items())
-        parts.append(Text(f"Not tried, see --json: {reasons}"))
     return Group(*parts)
 
 
-def lines_table(
-    lines: Sequence[SearchLine], best: SearchLine | None, refused: Sequence[str] = ()
-) -> Table:
-    """Render the lines of a search, the best one bold; and the ways that are not predicted."""
+def lines_table(lines: Sequence[SearchLine], best: SearchLine | None) -> Table:
+    """Render the lines of a search, the best one bold."""
     has_lengths = len({line.sequence_length for line in lines}) > 1
     table = plain_table(*(each for each in _HEADINGS if has_lengths or each != "length"))
     table.columns[0].no_wrap = True
     for line in lines:
         table.add_row(*_cells(line, has_lengths), style="bold" if line == best else None)
-    for name in refused:
-        strategy, _, checkpointing = name.partition(WITH_CHECKPOINTING)
-        length = [""] if has_lengths else []
-        table.add_row(strategy, "on" if checkpointing else "off", *length, "not predicted")
     return table
 
 
 def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
     length = [str(line.sequence_length)] if has_lengths else []
     return [
-        line.strategy,
         "on" if line.gradient_checkpointing else "off",
         *length,
         str(line.micro_batch) if line.fits else "none fits",
@@ -142,19 +118,17 @@ def _cells(line: SearchLine, has_lengths: bool) -> list[str]:
         f"{line.reserved_peak_bytes / GIB:.2f}",
         f"{line.margin_bytes / GIB:.2f}",
         f"{line.host_ram_bytes_per_node / GIB:.2f}",
-        "all" if line.in_full else "a few",
     ]
 
 
 def line_in_words(line: SearchLine) -> str:
     """Say in one line what was found for one way to run."""
-    checkpointing = WITH_CHECKPOINTING if line.gradient_checkpointing else ""
-    begin = f"{line.strategy}{checkpointing}, {line.sequence_length} tokens"
+    checkpointing = "with" if line.gradient_checkpointing else "without"
+    begin = f"{checkpointing} checkpointing, {line.sequence_length} tokens"
     if not line.fits:
         return f"{begin}: {size(-line.margin_bytes)} short with {line.micro_batch} row(s) at once"
     steps = f"{line.micro_batch} x {line.accumulation_steps} rows"
-    bus = f"; {at_least(line.copy_seconds_per_step)}" if line.copy_seconds_per_step else ""
-    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare{bus}"
+    return f"{begin}: {steps} fit, {size(line.margin_bytes)} to spare"
 
 
 def _to_copy(best: SearchLine) -> list[str]:
@@ -166,11 +140,6 @@ def _to_copy(best: SearchLine) -> list[str]:
     ]
     if not best.is_safe:
         lines.append("  It may fail: the margin is below the planner's known error")
-    if best.strategy == STREAMED:
-        lines.append("  stream  trainer-plugins exec --memory-stream-base always -- COMMAND")
-    elif best.strategy != AS_GIVEN:
-        launch = f"trainer-plugins configs copy {best.strategy}"
-        lines.append(f"  launch  accelerate's config {best.strategy} ({launch})")
     return lines
 
 

@@ -321,6 +321,7 @@ void* pin(size_t num_bytes) {
   if (start == MAP_FAILED) return nullptr;
   std::lock_guard<std::mutex> guard(pinned_lock);
   pinned[static_cast<char*>(start)] = rounded;
+  hold_pinned(start, rounded);
   pin_more(rounded);
   return start;
 }

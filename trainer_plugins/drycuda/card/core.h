@@ -59,6 +59,7 @@ void fill(void* to, int value, size_t num_bytes);
 void* pin(size_t num_bytes);
 void unpin(void* start);
 bool is_pinned(const void* address);
+void hold_pinned(void* start, size_t num_bytes);  // counts it as main memory, until it is unmapped
 
 // Counters. `name` must live as long as the process.
 void count(const char* name, uint64_t amount = 1);

@@ -17,7 +17,7 @@ from trainer_plugins.compiled import (
     plain_compiler,
 )
 from trainer_plugins.drycuda.card.needs import Library, defined_in, linked_to, needs_of
-from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
+from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, package_site, site_with_cuda
 
 _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent.parent / "testing" / "card_file.h"
@@ -104,7 +104,7 @@ def _other_callers(site: Path, torchs: set[str]) -> Iterator[Path]:
     """
     known = {name.partition(".so")[0] for name in torchs}
     for name in _WITH_LIBRARIES:
-        folders = (folder / name for folder in (site, *map(Path, sys.path)))
+        folders = (folder / name for folder in (site, package_site(), *map(Path, sys.path)))
         for folder in dict.fromkeys(filter(Path.is_dir, folders)):
             for path in sorted(folder.rglob("*.so")):
                 needed = linked_to(path)
@@ -141,7 +141,8 @@ def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cud
     flags = ["-O1", "-fPIC", "-shared", "-w", f"-DCUDA_MAJOR={cudart.rpartition('.')[2]}"]
     flags.append(f"-DCUDNN_VERSION={cudnn}")
     base = [*compiler, "-std=c++17", *flags]
-    core = [*base, f"-Wl,-soname,{_CORE}", str(_SOURCES / "core.cpp")]
+    sources = (str(_SOURCES / name) for name in ("core.cpp", "host.cpp"))
+    core = [*base, f"-Wl,-soname,{_CORE}", *sources, "-ldl"]
     compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
     wall = [*base, f"-Wl,-soname,{WALL}", str(_SOURCES / "wall.cpp"), "-ldl"]
     compiled_once(folder / WALL, wall, _TIMEOUT_SECONDS)

@@ -1,5 +1,6 @@
 """Reads what compiled libraries need of CUDA: names and versions, from their own tables."""
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ _BEGINNINGS = (
 )
 
 
+@functools.cache
 def linked_to(path: Path) -> list[str]:
     """Return CUDA's libraries that a library is linked to, by the names the loader looks for."""
     with path.open("rb") as file:

@@ -4,7 +4,12 @@ import re
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.shared import are_alike, cause, quoted, said
+from trainer_plugins.explain.shared import (
+    are_alike,
+    cause,
+    quoted,
+    said,
+)
 from trainer_plugins.record.oom_record import LiveModel
 
 _ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)

@@ -8,13 +8,12 @@ from trainer_plugins.explain.run.beside import leftover, other_memory, other_pro
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
-    IMPOSSIBLE_BYTES,
     cause,
     is_in_pieces,
-    is_refused_though_free,
     said,
 )
 from trainer_plugins.record.timeline import Remark
+from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5

@@ -14,7 +14,12 @@ from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
+from trainer_plugins.explain.shared import (
+    cause,
+    remedy,
+    said,
+    with_numbers,
+)
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable

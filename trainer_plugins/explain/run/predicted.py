@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
+from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
-from trainer_plugins.planner.predict import predict_all
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
 from trainer_plugins.printable import printable
@@ -123,15 +123,14 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
         raise PlanError(
             f"it would have {size(weights)} of weights, and the run had {size(parameters)}"
         )
-    if plan.failed_request is None:
+    if plan.fits_card is not False:
         raise PlanError(
             f"by its config and arguments it fits ({_needs(plan, plan.nvidia_smi_peak_bytes)}), so"
             " something else took the rest"
         )
-    moment = plan.failed_request.rpartition(", ")[2]
-    if (case.record.moment == "eval") != (moment == "evaluation"):
+    if (case.record.moment == "eval") != (plan.moment == "evaluation"):
         raise PlanError(
-            f"it would fail in {moment} already, and the run did in {case.record.where}"
+            f"it would fail in the {plan.moment}, and the run did in {case.record.where}"
         )
 
 
@@ -248,7 +247,6 @@ def request_of(case: Case) -> PlanRequest:
             num_evaluation_batches=max(1, run.num_evaluation_batches),
             has_metrics=run.has_metrics,
         ),
-        device=device,
         card=card if run.capability is None else replace(card, capability=run.capability),
         allocator=run.allocator.get("PYTORCH_ALLOC_CONF", allocator),
         num_gpus=run.world_size,

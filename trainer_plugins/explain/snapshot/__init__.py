@@ -1,6 +1,6 @@
-"""Snapshots: a file that torch has written shows what held the memory of a card."""
+"""What the snapshot of a card says about an OOM: its cause, and what helps."""
 
 from trainer_plugins.explain.snapshot.explained import compare_snapshots, explain_snapshot
-from trainer_plugins.explain.snapshot.pickled import NotReadableError
+from trainer_plugins.snapshot.pickled import NotReadableError
 
 __all__ = ["NotReadableError", "compare_snapshots", "explain_snapshot"]

@@ -4,11 +4,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause, is_in_pieces, said, stated_first
-from trainer_plugins.explain.snapshot.held import WORDS
-from trainer_plugins.explain.snapshot.lives import BEFORE
-from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase, reserved_after
+from trainer_plugins.explain.shared import (
+    cause,
+    is_in_pieces,
+    said,
+    stated_first,
+)
 from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
+from trainer_plugins.snapshot.held import WORDS
+from trainer_plugins.snapshot.lives import BEFORE
+from trainer_plugins.snapshot.oom import Oom, SnapshotCase, reserved_after
 from trainer_plugins.units import GIB, percent, size
 
 

@@ -7,16 +7,21 @@ from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
 from trainer_plugins.explain.answer import Cause, Explanation, Numbers, Remedy
-from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
+from trainer_plugins.explain.shared import (
+    cause,
+    remedy,
+    said,
+    with_numbers,
+)
 from trainer_plugins.explain.snapshot.causes import causes_of
-from trainer_plugins.explain.snapshot.held import WORDS, Held
 from trainer_plugins.explain.snapshot.numbers import numbers_of
-from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.explain.snapshot.pickled import NotReadableError, no_collection
 from trainer_plugins.explain.snapshot.remedies import Tries, tried
-from trainer_plugins.explain.snapshot.stacks import lines_of
-from trainer_plugins.explain.snapshot.trace import has_lost_its_end, known_from
 from trainer_plugins.printable import printable
+from trainer_plugins.snapshot.held import WORDS, Held
+from trainer_plugins.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.snapshot.pickled import NotReadableError, no_collection
+from trainer_plugins.snapshot.stacks import lines_of
+from trainer_plugins.snapshot.trace import has_lost_its_end, known_from
 from trainer_plugins.units import MIB, percent, size
 
 Name = TypeVar("Name", bound=str)

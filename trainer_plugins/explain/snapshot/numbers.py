@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from trainer_plugins.allocator.model import SMALL_BYTES, AllocatorModel
 from trainer_plugins.explain.answer import Allocation, Numbers
-from trainer_plugins.explain.snapshot.cards import Card, Stack
-from trainer_plugins.explain.snapshot.lives import Life, peak_of
-from trainer_plugins.explain.snapshot.oom import SnapshotCase
-from trainer_plugins.explain.snapshot.trace import ranges_after
 from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.snapshot.cards import Card, Stack
+from trainer_plugins.snapshot.lives import Life, peak_of
+from trainer_plugins.snapshot.oom import SnapshotCase
+from trainer_plugins.snapshot.trace import ranges_after
 
 _MOST_ALLOCATIONS = 10
 

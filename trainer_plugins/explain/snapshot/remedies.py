@@ -15,8 +15,8 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.explain.snapshot.lives import BEFORE, Life, Repeated
-from trainer_plugins.explain.snapshot.oom import Oom, SnapshotCase
+from trainer_plugins.snapshot.lives import BEFORE, Life, Repeated
+from trainer_plugins.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
 _OF_A_PASS = ("gathering", "forward", "backward", "loss", "other", "unknown")

@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer_plugins.explain.shared import is_ours, is_users, quoted
+from trainer_plugins.explain.shared import quoted
 from trainer_plugins.explain.text.excerpt import Line
+from trainer_plugins.snapshot.frames import is_ours, is_users
 
 _MOST_LINES = 600
 _PYTHON = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.+))?$')

@@ -4,12 +4,11 @@ A step takes what its computing takes, or what it moves meanwhile if that takes 
 measured; docs/plan_search.md sets multiples beside measured ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_plugins import checkpointing
-from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.cards import Speed, card_of
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
@@ -132,7 +131,7 @@ class Step:
         return moved / (self.num_gpus if is_divided else 1) / speed.memory
 
 
-def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | None:
+def step_of(run: PlanRequest, arguments: Mapping[str, Any], plan: MemoryPlan) -> Step | None:
     """Describe the step of a run with a config; None if it generates, which takes most of it."""
     source = switches.source_of(run)
     if source.trainer in ONLINE_TRAINERS:
@@ -147,14 +146,14 @@ def step_of(run: PlanRequest, args: HfArguments, plan: MemoryPlan) -> Step | Non
         idle=_idle(found, layers),
         trained=plan.num_trainable_parameters,
         tokens=source.sequence_length if has_tokens else 1,
-        rows=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        rows=arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"],
         layers=layers,
         width=found.get("hidden_size") or found.get("d_model") or 0,
         num_gpus=plan.num_gpus,
         speed=run.card.speed if run.card and has_tokens else None,
         checkpoints=plan.planned["checkpointing"] != "off",
-        offloads="offload" in checkpointing.options(args),
-        reduces_each_time=reduces_each_time(args.accelerator_config),
+        offloads="offload" in checkpointing.options(arguments),
+        reduces_each_time=reduces_each_time(arguments["accelerator_config"]),
         in_4_bits="4 bits" in plan.planned.get("quantised", ""),
         launch=switches.STREAMED_BASE.words if is_streamed else f"{strategy} {file}",
     )

@@ -3,17 +3,20 @@
 import contextlib
 import dataclasses
 import io
+import json
 import pickle
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.launch.lint.training import argument_names, nearest
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
-from trainer_plugins.planner.rehearse.refusals import first_line
+from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, with_its_key
 from trainer_plugins.planner.request import (
     OPTIMIZER_STEPS,
@@ -143,9 +146,20 @@ def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
     return ("--max_length", str(source.sequence_length)) if takes_it else ()
 
 
-def _check_deepspeed(given: object) -> None:
+def _check_deepspeed(given: Any) -> None:
     """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
-    if given:
-        from trainer_plugins.planner.sharded.zero_config import read_config, refuse_config
-
-        refuse_config(read_config(given))
+    if not given:
+        return
+    if isinstance(given, str) and given.startswith("{"):
+        try:
+            config = dict(json.loads(given))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"--deepspeed: {given} is not JSON: {error}") from error
+    elif isinstance(given, dict):
+        config = given
+    else:
+        try:
+            config = dict(read_mapping(Path(given))[0])
+        except ConfigError as error:
+            raise PlanError(f"--deepspeed: {error}") from error
+    refuse_deepspeed(config)

@@ -9,10 +9,10 @@ import torch
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.model_of_config import load_model
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
-from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.wrapped import base_model
 
 _BY_A_TRAINER = (
@@ -50,7 +50,8 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
     check_rows(args)
-    model, assumptions = build.model_of(source, build.home, build.kind.sizes.get("tp_size", 1))
+    num_parts = build.kind.sizes.get("tp_size", 1)
+    model, assumptions = load_model(source, num_parts, is_streamed=build.streaming is not None)
     assumptions.append(_BY_A_TRAINER)
     if has_padding is None:
         has_padding = rows > 1
@@ -82,7 +83,6 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=has_padding,
         assumptions=assumptions,
-        asked=batches.asked,
     )
 
 
@@ -104,7 +104,6 @@ class Batches:
 
     make: Callable[[], Batch]
     said: tuple[str, ...]  # what was assumed
-    asked: Asked = NOTHING  # what the model asks of the numbers in them
 
 
 def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
@@ -142,7 +141,7 @@ def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
 
     if pictures is None:
         return Batches(make, tuple(sizes.said))
-    return Batches(make, (*sizes.said, pictures.said), pictures.asked)
+    return Batches(make, (*sizes.said, pictures.said))
 
 
 def _tokens(length: int) -> dict[str, tuple[int, ...]]:

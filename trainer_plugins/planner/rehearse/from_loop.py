@@ -9,25 +9,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.pretend import triton
-from trainer_plugins.planner.rehearse import rollout, ship
+from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
 from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
-from trainer_plugins.planner.rehearse.model_of_config import adapter_of
+from trainer_plugins.planner.rehearse.model_of_config import adapter_of, load_model
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copied
 from trainer_plugins.planner.request import ConfigSource
-from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
 # A mask tells texts of a row apart, and a kernel has a block for each; with one there is no mask.
 TEXTS_OF_A_PACKED_ROW = 2
-_REFERENCES = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
-_PASS_BEFORE = (
-    "the reference is asked before the training (precompute_ref_log_probs): that pass, without"
-    " gradients, is not planned"
-)
 
 
 def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
@@ -36,13 +29,12 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
     if build.kind.evaluates and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
-    if own_args.device.type == "cuda" and build.has_stand_ins:
-        triton.trl_kernels_do_nothing()
-    model, assumptions = build.model_of(source, build.home, 1)
+    is_streamed = build.streaming is not None
+    model, assumptions = load_model(source, is_streamed=is_streamed)
     models = iter([model])  # the one that is trained is built once
     trainer, said = _make(
-        *(loop, source, own_args, build.has_stand_ins),
-        lambda: next(models, None) or build.model_of(source, build.home, 1)[0],
+        *(loop, source, own_args),
+        lambda: next(models, None) or load_model(source, is_streamed=is_streamed)[0],
     )
     if build.has_padding is None:
         said.append(PADDED)
@@ -51,20 +43,13 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         sizes.append(build.args.per_device_eval_batch_size)
     with _disable_current_modes():
         batches = [longest_batch(trainer, rows).batch for rows in sizes]
-    asked = NOTHING
-    if loop.halves_rows:  # a mask picks what gets a loss: it is known
-        batches, asked = [ship.all_numbers(batch) for batch in batches], Asked(are_kept=True)
-    elif build.has_stand_ins:
-        batches = [ship.loads(ship.dumps(batch)) for batch in batches]
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: ship.copied(batches[0]),
-        make_evaluation_batch=(lambda: ship.copied(batches[1])) if build.kind.evaluates else None,
+        make_batch=lambda: copied(batches[0]),
+        make_evaluation_batch=(lambda: copied(batches[1])) if build.kind.evaluates else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
-        asked=asked,
-        has_packed_rows=getattr(own_args, "packing", False),
     )
 
 
@@ -72,7 +57,6 @@ def _make(
     loop: Loop,
     source: ConfigSource,
     args: Any,
-    has_stand_ins: bool,
     model_of: Callable[[], torch.nn.Module],
 ) -> tuple[Any, list[str]]:
     """Make the Trainer of a loop, and say what was assumed; `model_of` also builds a reference."""
@@ -106,9 +90,6 @@ def _make(
     try:
         with Patches() as patches:
             _without_files(patches, loop, model_of)
-            if has_stand_ins and getattr(args, "precompute_ref_log_probs", False):
-                _with_known_references(patches, loop)
-                said.append(_PASS_BEFORE)
             made = loop.trainer(
                 model=model_of(),
                 args=args,
@@ -140,16 +121,6 @@ def _without_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn
         for name, answer in answers.items():
             if home.startswith("trl.") and hasattr(sys.modules[home], name):
                 patches.set(sys.modules[home], name, answer)
-
-
-def _with_known_references(patches: Patches, loop: Loop) -> None:
-    """Add the reference's columns, without the pass over all rows that makes them."""
-
-    def known(_: object, dataset: Any, *__: object) -> Any:
-        return dataset.map(lambda _: dict.fromkeys(_REFERENCES, 0.0))
-
-    patches.set(sys.modules[loop.trainer.__module__], "hash_module", lambda _: "")
-    patches.set(loop.trainer, "_precompute_ref_logps", known)
 
 
 def _no_reward(**_: object) -> list[float]:

@@ -1,37 +1,45 @@
 """Restore the user's Trainer in this process, with its model on the card. Imports torch."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from trainer_plugins.planner.pretend import quantised, triton
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, other_models
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copied, other_models
 from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.request import TrainerSource
+from trainer_plugins.wrapped import base_model
 
 
 def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
-    if build.kind.is_quantised and build.has_stand_ins:  # its layers are unpickled by name
-        quantised.stand_in_for_bitsandbytes()
-    sent = build.loads(source.trainer)
-    trainer = _revived(sent, source.device_map, build)
-    if trainer.args.device.type == "cuda" and build.has_stand_ins:
-        triton.trl_kernels_do_nothing()
+    trainer = _revived(_loads(source.trainer), source.device_map, build)
     batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
+    said = [*source.unread]
+    if source.left_out:
+        names = ", ".join(source.left_out)
+        said.append(f"attributes of the Trainer that cannot be pickled were left out: {names}")
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: ship.copied(batch),
-        make_evaluation_batch=(lambda: ship.copied(evaluation)) if evaluation is not None else None,
+        make_batch=lambda: copied(batch),
+        make_evaluation_batch=(lambda: copied(evaluation)) if evaluation is not None else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=bool(build.has_padding),
-        assumptions=[],
-        asked=ship.asked_of(batch),
+        assumptions=said,
     )
+
+
+def _loads(content: bytes) -> Any:
+    """Restore what a Trainer's process has sent, with bitsandbytes' own weights in its layers."""
+    sent = ship.loads(content)
+    if "bitsandbytes" in sys.modules:
+        for part in sent["model"].modules():
+            _give_its_own_weight(part)
+    return sent
 
 
 def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
@@ -67,8 +75,9 @@ def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) 
     if device_map:
         spread(trainer.model, device_map, args.device.type)
         args._n_gpu = 1  # as the Trainer's constructor says
-    elif build.kind.is_quantised and (quantised.bits_of(trainer.model) or not build.has_stand_ins):
-        quantised.place(trainer.model, args.device)
+    elif build.kind.is_quantised:  # transformers refuses to move it
+        torch.nn.Module.to(trainer.model, args.device)
+        base_model(trainer.model).hf_device_map = {"": args.device}
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, args.device)
     for module in other_models(trainer):
@@ -92,3 +101,28 @@ def _register_recorded_outputs(model: object) -> None:
     for part in model.modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(part, modeling_utils.PreTrainedModel):
             dict.__setitem__(recorded, str(part.__class__), part._can_record_outputs)
+
+
+def _give_its_own_weight(part: torch.nn.Module) -> None:
+    bnb: Any = sys.modules["bitsandbytes"]
+    if isinstance(part, bnb.nn.Linear4bit):
+        known: Mapping[str, Any] = vars(part.weight)
+        part.weight = bnb.nn.Params4bit(
+            part.weight.data,
+            requires_grad=False,
+            quant_state=part.quant_state,
+            quant_type=known.get("quant_type", "nf4"),
+            compress_statistics=known.get("compress_statistics", True),
+            quant_storage=part.weight.dtype,
+            bnb_quantized=part.quant_state is not None,
+            module=part,
+        )
+    elif isinstance(part, bnb.nn.Linear8bitLt) and part.weight.dtype == torch.int8:
+        scales = torch.empty(part.weight.shape[0])
+        part.weight = bnb.nn.Int8Params(
+            part.weight.data,
+            requires_grad=False,
+            has_fp16_weights=False,
+            CB=part.weight.data,
+            SCB=scales,
+        )

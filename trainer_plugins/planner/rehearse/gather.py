@@ -19,9 +19,9 @@ from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
-from trainer_plugins.planner.rehearse.liger import refuse_liger, replaced_by_liger
+from trainer_plugins.planner.rehearse.liger import replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
-from trainer_plugins.planner.request import PlanRequest, Replaced, TrainerSource
+from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
 _MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
@@ -41,14 +41,8 @@ def request_of(
     allocator: str,
     num_gpus: int | None,
     has_padding: bool | None,
-    *,
-    with_values: bool = False,
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch.
-
-    On the dry card the values of a batch decide, as positions of packed rows do: `with_values`.
-    """
-    dumps_batch = pickle.dumps if with_values else _shapes_of
+    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch."""
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -57,7 +51,6 @@ def request_of(
             "training on the CPU (use_cpu) beside a card: name a card to plan for it"
         )
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
-    device = args.device.type if args.device.type == _SIMGPU else "cuda"
     with undisturbed(trainer):
         batch, is_padded, unread = longest_batch(trainer)
         evaluation, num_batches, unread_there = _evaluation_of(trainer)
@@ -65,13 +58,13 @@ def request_of(
             sent, left_out = ship.dumps_trainer(trainer)
             source = TrainerSource(
                 trainer=sent,
-                batch=dumps_batch(batch),
-                evaluation_batch=dumps_batch(evaluation) if evaluation is not None else None,
+                batch=pickle.dumps(batch),
+                evaluation_batch=pickle.dumps(evaluation) if evaluation is not None else None,
                 num_evaluation_batches=num_batches,
                 left_out=left_out,
                 unread=tuple(filter(None, (unread, unread_there))),
                 device_map=device_map,
-                replaced=_replaced(device),
+                replaced=replaced_by_liger(),
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
@@ -81,7 +74,6 @@ def request_of(
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
     return PlanRequest(
         source=source,
-        device=device,
         card=card or here,
         host=host,
         allocator=allocator,
@@ -90,21 +82,9 @@ def request_of(
         environment=_exported(),
         deepspeed=engine.deepspeed_config if engine is not None else None,
         has_padding=is_padded if has_padding is None else has_padding,
-        packed_sequences=_packed_sequences(batch),
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
-
-
-def _shapes_of(batch: object) -> bytes:
-    return ship.dumps(ship.with_numbers(batch))
-
-
-def _replaced(device: str) -> tuple[Replaced, ...]:
-    replaced = replaced_by_liger()
-    if replaced:
-        refuse_liger(device)
-    return replaced
 
 
 def _streamed(trainer: Any) -> tuple[int | None, bool]:
@@ -268,13 +248,3 @@ def _is_padded(batch: object) -> bool:
     found = [ship.column(batch, name) for name in _MASKS]
     masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
     return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1
-
-
-def _packed_sequences(batch: object) -> int:
-    """Count the sequences of a batch whose rows hold several; 0 if each row is one."""
-    positions = ship.column(batch, "position_ids")
-    # three dimensions are the time, height and width of a picture
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-        return 0
-    more = int((positions.diff(dim=-1) != 1).sum())
-    return len(positions) + more if more else 0

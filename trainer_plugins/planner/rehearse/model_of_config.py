@@ -5,15 +5,13 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import get_max_memory
 
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse import loading, refusals
 from trainer_plugins.planner.rehearse.refusals import first_line
 from trainer_plugins.planner.rehearse.wrong_values import check_kinds, wrong_value
 from trainer_plugins.planner.request import ConfigSource
@@ -51,43 +49,86 @@ _ENCODERS = (
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 
 
-def model_of(
-    source: ConfigSource,
-    card: torch.device | None = None,
-    num_parts: int = 1,
-    *,
-    shared: loading.Shared = nullcontext,
-) -> tuple[torch.nn.Module, list[str]]:
-    """Build a model from its config as `from_pretrained` leaves it; also return what was assumed.
+def load_model(
+    source: ConfigSource, num_parts: int = 1, *, is_streamed: bool = False
+) -> tuple[Any, list[str]]:
+    """Load the model of a config by `from_pretrained`, from weights that are not there.
 
-    It is on the host, but on the card if it is quantised or divided among `num_parts`. Without a
-    card it is neither, and nothing is loaded. What is made in `shared` counts once a machine.
+    Args:
+        source: the config, and what is done to the model.
+        num_parts: among how many cards tensor parallelism divides it.
+        is_streamed: whether its base stays in main memory.
+
+    Returns:
+        The model, and what was assumed.
     """
     assumptions: list[str] = []
-    is_divided = card is not None and num_parts > 1
     try:
         config = config_of(source.config)
         dtype = dtype_of(source, config, assumptions)
-        if card is not None and is_divided:
-            from trainer_plugins.planner.sharded import tensors
-
-            with tensors.built_as_loaded():
-                model = _built(source, config, dtype)
-            model = tensors.divided(model, num_parts, card)
-            assumptions.append(tensors.said_of(num_parts))
-        else:
-            model = _on_one_card(source, config, dtype, card, assumptions, shared)
-    except PlanError:
+        model = _loaded(source, config, dtype, num_parts, is_streamed)
+    except (PlanError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
         raise PlanError(_said_of_config(source.config, error)) from error
+    model.config.name_or_path = source.config.get("_name_or_path", "")
+    if source.config.get("tie_word_embeddings") is False:
+        untie(model)
     if source.peft is not None and source.trainer is None:
-        model = with_peft(model, source.peft)
-        if is_divided:
-            from trainer_plugins.planner.sharded import tensors
+        if source.quantisation is not None and source.prepares_kbit:
+            import peft
 
-            tensors.check_adapters(model)
+            model = peft.prepare_model_for_kbit_training(model, source.kbit_checkpoints)
+            assumptions.append(
+                "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not"
+                " quantised float32, with use_gradient_checkpointing="
+                f"{source.kbit_checkpoints}; see --no-prepare-kbit"
+            )
+        model = with_peft(model, source.peft)
+    if is_streamed and source.quantisation is not None:
+        assumptions.append(
+            'the quantised base is loaded to main memory (device_map="cpu"); loaded to the card it'
+            " has to fit there once"
+        )
     return model, assumptions
+
+
+def _loaded(
+    source: ConfigSource, config: Any, dtype: torch.dtype, num_parts: int, is_streamed: bool
+) -> Any:
+    import transformers
+
+    options: dict[str, Any] = {"dtype": dtype}
+    if is_streamed:
+        options["device_map"] = "cpu"
+    elif loads_onto_the_card(source):
+        options["device_map"] = "auto"
+    if given := source.config.get("quantization_config"):
+        options["quantization_config"] = _as_loaded(given)
+    if source.quantisation is not None:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(**source.quantisation)
+    if num_parts > 1:
+        options |= {"tp_plan": "auto", "tp_size": num_parts}
+    kind, part = class_and_config(source, config)
+    with tempfile.TemporaryDirectory() as folder:
+        part.save_pretrained(folder)
+        return kind.from_pretrained(folder, config=part, **options)
+
+
+def _as_loaded(given: Any) -> Any:
+    """Return how weights are quantised that the config says are quantised already.
+
+    bitsandbytes' checkpoints are as large as what it makes; gpt-oss decodes mxfp4, to train.
+    """
+    import transformers
+
+    method = given.get("quant_method")
+    if given.get("load_in_4bit") or given.get("load_in_8bit"):
+        return transformers.BitsAndBytesConfig.from_dict(dict(given))
+    raise NotPredicted(
+        f"a base that {method} has quantised, from a config alone: plan -- COMMAND runs your"
+        " script; without quantization_config, --load-in-4bit or --load-in-8bit comes near"
+    )
 
 
 def config_of(given: Mapping[str, object]) -> Any:
@@ -103,7 +144,6 @@ def config_of(given: Mapping[str, object]) -> Any:
         )
     if kind not in transformers.CONFIG_MAPPING:
         raise PlanError(f"transformers {transformers.__version__} has no model_type {kind!r}")
-    refusals.refuse_attention(given.get("attn_implementation") or given.get("_attn_implementation"))
     kept = {name: value for name, value in given.items() if name not in _LEFT_OUT}
     with tempfile.TemporaryDirectory() as folder:
         # a dtype of torch is written as a config.json has it
@@ -189,51 +229,6 @@ def _part_of(config: Any, model: Any) -> Any:
     return next((each for each in (config, *parts) if isinstance(each, wanted)), config)
 
 
-def _on_one_card(
-    source: ConfigSource,
-    config: Any,
-    dtype: torch.dtype,
-    card: torch.device | None,
-    assumptions: list[str],
-    shared: loading.Shared,
-) -> torch.nn.Module:
-    """Build a model that one card holds, quantised if the config or the user says so."""
-    quantisation = quantisation_of(source) if card is not None else None
-    decoder = loading.dequantiser(quantisation)
-    # the dtype in the file; what is used as it lies there is mapped, and shared by all ranks
-    stored = getattr(config, "dtype", None) or dtype
-    is_old = is_transformers_4()
-    is_mapped = stored == dtype and card is not None and not is_old and not loading.is_divided()
-    # `from_pretrained` quantises weight by weight: the full base is never in main memory
-    if quantisation is not None:
-        with torch.device("meta"), loading.as_quantised():
-            model: torch.nn.Module = _built(source, config, dtype)
-    else:
-        with shared() if is_mapped else nullcontext(), loading.no_values_before_a_file():
-            model = _built(source, config, dtype)
-    if not is_old:  # it loads each weight as one that trains: set_param_for_module
-        model.requires_grad_(True)
-    if source.config.get("tie_word_embeddings") is False:
-        untie(model)
-    if card is None:
-        return model
-    on_card = loads_onto_the_card(source) and card.type != "cpu" and loading.has_loader()
-    if on_card:
-        get_max_memory()  # transformers looks for room on the card, with a tensor of its own
-    if quantisation is not None and decoder is None:
-        return _quantised(source, model, quantisation, card, dtype, stored, assumptions)
-    if decoder is not None or loading.converted(model) or on_card:
-        home = card if on_card else torch.device("cpu")
-        loading.load(model, home, stored, shared, quantizer=decoder)
-    if decoder is not None:
-        name = str(dtype).removeprefix("torch.")
-        assumptions.append(
-            f"the checkpoint is in mxfp4, which is not trained: each rank makes {name} of it while"
-            " it loads (Mxfp4Config(dequantize=True)), all of it even under FSDP and ZeRO-3"
-        )
-    return model
-
-
 def loads_onto_the_card(source: ConfigSource) -> bool:
     """Return whether one of TRL's Trainers loads by device_map="auto", as it does in one process.
 
@@ -246,11 +241,6 @@ def loads_onto_the_card(source: ConfigSource) -> bool:
 def quantisation_of(source: ConfigSource) -> object:
     """Return the fields of the quantisation: the user's, else the config's; None without one."""
     return source.quantisation or source.config.get("quantization_config")
-
-
-def _built(source: ConfigSource, config: Any, dtype: torch.dtype) -> Any:
-    kind, part = class_and_config(source, config)
-    return kind._from_config(part, dtype=dtype)
 
 
 def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
@@ -269,42 +259,6 @@ def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
             config.pad_token_id = 0  # a classifier of several rows asks for one
     kind = _class_of(config, source.config["model_type"], source.num_labels)
     return kind, _part_of(config, kind)
-
-
-def _quantised(
-    source: ConfigSource,
-    model: torch.nn.Module,
-    quantisation: object,
-    card: torch.device,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    assumptions: list[str],
-) -> torch.nn.Module:
-    """Load the model quantised, and let PEFT prepare it."""
-    import transformers
-
-    from trainer_plugins.planner.pretend import quantised
-
-    given = refusals.known_quantisation(model, quantisation)
-    config = transformers.BitsAndBytesConfig.from_dict(given)
-    is_packed = source.quantisation is None
-    # made of others are experts, which bitsandbytes does not quantise
-    made, in_turn = loading.each_alone(model, card, stored)
-    loaded: torch.nn.Module = quantised.quantise(
-        model, config, card, dtype, is_packed, made, in_turn
-    )
-    if config.load_in_8bit:
-        assumptions.append(
-            "no activation is an outlier (llm_int8_threshold), which would be copied"
-        )
-    if source.peft is None or not source.prepares_kbit or source.trainer is not None:
-        return loaded
-    assumptions.append(
-        "PEFT's prepare_model_for_kbit_training gets the model: it makes what is not quantised "
-        f"float32, with use_gradient_checkpointing={source.kbit_checkpoints}; see --no-prepare-kbit"
-    )
-    prepared: torch.nn.Module = quantised.prepared(loaded, source.kbit_checkpoints)
-    return prepared
 
 
 def untie(model: Any) -> None:

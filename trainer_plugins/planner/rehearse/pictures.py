@@ -9,7 +9,6 @@ import torch
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse.rehearsal import Batch
 from trainer_plugins.planner.request import ConfigSource
-from trainer_plugins.planner.tracing.values import NOTHING, Asked
 
 _USUAL_SIDE = 448  # pixels, where neither the config nor the user says them
 
@@ -21,7 +20,6 @@ class Pictures:
     num_tokens: int  # tokens of a row that stand for pictures
     add_to: Callable[[Batch, int], None]  # adds to a batch of this many rows what a processor adds
     said: str
-    asked: Asked = NOTHING  # what the model asks of the numbers that come with its pictures
 
 
 def pictures_of(model: Any, source: ConfigSource) -> Pictures:
@@ -98,7 +96,7 @@ def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
             batch["pixel_attention_mask"] = mask
 
     said = _said(number, (side, side), each, "the piece of a larger one: image_size of the config")
-    return Pictures(number * each, add_to, said, Asked(count=max(1, number)))  # none is padding
+    return Pictures(number * each, add_to, said)
 
 
 def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
@@ -128,7 +126,7 @@ def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
 
     why = "--image-size, in whole patches" if source.image_size else "a guess; see --image-size"
     said = _said(number, (height, width), each, why)
-    return Pictures(number * each, add_to, said, Asked(are_kept=number > 0))
+    return Pictures(number * each, add_to, said)
 
 
 def _of_llava(config: Any, patches: int) -> int:

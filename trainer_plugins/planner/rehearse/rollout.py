@@ -8,14 +8,8 @@ import torch
 
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.tracing.trace import Tracker
 
 COLUMNS = ("prompt", "image", "images")  # what such a Trainer reads of a row
-
-ASSUMPTION = (
-    "each completion has max_completion_length tokens, and the longest prompts are in one batch: "
-    "the worst case"
-)
 
 
 def generates(trainer: object) -> bool:
@@ -40,12 +34,6 @@ def refuse(trainer: Any) -> None:
             raise NotPredicted(f"{type(trainer).__name__} with {what}")
 
 
-def check_card(args: Any, card: Card | None) -> None:
-    """Refuse a vLLM that shares a card whose size is unknown."""
-    if card is None and getattr(args, "use_vllm", False) and args.vllm_mode == "colocate":
-        raise PlanError("vLLM shares the card with the training: name the card (--gpu)")
-
-
 def revive(trainer: Any) -> None:
     """Make again what belongs to such a Trainer's process."""
     trainer.log_completions = False
@@ -54,26 +42,15 @@ def revive(trainer: Any) -> None:
         trainer._dist = distributed.DistributedBackend(trainer.accelerator)
 
 
-def prepare(trainer: Any, tracker: Tracker) -> None:
+def prepare(trainer: Any, card: Card | None) -> None:
     """Give a Trainer made-up rewards, and completions of a vLLM that is not there."""
     give_rewards(trainer)
-    _completions_are_scored(trainer, tracker)
-    if trainer.use_vllm:
-        trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, tracker), -1
-
-
-def _completions_are_scored(trainer: Any, tracker: Tracker) -> None:
-    """Say how many tokens of a row the mask of labels picks: those of its completion."""
-    score = trainer._get_per_token_logps_and_entropies  # of TRL's GRPO and RLOO
-
-    def scored(model: Any, ids: Any, mask: Any, logits_to_keep: int, *args: Any, **kw: Any) -> Any:
-        tracker.values.ones_of_a_row = logits_to_keep
-        try:
-            return score(model, ids, mask, logits_to_keep, *args, **kw)
-        finally:
-            tracker.values.ones_of_a_row = None
-
-    trainer._get_per_token_logps_and_entropies = scored
+    if not trainer.use_vllm:
+        return
+    if card is None and trainer.args.vllm_mode == "colocate":
+        raise PlanError("vLLM shares the card with the training: name the card (--gpu)")
+    held_bytes = 0 if card is None else card.capacity_bytes
+    trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, held_bytes), -1
 
 
 def give_rewards(trainer: Any) -> None:
@@ -81,19 +58,6 @@ def give_rewards(trainer: Any) -> None:
     trainer._calculate_rewards = lambda _, prompts, __, completions: _rewards(
         trainer, prompts, completions
     )
-
-
-def skip(trainer: Any) -> bool:
-    """Skip a micro-step, unless it begins by generating; return whether it was skipped."""
-    if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0:
-        return False
-    trainer._step += 1
-    return True
-
-
-def generate_again(trainer: Any) -> None:
-    """Let the next micro-step generate, as a later one will, when there are optimizer states."""
-    trainer._buffered_inputs = None
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:
@@ -125,18 +89,16 @@ class Vllm:
     generates, and empties torch's cache before (trl/generation/vllm_generation.py).
     """
 
-    def __init__(self, trainer: Any, tracker: Tracker) -> None:
-        self._trainer, self._tracker, self._args = trainer, tracker, trainer.args
+    def __init__(self, trainer: Any, card_bytes: int) -> None:
+        self._trainer, self._args, self._card_bytes = trainer, trainer.args, card_bytes
         self._sleeps = self._args.vllm_enable_sleep_mode
-        self._held = None if self._sleeps else self._share()
+        self.held = None if self._sleeps else self._share()
 
     def _share(self) -> torch.Tensor | None:
         if self._args.vllm_mode != "colocate":
             return None
-        _, total_bytes = torch.cuda.mem_get_info()
-        share = int(total_bytes * self._args.vllm_gpu_memory_utilization)
-        with self._tracker.as_category("vLLM"):
-            return torch.empty(share, dtype=torch.uint8, device=self._args.device)
+        share = int(self._card_bytes * self._args.vllm_gpu_memory_utilization)
+        return torch.empty(share, dtype=torch.uint8, device=self._args.device)
 
     def sync_weights(self) -> None:
         """Copy the weights to vLLM, those of an adapter merged into its base."""
@@ -149,10 +111,9 @@ class Vllm:
 
     def generate(self, prompts: list[list[int]], **_: object) -> tuple[Any, ...]:
         """Return for each prompt a completion of the greatest length, and its log-probabilities."""
-        with self._tracker.during("generation"):
-            asleep = self._share() if self._sleeps else None
-            del asleep
         if self._sleeps:
-            self._tracker.emptied()  # vLLM returns its memory to the card
+            self.held = self._share()
+            self.held = None
+            torch.cuda.empty_cache()  # vLLM returns its memory to the card
         length = self._args.max_completion_length
         return prompts, [[1] * length] * len(prompts), [[[0.0]] * length] * len(prompts), None

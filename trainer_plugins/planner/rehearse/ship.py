@@ -2,17 +2,13 @@
 
 import io
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
-from trainer_plugins.planner.one_card import bare_optimizer
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.by_value import ByValue
-from trainer_plugins.planner.tracing.values import NOTHING, Asked
 from trainer_plugins.streaming.stream import Stream, stream_of
 
 _LEFT_HERE = frozenset(
@@ -48,8 +44,6 @@ _FORWARDS = frozenset({"_old_forward", "_original_forward"})
 # accelerate's hooks.py, big_modeling.py, accelerator.py
 _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
 
-_PICTURE_SIZES = ("image_grid_thw", "video_grid_thw", "image_sizes")
-_CUT_BY = (*_PICTURE_SIZES, "mm_token_type_ids", "input_ids", "attention_mask")
 # what a value raises that cannot be pickled
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
@@ -60,7 +54,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         "class": type(trainer),
         "args": trainer.args,
         "model": trainer.model,
-        "optimizer": bare_optimizer(trainer),
+        "optimizer": _bare_optimizer(trainer),
         "has_metrics": trainer.compute_metrics is not None,
     }
     others = {
@@ -75,6 +69,12 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     )
     sent = {name: value for name, value in others.items() if name not in left_out}
     return dumps({**essential, "others": sent}, stream_of(trainer.model)), left_out
+
+
+def _bare_optimizer(trainer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer without accelerate's wrapper; None if the Trainer has none yet."""
+    bare: torch.optim.Optimizer | None = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return bare
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
@@ -103,7 +103,7 @@ def _can_be_sent(value: object, by_value: ByValue) -> bool:
 
 
 def loads(content: bytes) -> Any:
-    """Unpickle what `dumps` made in a process with fake tensors; tensors are made on the host."""
+    """Unpickle what `dumps` made; tensors are made in main memory, without values."""
     _storages.clear()
     try:
         return pickle.loads(content)
@@ -196,58 +196,6 @@ def _parameter(
     parameter = torch.nn.Parameter(_tensor(shape_of, False), requires_grad)
     vars(parameter).update(extra)
     return parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Holds the values of a tensor of whole numbers, as nested lists."""
-
-    values: list[Any]
-
-
-def with_numbers(batch: object) -> object:
-    """Return a batch with `Numbers` instead of the tensors that hold sizes of pictures."""
-    if not any(isinstance(column(batch, name), torch.Tensor) for name in _PICTURE_SIZES):
-        return batch
-    return _numbered(batch, lambda name, _: name in _CUT_BY)
-
-
-def all_numbers(batch: object) -> object:
-    """Return a batch with `Numbers` instead of all tensors of whole numbers."""
-    return _numbered(
-        batch,
-        lambda _, each: isinstance(each, torch.Tensor) and not each.is_floating_point(),
-    )
-
-
-def _numbered(batch: Any, is_chosen: Callable[[str, object], bool]) -> object:
-    return {
-        name: Numbers(each.tolist()) if is_chosen(name, each) else each
-        for name, each in batch.items()
-    }
-
-
-def copied(batch: Any) -> Any:
-    """Copy a batch, as a collator makes a new one each time, and write its numbers down."""
-    if isinstance(batch, torch.Tensor):
-        return batch.clone()
-    if isinstance(batch, Numbers):
-        return torch.tensor(batch.values)
-    if isinstance(batch, dict):
-        return {name: copied(each) for name, each in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(copied(each) for each in batch)
-    return batch
-
-
-def asked_of(batch: object) -> Asked:
-    """Return what a model asks of the numbers in a batch."""
-    if any(isinstance(column(batch, name), Numbers) for name in _PICTURE_SIZES):
-        return Asked(are_kept=True)
-    pictures = column(batch, "pixel_values")
-    if isinstance(pictures, torch.Tensor) and pictures.ndim == 5:
-        return Asked(count=pictures.shape[1])  # Idefics counts those of a row that are no padding
-    return NOTHING
 
 
 def column(batch: object, name: str) -> object:

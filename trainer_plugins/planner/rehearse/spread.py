@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import MOST_CARDS
-from trainer_plugins.planner.tracing.host_tensors import key_of
 from trainer_plugins.wrapped import base_model
 
 _ELSEWHERE = ("cpu", "disk")
@@ -56,15 +52,8 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":  # of adapters, outside the base
             tensor.data = tensor.data.to(first)
-    # accelerate knows weights that are tied by their addresses, of which fake tensors have none
-    with Patches() as patches:
-        patches.set(FakeTensor, "data_ptr", lambda each: key_of(each.untyped_storage()))
-        dispatch_model(
-            base,
-            placed,
-            main_device=first,
-            skip_keys=getattr(base, "_skip_keys_device_placement", None),
-        )
+    skipped = getattr(base, "_skip_keys_device_placement", None)
+    dispatch_model(base, placed, main_device=first, skip_keys=skipped)
 
 
 def _refuse_tied_apart(base: torch.nn.Module, device_map: Mapping[str, int]) -> None:
@@ -94,7 +83,7 @@ def _move(base: torch.nn.Module, name: str, device: torch.device) -> None:
         buffer = base.get_buffer(name)
         buffer.data = buffer.data.to(device)
     else:
-        quantised.move(base.get_submodule(name), device)
+        torch.nn.Module.to(base.get_submodule(name), device)
 
 
 def _index(device: object) -> int:

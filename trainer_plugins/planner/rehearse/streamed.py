@@ -10,7 +10,6 @@ from transformers import Trainer
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import PlanError, Streamed
-from trainer_plugins.planner.pretend import quantised
 from trainer_plugins.planner.request import RESIDENT_LAYERS, PlanRequest, TrainerSource
 from trainer_plugins.streaming.attach import refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
@@ -46,19 +45,7 @@ class Streaming:
         reasons = refusals(trainer, model, self._resident_layers, self._allows_generation)
         if reasons:
             raise PlanError(f"the base of this run cannot be streamed: {'; '.join(reasons)}")
-        quantised.attach_states(model)
         Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
-        if quantised.bits_of(model):
-            quantised.place(model, trainer.args.device)  # what is no parameter
-
-    def assumed(self, model: torch.nn.Module) -> list[str]:
-        """Say how the base is loaded, where that decides about the card."""
-        if not quantised.bits_of(model):
-            return []
-        return [
-            'the quantised base is loaded to main memory (device_map="cpu"); loaded to the card it'
-            " has to fit there once"
-        ]
 
     def count(self, trainer: HfTrainer) -> None:
         """Count what each micro-step of a Trainer copies that really runs."""
@@ -84,6 +71,6 @@ class Streaming:
             num_layers=stream.num_layers,
             resident_layers=stream.resident_layers,
             num_bytes=stream.num_bytes,
-            copied_bytes_per_micro_batch=min(self._copied_bytes),
+            copied_bytes_per_micro_batch=min(self._copied_bytes, default=0),
         )
         return streamed.with_step_of(trainer.args.gradient_accumulation_steps)

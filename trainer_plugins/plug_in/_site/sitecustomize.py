@@ -70,10 +70,11 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
 
     # Where this is not called, the dry card's libraries end a Python that imports torch (core.cpp).
     getattr(ctypes.CDLL(None), "drycuda_prepared", int)()
-    inside = "trainer_plugins.drycuda.inside."
+    inside = "trainer_plugins.inside."
     # A module that imports torch is under way when torch has been imported: all are named before.
     for name, place, function in (
         ("torch", "start", "start"),
+        ("deepspeed.ops.adam.cpu_adam", "cheap", "skip_adam_of_the_processor"),
         ("safetensors.torch", "safety", "save_holes"),
         ("torch.distributed.checkpoint.filesystem", "safety", "load_no_parts"),
         ("transformers.training_args", "safety", "protect_arguments"),

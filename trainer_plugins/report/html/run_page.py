@@ -8,8 +8,6 @@ from pathlib import Path
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.ending import how_it_ended
-from trainer_plugins.explain.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.explain.snapshot.pickled import NotReadableError
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
     Difference,
@@ -43,6 +41,8 @@ from trainer_plugins.report.summary import (
 )
 from trainer_plugins.report.text import when
 from trainer_plugins.report.words import GRADES
+from trainer_plugins.snapshot.oom import SnapshotCase, case_of
+from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.units import percent, size
 
 _POSITIONS = re.compile(r"(?:\[\d+\])+")  # differ from tensor to tensor

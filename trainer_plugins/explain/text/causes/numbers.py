@@ -6,15 +6,14 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import (
-    IMPOSSIBLE_BYTES,
     Said,
     cause,
     is_in_pieces,
-    is_refused_though_free,
     quoted,
     said,
 )
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
 
 ONE_BLOCK = "NOT allocate memory block with size larger than"

@@ -5,7 +5,12 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, quoted, said
+from trainer_plugins.explain.shared import (
+    Said,
+    cause,
+    quoted,
+    said,
+)
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB
 

@@ -6,7 +6,13 @@ from collections import defaultdict
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, are_alike, cause, quoted, said
+from trainer_plugins.explain.shared import (
+    Said,
+    are_alike,
+    cause,
+    quoted,
+    said,
+)
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size

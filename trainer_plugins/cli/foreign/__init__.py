@@ -1,1 +1,0 @@
-"""Reads the flags, files and commands of other programs as options of `plan`."""

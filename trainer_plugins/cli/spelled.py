@@ -1,0 +1,80 @@
+"""Lets `plan` and `check` take their options as TRL's commands spell them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer_plugins.plug_in.flags import Command
+
+_SAME = {
+    "model_name_or_path": "model",
+    "torch_dtype": "dtype",
+    "lora_target_modules": "lora_target",
+    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
+}  # of trl/trainer/model_config.py, TRL 1.16
+_NO_INFLUENCE = ("lora_alpha", "lora_dropout", "lora_task_type", "use_rslora", "trust_remote_code")
+_ADAPTER, _RANK = "use_peft", "16"  # TRL's default of `lora_r`
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class CommandOfARun(Command):
+    """Understands TRL's flags before it parses its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        own = {flag: each for each in self.params for flag in (*each.opts, *each.secondary_opts)}
+        words = [*_as_ours(args[:end], own)]
+        rest: list[str] = super().parse_args(ctx, [*words, *args[end:]])
+        return rest
+
+
+def _as_ours(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line as its own options spell them."""
+    flags = [*_flags(words)]
+    has_rank = any(name == "lora_r" for name, _, _ in flags)
+    for name, word, values in flags:
+        option = own.get(f"--{_SAME.get(name, name).replace('_', '-')}")
+        if name in _NO_INFLUENCE:
+            continue
+        if name == _ADAPTER:
+            if _is_true(values) and not has_rank:
+                yield from ("--lora-r", _RANK)
+        elif option is None:
+            yield from (word, *values)
+        elif option.is_flag:
+            is_truth = values[:1] and values[0].lower() in _TRUTHS
+            if not is_truth or _TRUTHS[values[0].lower()]:
+                yield option.opts[0] if name in _SAME else _dashed(word)
+            elif option.secondary_opts:
+                yield option.secondary_opts[0]
+            yield from values[1 if is_truth else 0 :]
+        elif name in _SAME:
+            yield from (option.opts[0], ",".join(values))
+        else:
+            yield from (_dashed(word), *values)
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each flag by its name, as it is spelt, with the words up to the next one."""
+    at = 0
+    while at < len(words):
+        spelt, equals, value = words[at].partition("=")
+        values, at = [value] if equals else [], at + 1
+        if not spelt.startswith("--"):
+            yield "", words[at - 1], []
+            continue
+        while not equals and at < len(words) and not _is_flag(words[at]):
+            values.append(words[at])
+            at += 1
+        yield spelt[2:].replace("-", "_"), spelt, values
+
+
+def _dashed(word: str) -> str:
+    return f"--{word[2:].replace('_', '-')}" if word.startswith("--") else word
+
+
+def _is_true(values: Sequence[str]) -> bool:
+    return not values or _TRUTHS.get(values[0].lower(), True)
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word.startswith("-") and not word[1].isdigit()

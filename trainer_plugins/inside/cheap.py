@@ -1,0 +1,125 @@
+"""What would only take time is not done: initialisation, and what is written to main memory.
+
+Main memory that nobody writes to takes none: states of hundreds of GiB can be offloaded here.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map, tree_map_only
+
+from trainer_plugins.inside.process import has_numbers
+
+_LARGE_BYTES = 1 << 20
+_FUNCTIONS = (
+    "uniform_", "normal_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "xavier_uniform_",
+    "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
+    "sparse_",
+)  # fmt: skip
+
+_aten: Any = torch.ops.aten
+_FILL = {
+    _aten.zero_, _aten.fill_, _aten.copy_, _aten.mul_, _aten._fused_adam_, _aten._fused_adamw_,
+    _aten._fused_sgd_, _aten._foreach_copy_,
+}  # fmt: skip
+"""Operators that write numbers into tensors of the processor."""
+
+_MAKE = {
+    _aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten._to_copy, _aten.clone, _aten._pin_memory,
+}  # fmt: skip
+"""Operators that make such tensors, with numbers in them."""
+
+_QUANTISES = "bitsandbytes"
+"""The namespace of operators that would take minutes of the processor for a base that waits in main
+memory."""
+
+_empty = torch.empty  # before DeepSpeed's zero.Init replaces it
+
+
+def skip_initialisation() -> None:
+    """Replace the functions of `torch.nn.init`, for tensors of 1 MiB and more."""
+    for name in _FUNCTIONS:
+        setattr(torch.nn.init, name, _only_if_small(getattr(torch.nn.init, name)))
+
+
+def _only_if_small(fill: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fill)
+    def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() * tensor.element_size() >= _LARGE_BYTES:
+            return tensor
+        return fill(tensor, *args, **kwargs)
+
+    return filled
+
+
+def skip_adam_of_the_processor() -> None:
+    """Let DeepSpeed's Adam for main memory compute nothing; its states are made by its own code."""
+    if not has_numbers():
+        module: Any = sys.modules["deepspeed.ops.adam.cpu_adam"]
+        module.CPUAdamBuilder = _Builder
+
+
+class _Builder:
+    """Stands in for what compiles DeepSpeed's Adam, which takes minutes."""
+
+    def load(self) -> "_Builder":
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_, **__: 0
+
+
+def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Run an operator of the processor; what only writes large tensors is not done.
+
+    Args:
+        func: the operator.
+        given: the tensors among its arguments, none of them on a card.
+        args: its arguments.
+        kwargs: those that are given by name.
+    """
+    if func.namespace == _QUANTISES:
+        return _unfilled(func, args, kwargs)
+    packet = func.overloadpacket
+    if packet in _FILL and given and all(map(_is_large, given[:1])):
+        return args[0]
+    if packet in _MAKE:
+        made = _made(packet, args, kwargs)
+        if made is not None:
+            return made
+    return func(*args, **kwargs)
+
+
+def _made(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return what an operator makes, with no numbers in it; None if that is small."""
+    like = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
+    shape = like.shape if like is not None else torch.Size(args[0])
+    if packet is _aten.new_zeros:
+        shape = torch.Size(args[1])
+    device = torch.device(kwargs.get("device") or "cpu")
+    if not dtype.is_floating_point or device.type != "cpu" or kwargs.get("layout"):
+        return None
+    if shape.numel() * dtype.itemsize < _LARGE_BYTES:
+        return None
+    is_pinned = packet is _aten._pin_memory or bool(kwargs.get("pin_memory"))
+    return _empty(shape, dtype=dtype, device="cpu", pin_memory=is_pinned)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= _LARGE_BYTES
+
+
+def _unfilled(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operator makes in main memory, with no numbers in it."""
+
+    def without_memory(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    with _disable_current_modes():
+        made = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
+        return tree_map_only(torch.Tensor, lambda each: _empty(each.shape, dtype=each.dtype), made)

@@ -1,0 +1,35 @@
+"""Begins a dry run in a process that was forked for it: WALL MODULE WORDS.
+
+The server has imported torch over the dry libraries, and not touched a card. `main` of the module
+gets the words.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch  # noqa: F401 - before `start`, which runs when torch has been imported
+
+from trainer_plugins.inside import start
+from trainer_plugins.namespaces import build_wall
+
+
+def main(wall: str, module: str, words: Sequence[str]) -> None:
+    """Stand behind the wall, see the cards of this run, and call the module's `main`."""
+    libraries = ctypes.CDLL(None)
+    libraries.scriptedNvmlFollow(os.environ["TRAINER_PLUGINS_NVML_SCRIPT"].encode())
+    if asked := json.loads(wall):
+        real = map(Path, asked["real"])
+        build_wall(Path(asked["scratch"]), real, has_network=asked["network"])
+    else:
+        libraries.drywall_read()
+    start.begin()
+    importlib.import_module(module).main(*words)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

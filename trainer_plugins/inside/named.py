@@ -1,0 +1,108 @@
+"""Names what the allocator has recorded: which block was which parameter, gradient or state."""
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer_plugins.snapshot.cards import ACTIONS
+
+
+class Names(NamedTuple):
+    """Holds addresses at one time, with the category and the name of what lay there."""
+
+    time_us: int
+    of: Mapping[int, tuple[str, str]]
+
+
+class Namer:
+    """Names the tensors of a Trainer's model as they lie now."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._of_model: list[tuple[str, torch.Tensor]] = []
+
+    def names_of(self, what: str) -> Names:
+        """Name the `weights`, first, then the `gradients` or `optimizer states`."""
+        if what == "weights":  # the model is wrapped by then; naming one takes as long as a layer
+            model = self._trainer.model
+            self._of_model = [*model.named_parameters(), *model.named_buffers()]
+        found = {}
+        for category, name, tensor in self._tensors(what):
+            local = getattr(tensor, "_local_tensor", tensor)  # of DTensor
+            if local.is_cuda and local.numel():
+                found[local.data_ptr()] = (category, name)
+        return Names(time.time_ns() // 1000, found)
+
+    def _tensors(self, what: str) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in self._of_model:
+            if what == "weights":
+                held = getattr(parameter, "ds_tensor", parameter)  # of ZeRO-3
+                yield what if parameter.requires_grad else "frozen weights", name, held
+            elif what == "gradients" and parameter.grad is not None:
+                yield what, name, parameter.grad
+        engine = getattr(getattr(self._trainer, "vllm_generation", None), "held", None)
+        if what == "weights" and isinstance(engine, torch.Tensor):  # what stands in for vLLM
+            yield "vLLM", "", engine
+        if what != "optimizer states":
+            return
+        names = {parameter: name for name, parameter in self._of_model}
+        for parameter, states in getattr(self._trainer.optimizer, "state", {}).items():
+            for state in states.values() if isinstance(states, Mapping) else ():
+                if isinstance(state, torch.Tensor):
+                    yield what, names.get(parameter, ""), state
+
+
+def numbered(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the events that `explain` reads, with the numbers that they have there."""
+    return enumerate(event for event in events if event["action"] in ACTIONS)
+
+
+def named_allocations(
+    events: Sequence[Mapping[str, Any]], names: Iterable[Names]
+) -> dict[int, tuple[str, str]]:
+    """Return the category and the name of allocations, by the numbers of their events."""
+    waiting = [*names]
+    live: dict[int, tuple[int, int]] = {}  # number and bytes
+    found: dict[int, tuple[str, str]] = {}
+    for number, event in numbered(events):
+        while waiting and waiting[0].time_us <= event.get("time_us", 0):
+            _note(waiting.pop(0), live, found)
+        if event["action"] == "alloc":
+            live[event["addr"]] = (number, event["size"])
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    for each in waiting:
+        _note(each, live, found)
+    return found
+
+
+def _note(
+    names: Names, live: Mapping[int, tuple[int, int]], found: dict[int, tuple[str, str]]
+) -> None:
+    starts = sorted(live)
+    for address, name in names.of.items():
+        at = bisect_right(starts, address) - 1
+        if at < 0:
+            continue
+        number, num_bytes = live[starts[at]]
+        if address < starts[at] + num_bytes:
+            found.setdefault(number, name)
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Return how many numbers a model has, and trains."""
+    sizes = [(_numel(one), one.requires_grad) for one in model.parameters()]
+    return sum(num for num, _ in sizes), sum(num for num, trained in sizes if trained)
+
+
+def _numel(parameter: Any) -> int:
+    """Return how many numbers a parameter holds: ZeRO-3 leaves it empty, bitsandbytes packs it."""
+    packed = getattr(parameter, "quant_state", None)
+    whole = math.prod(packed.shape) if packed is not None else parameter.numel()
+    return int(getattr(parameter, "ds_numel", whole))

@@ -1,0 +1,311 @@
+"""Watches the Trainer of a program on the dry card, and ends the program when all is seen.
+
+A training of few steps on the longest rows, one evaluation, one save: what decides about memory is
+in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
+"""
+
+import functools
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+import torch
+
+from trainer_plugins.accumulation.effect import judge_accumulation
+from trainer_plugins.inside import alone
+from trainer_plugins.inside.later import later_training
+from trainer_plugins.inside.named import (
+    Namer,
+    Names,
+    count_parameters,
+)
+from trainer_plugins.inside.passes import (
+    notice_passes,
+    peaks,
+    reset_peaks,
+    until_training,
+)
+from trainer_plugins.inside.process import host_peak, leave_imports_alone, say
+from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
+
+_RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
+_MICRO_STEPS = 2
+_NCCL_LOOKS_SECONDS = 0.15
+"""A step takes longer than the interval in which NCCL's group looks for what has ended, to free its
+tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
+
+_GOES_ON_TIMES = 3
+"""A program that has another training to come to gets this many times what it has taken so far."""
+
+
+about: dict[str, Any] = {}
+"""What `of_request` says of the run, by the names of `Seen`'s fields; what is known in the end only
+is a function."""
+
+
+def record() -> None:
+    """Record where memory is allocated, and write what was seen of a program that ran out of it."""
+    if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
+        return
+    # Not where memory is freed: torch 2.11 then loses an exception that is under way, and
+    # checkpointing that is not reentrant ends early with one.
+    torch.cuda.memory._record_memory_history(
+        context="alloc", stacks="python", max_entries=MOST_EVENTS
+    )
+    # A program that records for itself would restart this recording, or end it.
+    torch.cuda.memory._record_memory_history = lambda *_, **__: None
+    notice_passes()
+    show = sys.excepthook
+
+    def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            if _Observer.last is not None:
+                _Observer.last.write(died=True)
+            else:
+                seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
+                moments, began = until_training()
+                seen.moments = moments or {"load": peaks()}
+                write(seen, began)
+        show(kind, error, traceback)
+
+    sys.excepthook = written
+
+
+def watch_trainers() -> None:
+    """Replace `Trainer.train` by the short training of this module; a program may have several."""
+    if "TRAINER_PLUGINS_DRY_STEPS" not in os.environ:
+        return
+    from transformers import Trainer
+
+    from trainer_plugins.inside.shortened import evaluate_few_rows
+
+    leave_imports_alone()
+    train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
+    evaluate_few_rows(notes)
+
+    @functools.wraps(train)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.args.device.type != "cuda":
+            raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
+        if waiting:
+            waiting.pop().cancel()
+        observer = _Observer(self, notes)
+        try:
+            result = observer.run(functools.partial(train, self))
+        except torch.OutOfMemoryError:
+            observer.write(died=True)
+            raise
+        later = later_training(sys._getframe(1))
+        observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
+        if later:
+            say(f"the program goes on, to the training in {later}")
+            seconds = _GOES_ON_TIMES * (time.time() - psutil.Process().create_time())
+            waiting.append(threading.Timer(seconds, os._exit, (0,)))
+            waiting[0].daemon = True
+            waiting[0].start()
+            return result
+        say("all is seen: the program ends here")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    Trainer.train = watched
+
+
+class _Observer:
+    """Reads the peaks of a Trainer's moments; those of an earlier training count on."""
+
+    last: "_Observer | None" = None
+
+    def __init__(self, trainer: Any, notes: list[str]) -> None:
+        self._trainer = trainer
+        notes.extend(about.get("notes", ()))
+        planned = about.get("planned", {})
+        arguments = json.loads(trainer.args.to_json_string())
+        self._seen = Seen(arguments=arguments, notes=notes, planned=planned)
+        self._seen.accumulation = asdict(judge_accumulation(trainer))
+        self._seen.is_fsdp = trainer.is_fsdp_enabled
+        self._moment = "load"
+        self._seen.host["load"] = host_peak()
+        memory = psutil.Process().memory_info()
+        self._seen.process_bytes = memory.rss - memory.shared - host_peak()
+        self._seen.moments, self._began = until_training()
+        self._namer: Any = Namer(trainer)
+        self._names: list[Names] = []
+        self._is_saved = _RESUMES in os.environ
+        self._trainers = [type(trainer).__name__]
+        if (before := _Observer.last) is not None:
+            self._seen.moments, self._names = before._seen.moments, before._names
+            self._seen.host = before._seen.host
+            self._began = [*before._began, (before._ended, "load")]
+            self._trainers = [*before._trainers, *self._trainers]
+
+    def run(self, train: Callable[[], object]) -> object:
+        """Train; evaluate and save in the end, and resume, as the arguments ask for."""
+        from trainer_plugins.inside.batches import Batches
+        from trainer_plugins.inside.shortened import (
+            OnceInTheEnd,
+            take_the_longest_rows,
+        )
+
+        trainer, args = self._trainer, self._trainer.args
+        trains = _RESUMES not in os.environ
+        evaluates = trains and args.eval_strategy != "no" and trainer.eval_dataset is not None
+        saves = trains and args.save_strategy != "no"
+        resumes = args.save_strategy != "no" and not args.save_only_model
+        args.max_steps = int(os.environ["TRAINER_PLUGINS_DRY_STEPS"])
+        args.eval_on_start = False
+        once = OnceInTheEnd(evaluates=evaluates, saves=saves)
+        trainer.add_callback(once)
+        take_the_longest_rows(trainer, self._seen.notes)
+        self._batches = Batches(trainer)  # before methods are replaced: it looks whose they are
+        self._watch_moments()
+        self._skip_like_micro_steps()
+        result = train() if trains else None
+        once.do_what_is_left(trainer)  # another callback may have ended the training
+        if resumes and self._is_saved:
+            self._resume(train)
+        return result
+
+    def _resume(self, train: Callable[..., object]) -> None:
+        """Train one more step from the checkpoint, as a process would that has just loaded."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        trainer, args = self._trainer, self._trainer.args
+        if _RESUMES not in os.environ:
+            if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+                self._seen.resumes_apart = True
+                return
+            trainer.accelerator.free_memory()
+            for holder in (trainer, trainer.callback_handler):
+                holder.optimizer = holder.lr_scheduler = None
+            trainer.model.zero_grad(set_to_none=True)
+            gc.collect()
+        folder = get_last_checkpoint(args.output_dir)
+        args.max_steps, args.ignore_data_skip = int(folder.rpartition("-")[2]) + 1, True
+        self._enter("resume")
+        with alone.without_others("resuming", self._seen.notes):
+            train(resume_from_checkpoint=folder)
+
+    def _skip_like_micro_steps(self) -> None:
+        """Skip micro-steps that repeat the one before, not the last: there ranks reduce."""
+        trainer, step = self._trainer, self._trainer.training_step
+        accumulation, count = trainer.args.gradient_accumulation_steps, 0
+
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            position = count % accumulation
+            count += 1
+            if _MICRO_STEPS <= position < accumulation - 1:
+                return torch.zeros((), device=trainer.args.device)
+            if trainer.args.world_size > 1:
+                time.sleep(_NCCL_LOOKS_SECONDS)
+            return step(*args, **kwargs)
+
+        trainer.training_step = training_step
+
+    def write(self, *notes: str, died: bool = False) -> None:
+        """Write what was seen, and a snapshot of the allocator, for the process that asked."""
+        self._close()
+        seen, trainer = self._seen, self._trainer
+        seen.died, seen.notes = died, list(dict.fromkeys([*seen.notes, *notes]))
+        if self is not _Observer.last:
+            seen.num_parameters, seen.num_trainable_parameters = count_parameters(trainer.model)
+            seen.world_size, seen.rank = trainer.args.world_size, trainer.args.process_index
+            seen.ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            seen.rows = trainer._train_batch_size
+            seen.tokens, seen.why_whole = self._batches.tokens, self._batches.why_whole
+            seen.is_quantised = bool(getattr(trainer.model, "is_quantized", False))
+            seen.model = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+            seen.trainer = ", then by ".join(self._trainers)
+            if "streamed" in about:
+                seen.streamed = asdict(about["streamed"]())
+            self._ended = time.time_ns() // 1000
+            self._trainer = self._namer = None  # the program may be done with it
+            _Observer.last = self
+        write(seen, self._began, self._names)
+
+    def _watch_moments(self) -> None:
+        trainer = self._trainer
+        save = trainer._save_checkpoint
+
+        def saved(*args: Any, **kwargs: Any) -> None:
+            with alone.without_others("the save", self._seen.notes):
+                save(*args, **kwargs)
+                self._is_saved = True
+
+        trainer._save_checkpoint = saved
+        self._around(trainer, "evaluate", "evaluation")
+        self._around(trainer, "_save_checkpoint", "save")
+        self._around(trainer, "compute_loss", "forward")
+        self._around(trainer, "prediction_step", "evaluation")
+        self._around(trainer.accelerator, "backward", "backward")
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "generate"):
+            self._around(model, "generate", "generation")
+
+    def _around(self, owner: Any, name: str, moment: str) -> None:
+        """Let a method be a moment; what follows a backward pass is the optimizer's step."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            if self is _Observer.last:  # of an earlier training
+                return method(*args, **kwargs)
+            outer = self._moment
+            if moment == "forward":
+                self._batches.look(args)
+            self._name("weights" if outer in ("load", "resume") else "optimizer states", outer)
+            is_inside = outer == "evaluation" and moment not in ("generation", "save")
+            stays = outer == "resume" or is_inside
+            with self._at(outer if stays else moment):
+                result = method(*args, **kwargs)
+            if outer in ("load", "generation", "forward", "backward", "optimizer step"):
+                self._begin("optimizer step" if moment == "backward" else moment)
+            if moment == "backward":
+                self._name("gradients", moment)
+            return result
+
+        setattr(owner, name, around)
+
+    def _name(self, what: str, moment: str) -> None:
+        """Name the tensors of the model where they have come to lie."""
+        if moment in ("load", "resume", "backward", "optimizer step"):
+            self._names.append(self._namer.names_of(what))
+
+    @contextmanager
+    def _at(self, moment: str) -> Iterator[None]:
+        outer = self._moment
+        self._enter(moment)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def _enter(self, moment: str) -> None:
+        self._close()
+        self._begin(moment)
+
+    def _begin(self, moment: str) -> None:
+        self._moment = moment
+        self._began.append((time.time_ns() // 1000, moment))
+
+    def _close(self) -> None:
+        """Count the peaks since the last call as those of the present moment."""
+        new = peaks()
+        known = self._seen.moments.get(self._moment, [(0, 0)] * len(new))
+        self._seen.moments[self._moment] = [
+            (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, new, strict=True)
+        ]
+        reset_peaks()
+        host = self._seen.host
+        host[self._moment] = max(host.get(self._moment, 0), host_peak())

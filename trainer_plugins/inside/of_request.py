@@ -1,0 +1,148 @@
+"""Trains what a PlanRequest describes, on the dry card: the program of a plan that has no command.
+
+Nothing stands in for anything but the weights, which are not there, and vLLM: the model is loaded
+by `from_pretrained`, and bitsandbytes, Triton and DeepSpeed are the installed ones.
+"""
+
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_plugins.hf_trainer import HfArguments
+from trainer_plugins.inside import observe
+from trainer_plugins.planner.kind import Kind, kind_of, planned_of
+from trainer_plugins.planner.launched import as_launched, with_deepspeed
+from trainer_plugins.planner.plan import NotPredicted
+from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout
+from trainer_plugins.planner.rehearse.arguments import arguments_of
+from trainer_plugins.planner.rehearse.refusals import as_plan_error, refuse_divided, refuse_trainer
+from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, loader
+from trainer_plugins.planner.rehearse.streamed import Streaming
+from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
+
+_NO_END = 1 << 30
+
+
+def main(path: str) -> None:
+    """Make the Trainer of a pickled request and train; the process ends when all is seen.
+
+    Why it cannot be is written beside the request.
+    """
+    request: PlanRequest = pickle.loads(Path(path).read_bytes())
+    try:
+        _train(request)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        refused = as_plan_error(error)
+        is_predicted = not isinstance(refused, NotPredicted)
+        Path(path).with_name("refused-plan").write_text(json.dumps([is_predicted, str(refused)]))
+        raise SystemExit(1) from error
+
+
+def _train(request: PlanRequest) -> None:
+    request = _launched(request)
+    source, args = request.source, arguments_of(request.source)
+    if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
+        args.deepspeed = request.deepspeed
+    kind = kind_of(request, args)
+    folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # one of all ranks and runs
+    streaming = Streaming(request) if kind.is_streamed else None
+    build = Build(args, kind, request.has_padding, folder, streaming)
+    rehearsed = _rehearsed(request, build)
+    trainer = rehearsed.trainer
+    refuse_trainer(trainer, kind)
+    if isinstance(source, TrainerSource):
+        refuse_divided(trainer.model)
+    if streaming is not None:
+        streaming.count(trainer)
+        observe.about["streamed"] = lambda: streaming.figures(trainer)
+    observe.about |= {
+        "planned": planned_of(request, trainer, args, kind),
+        "notes": rehearsed.assumptions,
+    }
+    _ask_for(rehearsed, args, kind)
+    is_padded = isinstance(source, ConfigSource) and rehearsed.has_padding
+    _give_batches(rehearsed, request, is_padded=is_padded)
+    trainer.train()
+
+
+def _launched(request: PlanRequest) -> PlanRequest:
+    """Let this process be rank 0 of those that a launcher would start."""
+    request = as_launched(request)
+    os.environ.update(request.environment)
+    request = with_deepspeed(request)
+    if request.num_gpus > 1 or request.deepspeed is not None:
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE=str(request.num_gpus),
+            LOCAL_WORLD_SIZE=str(request.gpus_per_node),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",
+        )
+    return request
+
+
+def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
+    source = request.source
+    if isinstance(source, TrainerSource):
+        if source.replaced:
+            from trainer_plugins.planner.rehearse.liger import replace_again
+
+            replace_again(source.replaced)
+        return from_trainer.rehearsed(source, build)
+    make = from_config.rehearsed if source.trainer is None else from_loop.rehearsed
+    if build.streaming is None:
+        return make(source, build)
+    with build.streaming.instead_of_moving():
+        rehearsed = make(source, build)
+    build.streaming.begin(rehearsed.trainer)
+    return rehearsed
+
+
+def _ask_for(rehearsed: Rehearsed, args: HfArguments, kind: Kind) -> None:
+    """Ask the observer for what the run does: the rehearsal's own arguments ask for nothing."""
+    trainer = rehearsed.trainer
+    mine: Any = trainer.args
+    if kind.saves:
+        mine.save_strategy = args.save_strategy
+    if rehearsed.make_evaluation_batch is not None:
+        mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
+
+
+def _give_batches(rehearsed: Rehearsed, request: PlanRequest, *, is_padded: bool) -> None:
+    """Give the Trainer its batches; a Trainer's own are padded as they are."""
+    trainer: Any = rehearsed.trainer  # mypy lets no method be replaced
+    num_batches = (request.num_steps + 1) * trainer.args.gradient_accumulation_steps
+    make = _padded if is_padded else lambda batch: batch
+    for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
+    number = rehearsed.num_evaluation_batches
+    trainer.get_train_dataloader = lambda: loader(
+        trainer, lambda: make(for_training()), num_batches
+    )
+    if for_evaluation is not None:
+        trainer.get_eval_dataloader = lambda *_, **__: loader(
+            trainer, lambda: make(for_evaluation()), number
+        )
+    if rollout.generates(trainer):
+        rollout.prepare(trainer, request.card)
+
+
+def _padded(batch: Batch) -> Batch:
+    """Let the first row be one token shorter than the others; prompts have their own lengths."""
+    if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
+        mask[0, -1] = 0
+    return batch
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,125 @@
+"""Keeps a dry run from pushing and reporting, and from writing the bytes of a checkpoint."""
+
+import functools
+import io
+import json
+import mmap
+import os
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer_plugins.inside.alone import is_alone
+from trainer_plugins.inside.holes import write_holes
+from trainer_plugins.inside.process import has_numbers
+from trainer_plugins.patched import Patches
+
+_SMALL_BYTES = 1 << 20
+
+
+def save_no_bytes() -> None:
+    """Let torch write holes instead of large tensors, and map what it reads."""
+    import torch.serialization
+    from torch.utils._pytree import tree_leaves
+
+    save = torch.serialization.save
+
+    @functools.wraps(save)
+    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
+        is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
+        if is_small or isinstance(f, io.BytesIO):  # what another process reads, or a pickle
+            save(obj, f, *args, **kwargs)
+        elif not isinstance(f, io.IOBase):
+            with torch.serialization.skip_data():
+                save(obj, f, *args, **kwargs)
+        # Nothing goes to an open file (a part of torch.distributed.checkpoint): it has no holes.
+
+    load = torch.serialization.load
+
+    @functools.wraps(load)
+    def mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
+            return load(f, *args, **kwargs)
+        kwargs["mmap"] = True  # its bytes are not needed
+        # Linux refuses a private map of more than it has memory; what a dry run wrote is its own.
+        is_ours = Path(f).resolve().is_relative_to(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+        flags = mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE
+        with torch.serialization.set_default_mmap_options(flags):
+            return load(f, *args, **kwargs)
+
+    torch.save = torch.serialization.save = saved
+    torch.load = torch.serialization.load = mapped
+
+
+def load_no_parts() -> None:
+    """Let torch.distributed.checkpoint read the tensors that it has written: `saved` wrote some."""
+    if has_numbers():
+        return
+    from torch.distributed.checkpoint import default_planner, utils
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    def begin(
+        wrapped: Callable[..., None], wrapper: Any, group: Any, used: bool, rank: int
+    ) -> None:
+        wrapped(wrapper, group, used and not is_alone(), rank)
+
+    def check(wrapped: Callable[..., Any], plans: Any, metadata: Any) -> Any:
+        if is_alone():  # the parts of the other ranks are missing
+            return wrapped([], replace(metadata, state_dict_metadata={}))
+        return wrapped(plans, metadata)
+
+    Patches().wrap(utils._DistWrapper, "__init__", begin)
+    Patches().wrap(default_planner, "_validate_global_plan", check)
+
+    def read(read_data: Callable[..., Any], reader: Any, plan: Any, planner: Any) -> Any:
+        left = []
+        for item in plan.items:
+            if reader.storage_data[item.storage_index].length:
+                left.append(item)
+            else:
+                planner.commit_tensor(item, planner.resolve_tensor(item))
+        return read_data(reader, replace(plan, items=left), planner)
+
+    Patches().wrap(FileSystemReader, "read_data", read)
+
+
+def save_holes() -> None:
+    """Let safetensors write holes, unless this process has numbers."""
+    if has_numbers():
+        return
+
+    def save_file(
+        tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None
+    ) -> None:
+        write_holes(Path(filename), tensors, metadata)
+
+    # While it is being imported its package does not know it yet.
+    sys.modules["safetensors.torch"].save_file = save_file  # type: ignore[attr-defined]
+
+
+def scratch(output_dir: str) -> str:
+    """Return the folder in which a dry run writes what it would write to `output_dir`."""
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "output" / Path(output_dir).name
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+def protect_arguments() -> None:
+    """Let TrainingArguments write to scratch, report to nothing, and be what a search asks."""
+    from transformers.training_args import TrainingArguments
+
+    def post_init(made: Callable[[Any], None], args: Any) -> None:
+        changed = json.loads(os.environ.get("TRAINER_PLUGINS_DRY_CHANGED") or "{}")
+        args.push_to_hub = False
+        args.report_to = "none"
+        for name, value in changed.items():
+            setattr(args, name, value)
+        if args.output_dir:
+            args.output_dir = scratch(args.output_dir)
+        made(args)
+
+    Patches().wrap(TrainingArguments, "__post_init__", post_init)

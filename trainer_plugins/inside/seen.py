@@ -1,0 +1,117 @@
+"""Seen: what one process of a dry run saw, and the files in which it leaves that."""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from trainer_plugins.inside import shapes
+from trainer_plugins.inside.drawn import (
+    beginnings_of,
+    leave_out_the_dry_run,
+    timeline_of,
+)
+from trainer_plugins.inside.named import Names, named_allocations
+from trainer_plugins.inside.process import counters, outside_bytes
+
+MOST_EVENTS = 1_000_000
+"""How many of the allocator's events are recorded, the last ones."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """Holds what one process saw. Sizes in bytes; lists go by card."""
+
+    moments: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """The allocated and the reserved peak of each moment."""
+
+    arguments: dict[str, object] = field(default_factory=dict)
+    num_parameters: int = 0
+    num_trainable_parameters: int = 0
+    world_size: int = 1
+    rank: int = 0
+    ranks_of_node: int = 1
+    rows: int = 0
+    tokens: int = 0
+    """Of the longest row; 0 if rows have none."""
+
+    notes: list[str] = field(default_factory=list)
+    is_fsdp: bool = False
+    resumes_apart: bool = False
+    """Whether another process has to resume: under FSDP and DeepSpeed a model is wrapped once."""
+
+    num_ooms: int = 0
+    died: bool = False
+    """Whether the program ended because it was out of memory."""
+
+    num_retries: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+    unknown_shapes: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    """The peak of tensors in main memory in each moment."""
+
+    process_bytes: int = 0
+    """Of Python, its libraries and data in main memory when the training began."""
+
+    outside_bytes: list[int] = field(default_factory=list)
+    """What is in use of each card that this process uses, besides its allocator's: the contexts, of
+    a launcher that has touched the card too."""
+
+    why_whole: dict[str, list[str]] = field(default_factory=dict)
+    """Why survival would divide no batch of a training, of an evaluation; empty if it would."""
+
+    is_quantised: bool = False
+    model: str = ""
+    trainer: str = ""
+    timeline: list[tuple[str, int, int]] = field(default_factory=list)
+    """Moment, allocated and reserved bytes of the fullest card, each the maximum of some events."""
+
+    beginnings: list[tuple[int, str]] = field(default_factory=list)
+    """The first event of each moment, by its number in the snapshot."""
+
+    planned: dict[str, str] = field(default_factory=dict)
+    """What runs, in words, where a request and not a command says it."""
+
+    streamed: dict[str, object] | None = None
+    """How the frozen base was streamed, if it was, by the names of `Streamed`'s fields."""
+
+    accumulation: dict[str, object] = field(default_factory=dict)
+    """What more micro-batches of fewer rows do to the gradient."""
+
+    named: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """The category and the name of allocations, by the numbers of their events."""
+
+
+def write(
+    seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),), names: Sequence[Names] = ()
+) -> None:
+    """Write what a process saw, and a snapshot of the allocator."""
+    stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+    seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
+    seen.num_retries = sum(each.get("num_alloc_retries", 0) for each in stats)
+    seen.counters, seen.unknown_shapes = counters(), dict(shapes.unknown)
+    seen.outside_bytes = [outside_bytes(index) for index in range(torch.cuda.device_count())]
+    for name in ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed"):
+        if name in sys.modules:
+            seen.versions[name] = sys.modules[name].__version__
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
+    snapshot = torch.cuda.memory._snapshot()
+    events = max(snapshot["device_traces"], key=len)
+    if len(events) >= MOST_EVENTS:
+        seen.notes.append(
+            f"of the allocator's events the last {MOST_EVENTS:,} are known: no smallest card"
+        )
+    seen.timeline = timeline_of(events, began)
+    seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
+    leave_out_the_dry_run(snapshot)
+    with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
+        pickle.dump(snapshot, file)
+    draft = folder / f"seen-{seen.rank}.draft"
+    draft.write_text(json.dumps(asdict(seen), default=str))
+    draft.rename(folder / f"seen-{seen.rank}.json")

@@ -1,0 +1,70 @@
+"""Shapes that depend on values: `nonzero`, `unique` and the like are computed on the host.
+
+Their kernels for CUDA are replaced, so this holds wherever torch calls them, as an index by a mask
+does. What is large has no values: it counts as zero, and the call is counted by its name.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer_plugins.inside.process import has_numbers
+from trainer_plugins.inside.values import alias, is_small
+
+_zeros, _empty_like = torch.zeros, torch.empty_like  # before DeepSpeed's zero.Init replaces them
+unknown: Counter[str] = Counter()
+"""How often each operator took its shape from values that were not computed."""
+
+_OPERATORS = (
+    "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount",
+    "repeat_interleave.Tensor",
+)  # fmt: skip
+_DECIDES = {"masked_select": 1}
+"""Which argument decides about the shape, if not the first one."""
+
+_library: Any = None
+
+
+def compute_on_the_host() -> None:
+    """Replace the kernels, for this process."""
+    global _library
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in _OPERATORS:
+        _library.impl(name, _computed(name), "CUDA", allow_override=True)
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _has_values(args[_DECIDES.get(name, 0)]):
+            unknown[name] += 1
+        given = list(map(_on_host, args))
+        made = operator(*given, **kwargs)
+        if isinstance(made, tuple):
+            return tuple(map(_on_card, made))
+        return _on_card(made)
+
+    return run
+
+
+def _on_host(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    if _has_values(value):
+        return alias(value)
+    return _zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return has_numbers() or not tensor.is_cuda or is_small(tensor)
+
+
+def _on_card(tensor: torch.Tensor) -> torch.Tensor:
+    own = _empty_like(tensor, device="cuda")
+    if own.numel():
+        alias(own).copy_(tensor)
+    return own

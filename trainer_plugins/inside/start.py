@@ -1,0 +1,107 @@
+"""start() prepares a Python process that has the dry libraries. Imports torch."""
+
+import atexit
+import functools
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer_plugins.inside import alone, cheap, observe, safety, shapes
+from trainer_plugins.inside.process import has_numbers, is_dry, say
+from trainer_plugins.inside.values import Values, see_into_operators
+from trainer_plugins.patched import Patches
+
+
+def start() -> None:
+    """Prepare this process; it says what it is on stderr.
+
+    Raises:
+        RuntimeError: this torch is not the one that the card was made for, or as `begin`.
+    """
+    made_for = os.environ["TRAINER_PLUGINS_DRYCUDA_TORCH"]
+    if not os.path.samefile(os.path.dirname(torch.__path__[0]), made_for):
+        raise RuntimeError(
+            f"this Python ({sys.executable}) has another torch, {torch.__path__[0]}, than the dry"
+            f" card, {made_for}: plan with the Python that the command uses"
+        )
+    if not is_dry():
+        raise RuntimeError(
+            "the dry card's libraries are not loaded: something has unset LD_PRELOAD"
+        )
+    if has_numbers():
+        _leave_to_the_card_what_the_cpu_has_too()
+    else:
+        cheap.skip_initialisation()
+        safety.save_no_bytes()
+    shapes.compute_on_the_host()
+    values = Values(all_numbers=has_numbers())
+    see_into_operators(values)
+    values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
+    if served := os.environ.get("TRAINER_PLUGINS_DRY_SERVES"):
+        _answer_for_cards(*map(int, served.split()))  # each process that it forks begins
+    else:
+        begin()
+
+
+_answers = Patches()
+
+
+def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
+    """Let what is imported know the cards, though this process must not touch one.
+
+    bitsandbytes looks for its library while it is imported.
+    """
+    cards: Any = torch.cuda
+    _answers.set(cards, "is_available", lambda: True)
+    _answers.set(cards, "device_count", lambda: num_cards)
+    _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
+
+
+@functools.cache  # where a fork was not possible, `start` has begun already
+def begin() -> None:
+    """Begin the run of this process, on the cards that its environment names.
+
+    Raises:
+        RuntimeError: the program sees none of them.
+    """
+    _answers.close()
+    if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
+        raise RuntimeError(
+            f"its choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, leaves the program"
+            " no dry card; --num-gpus says how many there are"
+        )
+    if has_numbers():
+        say("no card: every operator is computed by the CPU's code")
+    else:
+        say("a card that computes nothing: losses, metrics and texts of this process mean nothing")
+    atexit.register(_wait_for_autograd)
+    alone.be_all_ranks()
+    observe.record()
+
+
+def _wait_for_autograd() -> None:
+    """Wait until autograd's threads have left the mode that they ran in, which is Python's.
+
+    One that still has to when Python ends would abort the process. It has before it runs this; what
+    it holds of this takes it a moment.
+    """
+    cards: Any = torch.cuda
+    with _disable_current_modes(), suppress(RuntimeError):
+        for index in range(cards.device_count() if cards.is_initialized() else 0):
+            if cards.memory_reserved(index):
+                zero = torch.zeros((), device=f"cuda:{index}", requires_grad=True)
+                torch.autograd.backward(zero)
+                time.sleep(0.02)
+
+
+def _leave_to_the_card_what_the_cpu_has_too() -> None:
+    """Let no operator be chosen that the CPU has no code for: cuDNN's, and fused attention."""
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)

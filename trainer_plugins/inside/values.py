@@ -1,0 +1,273 @@
+"""Small tensors have values on the dry card, although no kernel runs. Imports torch.
+
+The card's memory is the host's, so the CPU's operator computes on an alias of it what is small:
+integers and booleans (tokens, masks, positions, counts, lengths) and a few numbers. The card's own
+operator runs too, for what it allocates. What is large stays as the memory was, which is zero.
+
+Where an expert or a token is chosen from zeros, see `_CHOICES`; where a shape depends on values,
+see `shapes.py`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from trainer_plugins.inside.cheap import on_processor
+from trainer_plugins.inside.in_place import IN_PLACE, is_autograds_own
+
+_MOST_FLOAT_BYTES = 4 << 10
+_MOST_INTEGER_BYTES = 4 << 20
+_MOST_BYTES = {torch.int64: 64 << 20, torch.bool: 64 << 20}
+"""Indices and masks may be larger: weights are never of these types."""
+_aten = torch.ops.aten
+_empty, _arange = torch.empty, torch.arange  # before DeepSpeed's zero.Init replaces them
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_COMPUTES = ("CUDA", "CompositeExplicitAutograd")
+_EXCHANGES = {"c10d", "_c10d_functional"}
+"""The namespaces of operators that NCCL computes."""
+
+_ASKS = {_aten.equal, _aten.allclose}
+"""Operators that read their own results on the host."""
+
+_UNSET = {getattr(_aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+"""Operators whose results a kernel of Triton may fill, which does not run: they are zero."""
+
+_MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
+"""Operators that change which memory a tensor has; its values stay in it."""
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
+
+    Args:
+        all_numbers: compute every operator, so that a small model really trains.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, all_numbers: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._all = all_numbers
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let a compiled function run as compiled; this mode sees what it calls (torch 2.12)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without a wrapper that imports torch's compiler in every run (torch 2.9 to 2.14)."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on the card, and compute it where it is small."""
+        kwargs = kwargs or {}
+        if _has_fakes(types):
+            return func(*args, **kwargs)  # DTensor asks on such what an operator makes
+        if _has_wrappers(types):
+            return NotImplemented  # DTensor and the like come back with their local tensors
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # an operator of graphs: its body comes back here
+        given = _tensors((args, kwargs))
+        is_on_card = any(each.is_cuda for each in given) or _is_made_there(kwargs)
+        if not is_on_card and not self._all:
+            return on_processor(func, given, args, kwargs)
+        if not is_on_card or func.namespace in _EXCHANGES:
+            return func(*args, **kwargs)
+        if func in IN_PLACE and is_autograds_own(args[0]):
+            func = IN_PLACE[func]
+        packet: Any = func.overloadpacket
+        if not all(map(self._is_small, given)):
+            made = func(*args, **kwargs)
+            self._clear(made, given)
+            _choose(packet, made, args)
+            return made
+        if func._schema.is_mutable:
+            made = func(*args, **kwargs)
+            if packet not in _MOVES_STORAGE:
+                self._computed(func, args, kwargs)
+            return made
+        made = func(*args, **kwargs)
+        if packet in _UNSET:
+            self._clear(made, given)
+            return made
+        if packet in _ASKS:
+            return self._computed(func, args, kwargs)
+        found = _tensors(made)
+        homes = {each.untyped_storage().data_ptr() for each in given}
+        is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
+        if found and is_new and all(map(self._is_small, found)):
+            computed = _tensors(self._computed(func, args, kwargs))
+            if [each.shape for each in computed] != [own.shape for own in found]:
+                if self._all:
+                    raise RuntimeError(f"dry CUDA: the CPU's {func} makes other shapes")
+                self._clear(made, given)
+                return made
+            for own, its in zip(found, computed, strict=True):
+                if own.numel():
+                    (alias(own) if own.is_cuda else own).copy_(its)
+        return made
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator with the CPU's code; None if there is none (not all asked)."""
+        args, kwargs = tree_map(_moved, args), tree_map(_moved, kwargs)
+        with _disable_current_modes():
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError as error:
+                if self._all and (parts := decomposition_table.get(func)):
+                    return parts(*args, **kwargs)
+                if self._all:
+                    raise RuntimeError(f"dry CUDA: the CPU has no code for {func}") from error
+            except RuntimeError:
+                if self._all:
+                    raise
+        return None
+
+    def _clear(self, made: Any, given: list[torch.Tensor]) -> None:
+        """Set what is small and was not computed to zero: its block still has what was there."""
+        small = [
+            own for own in _tensors(made) if own.is_cuda and self._is_small(own) and own.numel()
+        ]
+        homes = {each.untyped_storage().data_ptr() for each in given} if small else set()
+        for own in small:
+            if own.untyped_storage().data_ptr() not in homes:
+                alias(own).zero_()
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return self._all or not tensor.is_cuda or is_small(tensor)
+
+
+def see_into_operators(values: Values) -> None:
+    """Let values be computed also inside the operators of packages, which are written in Python.
+
+    While the mode runs an operator, it does not see what the operator's kernel calls.
+    """
+    library: Any = torch.library.Library
+    implement = library.impl
+
+    @functools.wraps(implement)
+    def impl(self: Any, name: Any, kernel: Any, key: str = "", *args: Any, **kwargs: Any) -> Any:
+        if self.ns == "aten" or key not in _COMPUTES or not callable(kernel):
+            return implement(self, name, kernel, key, *args, **kwargs)
+
+        @functools.wraps(kernel)
+        def seen(*given: Any, **named: Any) -> Any:
+            with values:
+                return kernel(*given, **named)
+
+        return implement(self, name, seen, key, *args, **kwargs)
+
+    library.impl = impl
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values on the dry card; numbers in a large storage have none."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.untyped_storage().nbytes() <= _MOST_FLOAT_BYTES
+    most = _MOST_BYTES.get(tensor.dtype, _MOST_INTEGER_BYTES)
+    return tensor.numel() * tensor.element_size() <= most
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor of the CPU."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return _empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    host = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    made = _empty(0, dtype=tensor.dtype, device="cpu")
+    return made.set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _moved(value: Any) -> Any:
+    """Return the CPU's argument for one of the card."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return alias(value)
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        return torch.Generator().manual_seed(crc32(bytes(value.get_state().tolist())))
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _choose(packet: Any, made: Any, args: Any) -> None:
+    """Make the choices of an operator of which something is large, by `_CHOICES`."""
+    choose = _CHOICES.get(packet)
+    if choose is None:
+        return
+    for own in _tensors(made):
+        if own.is_cuda and not own.is_floating_point() and own.numel():
+            choose(alias(own), args)
+
+
+def _balanced(indices: torch.Tensor, args: Any) -> None:
+    """Choose each of n in turn: experts get as many tokens as the others."""
+    dim = args[2] if len(args) > 2 else -1
+    in_turn = _arange(indices.numel(), device="cpu") % args[0].shape[dim]
+    indices.copy_(in_turn.reshape(indices.shape))
+
+
+def _in_order(indices: torch.Tensor, args: Any) -> None:
+    """Take what is sorted to be in order."""
+    dim = args[-1] if isinstance(args[-1], int) and not isinstance(args[-1], bool) else -1
+    size = indices.shape[dim]
+    along = [size if at == dim % indices.dim() else 1 for at in range(indices.dim())]
+    indices.copy_(_arange(size, device="cpu").reshape(along).expand_as(indices))
+
+
+_CHOICES = {_aten.topk: _balanced, _aten.sort: _in_order}
+"""What is chosen from numbers that were not computed."""
+
+
+@functools.cache
+def _has_fakes(types: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, FakeTensor) for kind in types)
+
+
+@functools.cache
+def _has_wrappers(types: tuple[Any, ...]) -> bool:
+    return any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists and dicts that have memory."""
+    if isinstance(value, torch.Tensor):
+        return [value] if _has_memory(value) else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    found: list[torch.Tensor] = []
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            if isinstance(each, torch.Tensor):
+                if _has_memory(each):
+                    found.append(each)
+            elif isinstance(each, (tuple, list, dict)):
+                found += _tensors(each)
+    return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether it is no wrapper around others, and no fake one."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return not isinstance(tensor, FakeTensor)
+
+
+def _is_made_there(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"

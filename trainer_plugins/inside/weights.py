@@ -1,0 +1,117 @@
+"""Weights that are not there: a checkpoint of holes, which transformers loads by its own code.
+
+Where a model's folder has a config and no weights, safetensors files are made whose data are a hole
+of the file system. Their names, shapes and dtype are those of a checkpoint of the model that the
+config describes. They take no space, and loading them costs nothing but time for their headers.
+"""
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_plugins.inside.holes import write_holes
+from trainer_plugins.planner.rehearse.loading import has_loader, in_file
+
+_PART_BYTES = 2 << 30
+
+_wanted: ContextVar[tuple[type, str, dict[str, Any]] | None] = ContextVar("wanted", default=None)
+
+
+def make_those_that_are_missing() -> None:
+    """Let `from_pretrained` go on with holes where a folder has no weights."""
+    from transformers import modeling_utils
+
+    load = modeling_utils.PreTrainedModel.from_pretrained.__func__
+    resolve = modeling_utils._get_resolved_checkpoint_files
+
+    @functools.wraps(load)
+    def from_pretrained(cls: type, name: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _wanted.set((cls, str(name), kwargs))
+        try:
+            return load(cls, name, *args, **kwargs)
+        finally:
+            _wanted.reset(token)
+
+    @functools.wraps(resolve)
+    def resolved(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return resolve(*args, **kwargs)
+        except OSError:
+            wanted = _wanted.get()
+            if wanted is None:
+                raise
+            return holes_for(*wanted)
+
+    # A checkpoint in one file could not be loaded again: see `_in_parts`.
+    save = modeling_utils.PreTrainedModel.save_pretrained
+    modeling_utils.PreTrainedModel.save_pretrained = functools.partialmethod(
+        save, max_shard_size=_PART_BYTES
+    )
+    modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    modeling_utils._get_resolved_checkpoint_files = resolved
+
+
+def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Write a checkpoint of holes for a model class and the place of its config.
+
+    Returns:
+        The files, and which file has which tensor, as the index of a checkpoint says it.
+    """
+    from transformers import AutoConfig
+
+    config = options.get("config")
+    if not hasattr(config, "to_dict"):
+        config = AutoConfig.from_pretrained(config or name, trust_remote_code=True)
+    dtype = _dtype_of(options) or getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        model = cls(config)
+        model.tie_weights()  # transformers 5.0 makes both of what is tied
+    once: dict[int, tuple[str, torch.Tensor]] = {}  # a checkpoint has what is tied once
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        once.setdefault(id(tensor), (key, tensor))
+    tensors = {
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for key, tensor in once.values()
+    }
+    if has_loader():  # experts have a tensor each, and are stacked while they are loaded
+        tensors = in_file(model, tensors)
+    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
+    folder.mkdir(exist_ok=True)
+    stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"
+    homes: dict[str, str] = {}
+    files = []
+    for number, part in enumerate(_in_parts(tensors)):
+        files.append(str(folder / f"{stem}-{number}.safetensors"))
+        write_holes(Path(files[-1]), part, {"format": "pt"})
+        homes |= dict.fromkeys(part, Path(files[-1]).name)
+    return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # which 4.57 reads
+
+
+def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a model is loaded in on the CPU, where a conversion would take memory.
+
+    On a card the weights arrive in the dtype of their files, and are converted there.
+    """
+    if options.get("device_map") is not None or options.get("quantization_config") is not None:
+        return None
+    asked = options.get("dtype", options.get("torch_dtype"))
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors for one file each: Linux maps no file that is larger than main memory."""
+    part: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in tensors.items():
+        if held >= _PART_BYTES:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor
+        held += tensor.nbytes
+    yield part

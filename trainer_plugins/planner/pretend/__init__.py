@@ -1,1 +1,0 @@
-"""Simulate a card that is not there: what torch would find, choose and compute on it."""

@@ -1,1 +1,0 @@
-"""Count every tensor that a rehearsal makes, and replay them through the allocator's rules."""

@@ -1,0 +1,117 @@
+"""Life: each block from its allocation to its release, in the sizes that the allocator gave."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
+from trainer_plugins.allocator.settings import FIRST_OF_A_SIZE, FirstOfASize
+from trainer_plugins.snapshot.cards import Card, Snapshot
+from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
+from trainer_plugins.snapshot.trace import NotModelledError, Trace, known_from, trace_of
+
+BEFORE = -1  # the birth of a block that was there before the first event
+
+
+@dataclass(slots=True)
+class Life:
+    """Holds when one block lived: numbers of events."""
+
+    address: int
+    birth: int
+    death: int | None  # None if it is alive at the end
+    num_bytes: int
+    requested_bytes: int
+    stack: int
+
+    def is_alive_after(self, position: int) -> bool:
+        return self.birth <= position and (self.death is None or self.death > position)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Holds the result of a trace that was repeated on the allocator's model."""
+
+    trace: Trace
+    rules: AllocatorRules  # the settings of the run
+    outcome: Outcome
+    block_bytes: tuple[int, ...]  # the size of the block that each allocation got
+
+
+def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> Repeated:
+    """Repeat the events of a card, or raise NotModelledError.
+
+    Which torch has written a snapshot it does not say: what is `likely` is tried first.
+    """
+    trace = trace_of(card, snapshot.name)
+    rules = AllocatorRules(expandable_segments=trace.expandable, first_of_a_size=likely)
+    split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
+    if isinstance(split, int) and split > 0:
+        rules = replace(rules, max_split_bytes=split)
+    best = _repeat(trace, rules)
+    for first in FIRST_OF_A_SIZE:
+        if first == likely:
+            continue
+        if best.outcome.is_same:
+            break
+        other = _repeat(trace, replace(rules, first_of_a_size=first))
+        best = max(best, other, key=lambda each: each.outcome.same_address)
+    return best
+
+
+def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
+    model = ModelCard(trace, rules=rules)
+    try:
+        outcome = replay(trace, model)
+    except NotModelledError:
+        raise
+    # Addresses that no allocator gave, which only an edited file holds.
+    except (KeyError, ValueError, IndexError, AttributeError):
+        raise NotModelledError("its events contradict each other") from None
+    if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
+        raise NotModelledError(outcome.first_difference or "its events contradict each other")
+    return Repeated(trace, rules, outcome, tuple(model.block_bytes))
+
+
+def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
+    """Follow each block; without a replay, sizes are what was asked for, rounded up."""
+    blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
+    round_size = AllocatorModel().round_size
+    sizes = iter(repeated.block_bytes) if repeated is not None else None
+    segments = repeated.trace.segments if repeated is not None else ()
+    at_start = dict(used for segment in segments for used in segment.used())
+    first = known_from(card)
+    lives: list[Life] = []
+    alive: dict[int, Life] = {}
+    for position, event in enumerate(card.events[first:], first):
+        if event.action == "alloc":
+            num_bytes = next(sizes) if sizes is not None else round_size(event.num_bytes)
+            stack = card.stacks[position]
+            life = Life(event.address, position, None, num_bytes, event.num_bytes, stack)
+            alive[event.address] = life
+            lives.append(life)
+        elif event.action == "free":
+            if ended := alive.pop(event.address, None):
+                ended.death = position
+            else:
+                num_bytes = at_start.get(event.address, round_size(event.num_bytes))
+                lives.append(Life(event.address, BEFORE, position, num_bytes, event.num_bytes, 0))
+    for address, size, _, stack in {block.address: block for block in blocks}.values():
+        if address in alive:
+            alive[address].num_bytes = size  # as the file states it
+        else:
+            lives.append(Life(address, BEFORE, None, size, size, stack))
+    return lives
+
+
+def peak_of(card: Card, lives: Sequence[Life]) -> int:
+    """Return the event after which most bytes are in use; the last one if nothing is recorded."""
+    changes: Counter[int] = Counter()
+    for life in lives:
+        changes[life.birth] += life.num_bytes
+        if life.death is not None:
+            changes[life.death] -= life.num_bytes
+    positions = sorted(changes)
+    held = accumulate(changes[position] for position in positions)
+    return max(zip(held, positions, strict=True), default=(0, len(card.events) - 1))[1]

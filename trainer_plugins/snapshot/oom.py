@@ -1,0 +1,127 @@
+"""Case: the moment that is explained, with its numbers: the OOM, else the peak. Sizes in bytes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer_plugins.allocator.model import first_of_a_size
+from trainer_plugins.snapshot.cards import Card, Snapshot, read
+from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.snapshot.held import Category, Held, Sorter
+from trainer_plugins.snapshot.lives import Repeated, lives_of, peak_of, repeat
+from trainer_plugins.snapshot.stacks import Meaning
+from trainer_plugins.snapshot.trace import NotModelledError
+
+
+class Oom(NamedTuple):
+    """Holds the request that a card refused."""
+
+    num_bytes: int
+    left_bytes: int  # what the card had left
+    stream: int
+
+    @property
+    def is_impossible(self) -> bool:
+        return self.num_bytes > IMPOSSIBLE_BYTES
+
+    @property
+    def is_contradictory(self) -> bool:
+        return is_refused_though_free(self.num_bytes, self.left_bytes, 0.05 * self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCase:
+    """Holds one card of a snapshot at the moment that matters."""
+
+    snapshot: Snapshot
+    card: Card
+    sorter: Sorter
+    held: Held  # at the last OOM, else where most was in use
+    at_end: Held
+    reserved_bytes: int  # what the process held of the card at that moment
+    peak_reserved_bytes: int  # the highest that was recorded
+    oom: Oom | None  # the last one
+    oom_stack: int
+    went_on: bool  # whether another step was trained after the OOM: it was caught
+    repeated: Repeated | None
+    why_not_repeated: str
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Return what is allocated, with what still waits for another stream."""
+        return sum(self.held.categories.values())
+
+    @property
+    def unused_bytes(self) -> int:
+        """Return what was reserved and not in use; at an OOM it could not be used or released."""
+        return self.reserved_bytes - self.in_use_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Return what the process could have held: what it held, and what the card had left."""
+        return self.reserved_bytes + (self.oom.left_bytes if self.oom is not None else 0)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return what the request lacked even without a gap; it is negative if it had fitted."""
+        wanted = self.oom.num_bytes - self.oom.left_bytes if self.oom is not None else 0
+        return wanted - self.unused_bytes
+
+    @property
+    def largest_category(self) -> tuple[Category, int]:
+        return next(iter(self.held.categories.items()), ("unknown", 0))
+
+    @property
+    def request(self) -> Meaning:
+        return self.sorter.meaning(self.oom_stack)
+
+
+def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
+    """Read a snapshot, and bring its main card to the moment that matters.
+
+    Args:
+        path: the file.
+        own_torch: the version of torch that it is of, if this package has just written it.
+    """
+    snapshot = read(path, is_own=bool(own_torch))
+    card = snapshot.main_card()
+    repeated, why = None, ""
+    try:
+        likely = first_of_a_size(own_torch) if own_torch else "address"
+        repeated = repeat(card, snapshot, likely)
+    except NotModelledError as error:
+        why = str(error)
+    lives = lives_of(card, repeated)
+    end = max((at for at, event in enumerate(card.events) if event.action == "oom"), default=None)
+    sorter = Sorter(snapshot, card, lives, end)
+    position = end if end is not None else peak_of(card, lives)
+    reserved = reserved_after(card)
+    refused = card.events[end] if end is not None else None
+    after = range(end, len(card.events)) if end is not None else ()
+    return SnapshotCase(
+        snapshot=snapshot,
+        card=card,
+        sorter=sorter,
+        held=sorter.held_at(position),
+        at_end=sorter.held_at(len(card.events)),
+        reserved_bytes=reserved[position + 1],
+        peak_reserved_bytes=max(reserved),
+        oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
+        oom_stack=card.stacks[end] if end is not None else 0,
+        went_on=any(
+            card.events[at].action == "alloc"
+            and sorter.meaning(card.stacks[at]).work in ("backward", "optimizer")
+            for at in after
+        ),
+        repeated=repeated,
+        why_not_repeated=why,
+    )
+
+
+def reserved_after(card: Card) -> list[int]:
+    """Return what was reserved before the first event, and after each."""
+    reserved = [card.reserved_bytes]
+    for event in reversed(card.events):
+        step = {"segment_alloc": -1, "segment_free": 1}.get(event.action, 0)
+        reserved.append(reserved[-1] + step * event.num_bytes)
+    return reserved[::-1]
