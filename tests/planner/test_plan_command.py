@@ -1,4 +1,4 @@
-"""The command `trainer-plugins plan`, and the way into fake CUDA where nothing can be compiled."""
+"""The command `trainer-plugins plan` of a model."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     assert read_answer(done.stdout, "plan")["margin_bytes"] < 0
     found = MemoryPlan.from_json(done.stdout)
     assert found.fits is False
-    assert found.failed_request is not None
+    assert found.fails_on_less is not None
     assert found.versions["torch"]
     assert any("padding" in line for line in found.assumptions)
     assert found.planned["rows"].startswith("2 at once x 1 x 1 GPU")
@@ -77,7 +77,6 @@ def test_the_report_for_people(tmp_path: Path):
         "nvidia-smi",
         "optimizer states",
         "evaluation",
-        "fp32 log-probabilities of the loss",
         "Planned: model GPT2LMHeadModel",
         "Known error",
     ):
@@ -101,36 +100,6 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
     assert again.exit_code == 0, again.output
 
 
-@pytest.mark.all
-def test_a_run_that_fits_is_told_how_many_rows_would(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, "vocab_size": 4096}))
-    asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "620MiB,sm_90")
-    rows = ("--per_device_train_batch_size", "1")
-    done = plan(*asked, *rows, "--json")
-    most = MemoryPlan.from_json(done.stdout).most_rows
-    assert most > 4
-    assert plan(*asked, rows[0], str(2 * most)).exit_code == 3
-
-
-@pytest.mark.all
-def test_rows_are_found_where_the_first_ones_do_not_make_the_peak(tmp_path: Path):
-    """DDP's buffers make it at first: what is reserved does not grow with the rows."""
-    config = {**SMALL_GPT2, "vocab_size": 4096, "n_embd": 512, "n_head": 8, "n_inner": 2048}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = (
-        "--model",
-        str(tmp_path),
-        "--seq-length",
-        "8",
-        "--gpu",
-        "800MiB,sm_90",
-        "--num-gpus",
-        "2",
-    )
-    done = plan(*asked, "--per_device_train_batch_size", "1", "--optim", "sgd", "--json")
-    assert MemoryPlan.from_json(done.stdout).most_rows > 20
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -148,32 +117,11 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], line: str):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.all
-def test_without_a_compiler_the_way_by_hand_gives_the_same(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
-    asked = ["--model", str(tmp_path), "--seq-length", "64", "--json"]
-    by_hand = CliRunner().invoke(
-        app,
-        ["plan", *asked],
-        env={"CXX": "/no/such/compiler", "TRAINER_PLUGINS_CACHE": str(tmp_path / "empty")},
-    )
-    if by_hand.exit_code:  # torch 2.9 has no way by hand, and says so
-        assert "needs torch 2.10, or a C++ compiler" in by_hand.stderr
-        return
-    found = MemoryPlan.from_json(by_hand.stdout)
-    compiled = MemoryPlan.from_json(plan(*asked).stdout)
-    assert found.allocated_peak_bytes == compiled.allocated_peak_bytes
-    assert not list((tmp_path / "empty").glob("*.so")), "nothing was compiled"
-
-
-def test_weights_that_do_not_fit_alone_are_said_before_the_plan_is_made(tmp_path: Path):
-    """Of 70B in 4 bits on 24 GiB the plan takes a minute, and the line some seconds."""
+def test_weights_that_do_not_fit_alone_are_said(tmp_path: Path):
     wide = {"n_embd": 256, "vocab_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, **wide}))
     done = plan("--model", str(tmp_path), "--seq-length", "8", "--gpu", "513MiB")
     assert done.exit_code == 3, done.output
-    assert done.stderr.startswith("513MiB cannot hold the weights alone: ")
-    assert "once the model is loaded, beside a context of 512.0 MiB" in done.stderr
     assert re.search(r"The weights alone take [\d.]+ MiB: fewer rows cannot help", done.stdout)
 
 

@@ -25,6 +25,7 @@ from trainer_plugins.planner.plan import (
     part_of,
     peak_until_resume,
 )
+from trainer_plugins.planner.tried import known_error, untried
 from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import size
 
@@ -72,8 +73,8 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     """
     has_limit = run.card != NO_CARD and not run.card.is_unified
     unlimited = replace(run.card, capacity_bytes=NO_CARD.capacity_bytes)
-    what = "command" if run.request is None else "training"
-    tell(f"planning: running the {what} on a dry {run.card.name}")
+    if run.request is None:
+        tell(f"planning: running the command on a dry {run.card.name}")
     if run.foretells or not has_limit:
         result = ran(replace(run, card=unlimited), tell)
         if result.smallest is not None or not has_limit:
@@ -131,7 +132,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         groups_at_peak=tuple(_groups(result)),
         moments=moments,
         num_flushes=fullest["num_retries"],
-        not_reliable=tuple(_unreliable(fullest)),
+        not_reliable=(*untried(fullest["versions"]), *_unreliable(fullest)),
         assumptions=tuple(_assumptions(fullest, run)),
         gpu=card.name,
         num_gpus=max(run.num_cards, world_size),
@@ -143,6 +144,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         accumulation=from_json(Accumulation, found) if found else None,
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
         planned=fullest["planned"] or _planned(fullest, run),
+        known_error=known_error(fullest["versions"], fullest["is_quantised"]),
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
     )
     if card == NO_CARD:

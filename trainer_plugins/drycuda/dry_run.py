@@ -43,6 +43,7 @@ from trainer_plugins.units import size
 
 _OF_REQUEST = "trainer_plugins.inside.of_request"
 _MAY_IMPORT = ("deepspeed", "peft", "trl")  # what a request may need, and touches no card
+_LONGEST_SECONDS = 7 * 24 * 3600
 _LAST_LINES = 12
 _CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
 
@@ -150,7 +151,16 @@ class DryResult:
 
 
 def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
-    """Return what trains a request on dry cards; PlanError if its allocator settings are wrong."""
+    """Return what trains a request on dry cards.
+
+    Raises:
+        PlanError: the time limit or the allocator settings are wrong.
+    """
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:  # NaN is in no order
+        raise PlanError(
+            "the time limit is a number of seconds, above 0 and of a week at most, "
+            f"got {timeout_seconds}"
+        )
     try:
         parse(request.allocator)
     except ValueError as error:

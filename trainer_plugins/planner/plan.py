@@ -210,7 +210,6 @@ class MemoryPlan:
     # what more micro-batches of fewer rows do to the gradient; None if an older version planned
     accumulation: Accumulation | None = None
     streamed: Streamed | None = None  # how the frozen base is streamed, if it is
-    most_rows: int = 0  # the largest micro-batch that fits as it is, if asked for; 0 if unknown
     # changes with which the run would fit, if asked for; the least costly first
     proposals: tuple[Proposal, ...] = ()
     tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing

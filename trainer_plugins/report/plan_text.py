@@ -109,7 +109,7 @@ def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:
     if plan.tried_without_success:
         tried = "; ".join(plan.tried_without_success)
         return [_labelled("Change", f"nothing that was tried fits: {tried}")]
-    return [_labelled("Largest", _most_rows(plan))] if plan.most_rows else []
+    return []
 
 
 def _for_the_run(proposal: Proposal, indent: int) -> list[Text]:
@@ -117,11 +117,6 @@ def _for_the_run(proposal: Proposal, indent: int) -> list[Text]:
     if proposal.in_the_run == proposal.flags:
         return []
     return [to_paste(f"{' ' * indent}In the run: {proposal.in_the_run}")]
-
-
-def _most_rows(plan: MemoryPlan) -> str:
-    rows = f"{plan.most_rows} row{'s' if plan.most_rows > 1 else ''} at once"
-    return f"{rows} would fit, predicted from a few layers; --search tries more ways"
 
 
 def details(plan: MemoryPlan) -> list[str]:
@@ -183,8 +178,6 @@ def _listed(named: Mapping[str, str]) -> str:
 def _proposals(plan: MemoryPlan) -> list[Text]:
     """Render the changes that make it fit: the flags of each in one line, to be copied."""
     lines: list[Text] = []
-    if plan.most_rows:
-        lines.append(Text(_most_rows(plan)))
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"
         # A command was run with each, in full; that plan also knows its smallest card.
