@@ -135,6 +135,23 @@ def test_rows_that_cannot_fit_are_not_run_either(monkeypatch) -> None:
     assert failed[0].startswith("fewer rows at once: at least 19.")
 
 
+def test_what_is_not_enough_alone_is_tried_with_others(monkeypatch) -> None:
+    """Fewer rows alone are no run, so there is none to hold the first change against."""
+    monkeypatch.setattr("tests.drycuda.test_fit_ways._SHORT", 83 * GIB // 2)
+    both = {"use_liger_kernel": True, checkpointing.NAME: True}
+    off = {checkpointing.NAME: False, "gradient_checkpointing": False}
+    found, failed, tried = first_that_fits(
+        monkeypatch,
+        fitting=both,
+        per_device_train_batch_size=8,
+        **off,  # type: ignore[arg-type]
+    )
+    assert failed[0].startswith("fewer rows at once: at least ")
+    assert tried[1]["use_liger_kernel"]
+    assert found is not None
+    assert found.changed == both
+
+
 def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeypatch) -> None:
     found, _, _ = first_that_fits(monkeypatch, is_fsdp=True)
     assert found is not None

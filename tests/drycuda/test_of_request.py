@@ -126,6 +126,12 @@ def test_ranks_of_a_launch_file_are_rank_0_alone(folder: Path) -> None:
     assert states < 12 * dry.num_trainable_parameters / 3, "a rank has a quarter of them"
 
 
+def test_ranks_by_the_hundred_wait_for_nobody(folder: Path) -> None:
+    """Beyond 128 of them NCCL has several roots, which torch lets wait for each other."""
+    words = ("--num-gpus", "200", "--gpu", "80GiB", "--save_strategy", "no", "--engine", "dry")
+    assert planned(folder, *words).num_gpus == 200
+
+
 def test_where_torch_is_built_for_cuda_it_answers_by_itself(folder: Path) -> None:
     """And tries there what would fit: fake tensors are not asked, their libraries are not there."""
     path = os.pathsep.join((str(ROOT), str(site_with_cuda())))

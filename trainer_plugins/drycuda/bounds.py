@@ -18,7 +18,7 @@ def error_bytes(plan: MemoryPlan) -> int:
     return margin_bytes(needed_bytes(plan), "quantised" in plan.planned)
 
 
-def least_bytes(plan: MemoryPlan, freed: Collection[Category], part: float = 1) -> int:
+def least_bytes(plan: MemoryPlan, freed: Collection[Category], part: float) -> int:
     """Return the smallest card that a run may need with a part of its rows, without categories.
 
     What rows take shrinks at most as they do. The peak may move to a moment that needs more.

@@ -68,12 +68,13 @@ def ended_fork(
     """
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([environment["PYTHONPATH"], home])
+    major, minor = dry.kind.capability
     of_server = {
         **environment,
         "PYTHONPATH": path,
-        "TRAINER_PLUGINS_DRY_SERVES": "1",
+        "TRAINER_PLUGINS_DRY_SERVES": f"{len(dry.cards)} {major} {minor}",
         "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
-        "DRYCUDA_CARDS": f"{len(dry.cards)} of {dry.kind}",  # what is imported may ask NVML
+        "DRYCUDA_CARDS": f"{major}.{minor}",  # a server for each kind: what is imported asks for it
         "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
     }
     server = forks.server_for((*_IMPORTS, module, *imports), of_server)

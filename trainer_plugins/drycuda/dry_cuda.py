@@ -132,6 +132,8 @@ class DryCuda:
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
+            # From 128 ranks on, some wait for others to say how to begin (ProcessGroupNCCL.cpp).
+            ours["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
         # DeepSpeed's is "cpu" where it is imported without a card; a script may plan itself.
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         hidden = {*own, IN_A_PLAN}

@@ -247,8 +247,7 @@ class Variations:
             failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
             changes = tuple(each for each in way if not self._is_on(each))
-            is_useless = changes in tried_ways or any(each in useless for each in changes)
-            if is_useless:
+            if changes in tried_ways or any(each in useless for each in changes):
                 continue
             tried_ways.append(changes)
             words = ", ".join(each.words for each in changes) or "fewer rows at once"
@@ -265,8 +264,9 @@ class Variations:
             if self._is_safe(tried):
                 yield changes, rows, tried
                 continue
-            short = short or tried
-            if len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
+            if all(each.subject == "evaluation" for each in changes):
+                short = tried
+            elif short and len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
                 useless += changes
             failed.append(f"{words}, {self._missing(rows, tried)}")
 
@@ -283,14 +283,16 @@ class Variations:
             short: the plan of these rows as they are, if there is one.
             rows: how many there are at once.
         """
-        plan, part = (short, 1.0) if short is not None else (self.plan, rows / self._now)
-        evaluates = plan.moment in _EVALUATES or any(e.subject == "evaluation" for e in changes)
-        if (short is None and evaluates) or not all(
-            each.frees or each.subject == "evaluation" for each in changes
-        ):
+        plan, part = short, 1.0
+        of_training = [each for each in changes if each.subject != "evaluation"]
+        if plan is None:
+            plan, part = self.plan, rows / self._now
+            if plan.moment in _EVALUATES or len(of_training) < len(changes):
+                return 0  # an evaluation has rows of its own
+        if not all(each.frees for each in of_training):
             return 0
-        freed = {name for each in changes for name in each.frees}
-        return max(0, least_bytes(plan, freed, min(1, part)) - self._run.card.capacity_bytes)
+        freed = {name for each in of_training for name in each.frees}
+        return max(0, least_bytes(plan, freed, part) - self._run.card.capacity_bytes)
 
     def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
         """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
@@ -348,8 +350,8 @@ class Variations:
         best = plan_of(low)
         if not self._is_safe(best):
             return sizes[0], best
-        likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
         if not in_full:
+            likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
             high = sum(each <= likely for each in sizes) - 1
         while low < high:
             middle = (low + high + 1) // 2 if in_full else high

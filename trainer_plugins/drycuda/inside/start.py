@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.drycuda.inside import alone, cheap, observe, safety, shapes
 from trainer_plugins.drycuda.inside.process import has_numbers, is_dry, say
 from trainer_plugins.drycuda.inside.values import Values, see_into_operators
+from trainer_plugins.patched import Patches
 
 
 def start() -> None:
@@ -41,8 +42,24 @@ def start() -> None:
     values = Values(all_numbers=has_numbers())
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
-    if "TRAINER_PLUGINS_DRY_SERVES" not in os.environ:  # else each process that it forks begins
+    if served := os.environ.get("TRAINER_PLUGINS_DRY_SERVES"):
+        _answer_for_cards(*map(int, served.split()))  # each process that it forks begins
+    else:
         begin()
+
+
+_answers = Patches()
+
+
+def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
+    """Let what is imported know the cards, though this process must not touch one.
+
+    bitsandbytes looks for its library while it is imported.
+    """
+    cards: Any = torch.cuda
+    _answers.set(cards, "is_available", lambda: True)
+    _answers.set(cards, "device_count", lambda: num_cards)
+    _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
 
 
 @functools.cache  # where a fork was not possible, `start` has begun already
@@ -52,6 +69,7 @@ def begin() -> None:
     Raises:
         RuntimeError: the program sees none of them.
     """
+    _answers.close()
     if "TRAINER_PLUGINS_DRY_STEPS" in os.environ and torch.cuda.device_count() == 0:
         raise RuntimeError(
             f"its choice of devices, {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, leaves the program"
