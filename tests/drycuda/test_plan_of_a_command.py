@@ -105,8 +105,8 @@ def test_it_dies_on_one_mib_less_than_it_says_and_where_it_says(
     assert plan.smallest_card_bytes is not None
     assert plan.smallest_card_bytes < plan.nvidia_smi_peak_bytes
     enough = plan.smallest_card_bytes // MIB
-    assert plan_of(folder, "--gpu", f"{enough}MiB").fits is True
-    below = plan_of(folder, "--gpu", f"{enough - 1}MiB")
+    assert plan_of(folder, "--gpu", f"{enough}MiB,sm_90").fits is True
+    below = plan_of(folder, "--gpu", f"{enough - 1}MiB,sm_90")
     assert below.fits is False
     assert below.failed_request_bytes
     assert below.failed_request == plan.fails_on_less

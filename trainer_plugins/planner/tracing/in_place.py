@@ -8,7 +8,7 @@ import torch
 aten = torch.ops.aten
 
 _HOME = Path(__file__).parent.parent.parent
-_OUR_MODES = (str(_HOME / "planner"), str(_HOME / "testing" / "drycuda"))
+_OUR_MODES = (str(_HOME / "planner"), str(_HOME / "drycuda"))
 
 # input_buffer.cpp, accumulate; FunctionsManual.cpp, areAnyTensorSubclassLike.
 IN_PLACE = {
