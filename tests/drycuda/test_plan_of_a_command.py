@@ -209,7 +209,8 @@ def test_a_script_without_an_answer_is_said_and_leaves_nothing(
 
 def test_a_signal_ends_all_of_it(tmp_path: Path) -> None:
     place(tmp_path, "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1000)")
-    command = [sys.executable, "-m", "trainer_plugins", "plan", "--gpu", "24GiB", *TRAIN]
+    plan = [sys.executable, "-m", "trainer_plugins", "plan", "--gpu", "24GiB"]
+    command = [*plan, "--allow-writes", str(tmp_path), *TRAIN]  # `began` is seen from outside
     environ = {**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     planning = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
     while planning.poll() is None and not (tmp_path / "began").exists():
