@@ -24,12 +24,17 @@ def is_compiled(model: Any) -> bool:
     return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules())
 
 
-def compiles(model: Any) -> bool:
-    """Tell whether torch.compile computes a model, or does once accelerate has wrapped it."""
+def will_be_compiled() -> bool:
+    """Tell whether accelerate gives the models of this process to torch.compile."""
     from accelerate.state import AcceleratorState, is_initialized
 
     backend = str(AcceleratorState().dynamo_plugin.backend) if is_initialized() else "NO"
-    return not backend.endswith("NO") or is_compiled(model)
+    return backend.rpartition(".")[2] != "NO"
+
+
+def compiles(model: Any) -> bool:
+    """Tell whether torch.compile computes a model, or does once accelerate has wrapped it."""
+    return will_be_compiled() or is_compiled(model)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,8 @@ def test_it_dies_on_one_mib_less_than_it_says_and_where_it_says(
     assert plan.smallest_card_bytes is not None
     assert plan.smallest_card_bytes < plan.nvidia_smi_peak_bytes
     enough = plan.smallest_card_bytes // MIB
-    assert plan_of(folder, "--gpu", f"{enough}MiB").fits is True
-    below = plan_of(folder, "--gpu", f"{enough - 1}MiB")
+    assert plan_of(folder, "--gpu", f"{enough}MiB,sm_90").fits is True
+    below = plan_of(folder, "--gpu", f"{enough - 1}MiB,sm_90")
     assert below.fits is False
     assert below.failed_request_bytes
     assert below.failed_request == plan.fails_on_less
@@ -209,7 +209,8 @@ def test_a_script_without_an_answer_is_said_and_leaves_nothing(
 
 def test_a_signal_ends_all_of_it(tmp_path: Path) -> None:
     place(tmp_path, "import pathlib, time; pathlib.Path('began').touch(); time.sleep(1000)")
-    command = [sys.executable, "-m", "trainer_plugins", "plan", "--gpu", "24GiB", *TRAIN]
+    plan = [sys.executable, "-m", "trainer_plugins", "plan", "--gpu", "24GiB"]
+    command = [*plan, "--allow-writes", str(tmp_path), *TRAIN]  # `began` is seen from outside
     environ = {**environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     planning = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
     while planning.poll() is None and not (tmp_path / "began").exists():

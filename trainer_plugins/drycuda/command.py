@@ -78,9 +78,10 @@ def ended_fork(
     of_server = {
         **environment,
         "PYTHONPATH": path,
-        "TRAINER_PLUGINS_DRY_SERVES": f"{len(dry.cards)} {major} {minor}",
         "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
-        "DRYCUDA_CARDS": f"{major}.{minor}",  # a server for each kind: what is imported asks for it
+        # Not one of TRAINER_PLUGINS_*, which a server and its forks may have different: what is
+        # imported asks for the cards.
+        "DRYCUDA_SERVES": f"{len(dry.cards)} {major} {minor}",
         "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
     }
     server = forks.server_for((*_IMPORTS, module, *imports), of_server)

@@ -42,7 +42,7 @@ def start() -> None:
     values = Values(all_numbers=has_numbers())
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
-    if served := os.environ.get("TRAINER_PLUGINS_DRY_SERVES"):
+    if served := os.environ.get("DRYCUDA_SERVES"):
         _answer_for_cards(*map(int, served.split()))  # each process that it forks begins
     else:
         begin()

@@ -11,6 +11,7 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.streaming.layers import frozen_weights, repeated_layers
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import will_be_compiled
 
 
 def stream_base(
@@ -131,9 +132,7 @@ def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
         yield "FSDP places the weights itself: it has cpu_offload for this"
     if args.n_gpu > 1:
         yield f"nn.DataParallel copies the model to {args.n_gpu} cards: start one process a card"
-    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
-    backend = str(getattr(plugin, "backend", "NO")).rpartition(".")[2]
-    if args.torch_compile or backend != "NO":
+    if args.torch_compile or will_be_compiled():
         yield "torch.compile reads weights where they were when it compiled: turn it off"
     generates = getattr(args, "predict_with_generate", False) or hasattr(
         trainer, "_generate_and_score_completions"
