@@ -17,6 +17,7 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan_dry import (
     DryOptions,
     command_in,
+    fetch_now,
     variations_of,
     variations_of_model,
 )
@@ -94,6 +95,9 @@ def plan(
             return
         _refuse_contradictions(answer)
         command = command_in(context.args)
+        if dry.dry_env and not command and run.model.model is None:
+            print(f"torch's build for CUDA is in {fetch_now()}")
+            return
         # With --model a stray word is a slip of the pen, if it is no program.
         is_command = bool(command) and (run.model.model is None or bool(shutil.which(command[0])))
         with by_any_signal():

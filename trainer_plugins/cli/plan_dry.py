@@ -1,9 +1,8 @@
 """Turn the words of `trainer-plugins plan` into runs on cards that compute nothing."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,7 +71,8 @@ def variations_of_model(
         inputs = replace(inputs, calibration=False)
     if answer.search and run.machine.gpu is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
-    tell, found = _prepared(options), []
+    _prepare(options)
+    found = []
     lengths: list[int | None] = [*lengths_in(answer.search_lengths)]
     for length in lengths or [details.seq_length]:
         request = request_of(run.model.model, replace(details, seq_length=length), inputs)
@@ -80,7 +80,7 @@ def variations_of_model(
         asked = replace(
             asked, num_steps=options.steps or asked.num_steps, snapshot=options.snapshot
         )
-        found.append(Variations(asked, tell))
+        found.append(Variations(asked, _tell))
     return found
 
 
@@ -101,7 +101,7 @@ def variations_of(
     machine = run.machine
     _refuse_said_twice(run)
     card = card_of(machine.gpu) if machine.gpu is not None else NO_CARD
-    tell = _prepared(options)
+    _prepare(options)
     asked = DryRun(
         command=assigned(command),
         card=with_measured_context(card) if machine.calibration else card,
@@ -113,23 +113,36 @@ def variations_of(
         foretells=foretells,
         allowed=Allowed(writes=tuple(options.allow_writes or ()), network=options.allow_network),
     )
-    return [Variations(asked, tell)]
+    return [Variations(asked, _tell)]
 
 
-def _prepared(options: DryOptions) -> Callable[[str], None]:
-    """Look whether a snapshot can be kept, and fetch torch if asked; return what tells of it."""
+def _prepare(options: DryOptions) -> None:
+    """Look whether a snapshot can be kept, and fetch torch if asked."""
+    from trainer_plugins.planner.plan import PlanError
+
+    if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
+        raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
+    if options.dry_env:
+        fetch_now()
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def fetch_now() -> Path:
+    """Fetch torch's build for CUDA if the installed one is for CPUs; return its folder.
+
+    Raises:
+        PlanError: pip has failed.
+    """
     from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, fetch
     from trainer_plugins.planner.plan import PlanError
 
-    tell = partial(print, file=sys.stderr, flush=True)
-    if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
-        raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
     try:
-        if options.dry_env:
-            fetch(tell)
+        return fetch(_tell)
     except DryCudaUnavailable as error:
         raise PlanError(str(error)) from error
-    return tell
 
 
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}

@@ -33,7 +33,7 @@ def site_with_cuda() -> Path:
         return cached
     raise DryCudaUnavailable(
         f"the installed torch {_version_of(installed)} was built without CUDA:"
-        " `plan --dry-env -- COMMAND` fetches the build for CUDA (some 700 MB) and leaves the"
+        " `plan --dry-env` fetches the build for CUDA (some 700 MB) and leaves the"
         " installed one as it is"
     )
 
@@ -169,6 +169,6 @@ def _pip(site: Path, what: str) -> None:
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1:]
         raise DryCudaUnavailable(
-            f"pip could not fetch {what}: {''.join(why)}; where there is a network `plan --dry-env"
-            " -- COMMAND` fetches it, and TRAINER_PLUGINS_CACHE names a folder that both see"
+            f"pip could not fetch {what}: {''.join(why)}; where there is a network `plan --dry-env`"
+            " fetches it, and TRAINER_PLUGINS_CACHE names a folder that both see"
         )
