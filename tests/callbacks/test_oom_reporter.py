@@ -331,7 +331,6 @@ def test_what_was_planned_is_in_the_record(make_trainer, small, tmp_path) -> Non
         host_ram_bytes_per_node=0,
         moment="backward",
         breakdown={},
-        top_tensors=(),
         moments={},
         fits=True,
     )

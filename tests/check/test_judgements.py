@@ -81,7 +81,7 @@ def plan(
     return MemoryPlan(
         allocated_peak_bytes=allocated, reserved_peak_bytes=allocated, nvidia_smi_peak_bytes=allocated,
         host_ram_bytes_per_node=GIB, capacity_bytes=80 * GIB, moment="backward",
-        breakdown=breakdown or {}, top_tensors=(), moments={"backward": MomentPeak(allocated_bytes=1, reserved_bytes=1)},
+        breakdown=breakdown or {}, moments={"backward": MomentPeak(allocated_bytes=1, reserved_bytes=1)},
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
 

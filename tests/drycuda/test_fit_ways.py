@@ -21,7 +21,7 @@ _EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 _PLAN = MemoryPlan(
     allocated_peak_bytes=20 * GIB, reserved_peak_bytes=20 * GIB, nvidia_smi_peak_bytes=21 * GIB,
     host_ram_bytes_per_node=0, capacity_bytes=24 * GIB, moment="backward", breakdown={"activations": 15 * GIB, "logits and loss": 5 * GIB, "gradients": 8 * GIB, "optimizer states": 8 * GIB},
-    top_tensors=(), moments={"load": MomentPeak(allocated_bytes=GIB, reserved_bytes=GIB)},
+    moments={"load": MomentPeak(allocated_bytes=GIB, reserved_bytes=GIB)},
     num_parameters=8, num_trainable_parameters=8,
 )  # fmt: skip
 

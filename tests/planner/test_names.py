@@ -4,17 +4,8 @@ import json
 
 import pytest
 
-from trainer_plugins.planner import MemoryPlan, MomentPeak, TensorAtPeak
+from trainer_plugins.planner import MemoryPlan, MomentPeak
 
-TENSOR = TensorAtPeak(
-    num_bytes=512,
-    category="weights",
-    module="",
-    operation="aten::empty",
-    moment="load",
-    shape=(128,),
-    dtype="float32",
-)
 PLAN = MemoryPlan(
     allocated_peak_bytes=512,
     reserved_peak_bytes=1024,
@@ -22,7 +13,6 @@ PLAN = MemoryPlan(
     host_ram_bytes_per_node=0,
     moment="load",
     breakdown={"weights": 512},
-    top_tensors=(TENSOR,),
     moments={"load": MomentPeak(allocated_bytes=512, reserved_bytes=1024)},
 )
 
@@ -40,7 +30,3 @@ def test_a_plan_refuses_them(field, value, line):
     fields = json.loads(PLAN.to_json())
     with pytest.raises(ValueError, match=line):
         MemoryPlan.from_json(json.dumps({**fields, field: value}))
-    with pytest.raises(ValueError, match="'eval' is none of load"):
-        MemoryPlan.from_json(
-            json.dumps({**fields, "top_tensors": [{**fields["top_tensors"][0], "moment": "eval"}]})
-        )

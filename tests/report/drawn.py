@@ -16,7 +16,7 @@ from tests.explain.recorded import RecordedCard
 from tests.explain.test_snapshot import train
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.explain.snapshot import explain_snapshot
-from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal, TensorAtPeak
+from trainer_plugins.planner.plan import MemoryPlan, MomentPeak, Proposal
 from trainer_plugins.report.html import page as page_module
 from trainer_plugins.report.html.page import Page
 from trainer_plugins.report.html.snapshot_page import snapshot_page
@@ -129,14 +129,10 @@ def plan_of(points: Sequence[tuple[str, float]], gpu_gib: float = 24) -> MemoryP
     moment, peak, _ = max(timeline, key=lambda point: point[1])
     reserved = max(held for *_, held in timeline)
     short = reserved + GIB // 2 > gpu_gib * GIB
-    tensor = TensorAtPeak(
-        num_bytes=peak // 2, category="activations", module="model.layers.0.post_attention_layernorm",
-        operation="aten::_efficient_attention_forward", moment="forward", shape=(8, 1024, 512), dtype="float32",
-    )  # fmt: skip
     return MemoryPlan(
         allocated_peak_bytes=peak, reserved_peak_bytes=reserved, nvidia_smi_peak_bytes=reserved + GIB // 2,
         host_ram_bytes_per_node=GIB, capacity_bytes=int(gpu_gib * GIB), fits=not short, moment=moment,  # type: ignore[arg-type]
-        breakdown={"activations": peak // 2, "weights": peak - peak // 2}, top_tensors=(tensor,),
+        breakdown={"activations": peak // 2, "weights": peak - peak // 2},
         moments=peaks, timeline=timeline, context_bytes=GIB // 2, gpu="a card",  # type: ignore[arg-type]
         failed_request_bytes=GIB if short else None, failed_request="aten::mm" if short else None,
         planned={"model": "LlamaForCausalLM", "command": "trainer-plugins plan --model config.json"},

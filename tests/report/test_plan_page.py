@@ -48,9 +48,6 @@ def test_every_figure_is_on_the_page(written):
     page = Read(text)
     fields = json.loads(plan.to_json())
     del fields["timeline"], fields["host_process_bytes_per_node"]  # two that are there differ by it
-    for tensor in fields["top_tensors"]:
-        shape = tensor.pop("shape")
-        assert not shape or f"{tensor['dtype']}{shape}" in page.words
     assert _numbers(fields) <= page.figures
     assert plan.margin_bytes in page.figures
     for words in (

@@ -128,7 +128,6 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         fails_on_less=result.smallest.fails_on_less if result.smallest else None,
         moment=at,
         breakdown=_breakdown(result, moments[at].allocated_bytes),
-        top_tensors=(),
         groups_at_peak=tuple(_groups(result)),
         moments=moments,
         num_flushes=fullest["num_retries"],

@@ -6,7 +6,6 @@ from trainer_plugins.planner.plan import (
     MomentPeak,
     NotPredicted,
     PlanError,
-    TensorAtPeak,
 )
 
 __all__ = [
@@ -16,6 +15,5 @@ __all__ = [
     "MomentPeak",
     "NotPredicted",
     "PlanError",
-    "TensorAtPeak",
     "calibrate",
 ]

@@ -53,19 +53,6 @@ class NotPredicted(PlanError):  # noqa: N818 - what it says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorAtPeak:
-    """Describes one storage that is allocated at the peak."""
-
-    num_bytes: int
-    category: Category
-    module: str  # the name of the module that made it; empty if none did
-    operation: str  # the operation that made it, as torch names it: `aten::mm`
-    moment: Moment
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtPeak:
     """Describes equal storages at the peak: one size, one use, one part of the model."""
 
@@ -181,7 +168,6 @@ class MemoryPlan:
     fits: bool | None = None
     moment: Moment  # the moment of the allocated peak
     breakdown: Mapping[Category, int]  # at the allocated peak; adds up to it
-    top_tensors: tuple[TensorAtPeak, ...]  # the ten largest at the allocated peak
     moments: Mapping[Moment, MomentPeak]  # the peak of each moment of the run
     # the smallest card on which the run completes, by releasing its cache; None if unknown
     smallest_card_bytes: int | None = None
