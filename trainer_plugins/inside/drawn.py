@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from trainer_plugins.allocator.model import MIN_BLOCK_BYTES
 from trainer_plugins.inside.named import numbered
 
 _MOST_POINTS = 400
@@ -29,7 +30,8 @@ def timeline_of(
     points: list[tuple[str, int, int]] = []
     allocated = reserved = now = in_point = 0
     for event in events:
-        allocated += _ALLOCATED.get(event["action"], 0) * event["size"]
+        blocks = -(-event["size"] // MIN_BLOCK_BYTES)  # an event has what was asked for
+        allocated += _ALLOCATED.get(event["action"], 0) * blocks * MIN_BLOCK_BYTES
         reserved += _RESERVED.get(event["action"], 0) * event["size"]
         while now + 1 < len(moments) and moments[now + 1][0] <= event.get("time_us", 0):
             now += 1
