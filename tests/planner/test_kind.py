@@ -41,17 +41,14 @@ def test_the_launch_decides_what_divides_the_work(monkeypatch, changed, wrapper)
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     found = kind(replace(request(tiny()), **changed))
     assert found.wrapper is wrapper
-    assert found.is_alone == (wrapper is Wrapper.ONE_CARD)
     assert cards_of_a_row(found.sizes) == (2 if wrapper is Wrapper.TENSOR_PARALLEL else 1)
 
 
 FACTS = (
     "evaluates",
     "saves",
-    "resumes",
     "is_quantised",
     "is_streamed",
-    "has_liger",
     "trains_on_completions",
 )
 
@@ -60,14 +57,13 @@ FACTS = (
     ("args", "source", "true"),
     [
         ({"save_strategy": "no", "save_only_model": True}, {}, set()),
-        ({}, {}, {"saves", "resumes"}),
+        ({}, {}, {"saves"}),
         ({"do_eval": True, "save_only_model": True}, {}, {"evaluates", "saves"}),
         (
             {"save_strategy": "no", "save_only_model": True, "optim": "paged_adamw_8bit"},
             {"quantisation": {"load_in_4bit": True}},
             {"is_quantised"},
         ),
-        ({"use_liger_kernel": True}, {}, {"saves", "resumes", "has_liger"}),
     ],
 )
 def test_the_arguments_and_the_source_decide_about_the_rest(args, source, true):

@@ -39,16 +39,9 @@ class Kind:
     optimizer: str  # the optimizer, as in `--optim adamw_torch`
     is_quantised: bool  # whether bitsandbytes may have quantised the base
     is_streamed: bool
-    has_liger: bool
     trains_on_completions: bool  # generates what it trains on, as TRL's GRPO and RLOO
     evaluates: bool
     saves: bool
-    resumes: bool
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether one card does everything."""
-        return self.wrapper is Wrapper.ONE_CARD and not self.sizes
 
 
 def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
@@ -57,7 +50,6 @@ def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
     # the Trainer's arguments win over a launcher's
     deepspeed = args.deepspeed or request.deepspeed
     sizes = sizes_of(request, args)
-    was_replaced = isinstance(source, TrainerSource) and bool(source.replaced)
     return Kind(
         wrapper=_wrapper(request, args, deepspeed, sizes),
         deepspeed=deepspeed,
@@ -65,11 +57,9 @@ def kind_of(request: PlanRequest, args: HfArguments) -> Kind:
         optimizer=text_of(args.optim),
         is_quantised=is_quantised(source),
         is_streamed=request.resident_layers is not None,
-        has_liger=args.use_liger_kernel or was_replaced,
         trains_on_completions=hasattr(args, "steps_per_generation"),
         evaluates=text_of(args.eval_strategy).lower() != "no" or args.do_eval,
         saves=text_of(args.save_strategy).lower() != "no",
-        resumes=not args.save_only_model,
     )
 
 

@@ -33,7 +33,6 @@ Category = Literal[
 ]  # what memory is used for, in the breakdown at the peak
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order in which a run has them
-CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 def peak_until_resume(peaks: Mapping[Moment, int]) -> int:

@@ -41,20 +41,6 @@ def argument_names(trainer: str | None = None) -> frozenset[str]:
     return names | _fields_in("trl", files)
 
 
-@functools.cache
-def optimizer_names() -> frozenset[str]:
-    """Return what `optim` of the installed TrainingArguments takes; none if it is not found."""
-    return frozenset(
-        line.value.value
-        for each in _classes_in("transformers", _FILES[:1])
-        if each.name == "OptimizerNames"
-        for line in each.body
-        if isinstance(line, ast.Assign)
-        and isinstance(line.value, ast.Constant)
-        and isinstance(line.value.value, str)
-    )
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the name that was meant: one that means the same, or of which this is a slip.
 

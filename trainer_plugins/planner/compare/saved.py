@@ -125,11 +125,6 @@ def explain(
     return as_it_is, tuple(_saved(change, as_it_is, found[change]) for change in changes)
 
 
-def turned(run: PlanRequest, change: Switch) -> PlanRequest:
-    """Return the run with a change."""
-    return change.turn(run)
-
-
 def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     # the unified name is the last one, if this torch reads it
     variable = names_read(gather_machine(environ))[-1]
