@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drycuda.scripts import TRAINS, place
 from tests.models import SMALL_GPT2
 
 WITHOUT_TORCH = """
@@ -67,7 +68,7 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
         (("--accelerate-config", "/nowhere.yaml"), "cannot be read"),
         (("--model", "/nowhere"), "no config of a model at /nowhere"),
         (("--gpu", "h1000"), "no card is named"),
-        (("8",), "without a name"),
+        (("8",), "cannot run 8: No such file or directory"),
         (("--batch-size", "8"), "knows --batch_size: is it --per-device-train-batch-size?"),
         (("--bf61", "True"), "knows --bf61: is it --bf16?"),
     ],
@@ -81,19 +82,15 @@ def test_bad_input_is_one_line(arguments, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_pasted_command_is_checked_by_its_flags(tmp_path: Path) -> None:
-    config = {**SMALL_GPT2, "architectures": ["GPT2LMHeadModel"], "vocab_size": 2_000_000}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    launch = ("CUDA_VISIBLE_DEVICES=0", "accelerate", "launch", "--num_processes", "1", "train.py")
-    flags = ("--per_device_train_batch_size", 64, "--max_length", 128, "--output_dir", tmp_path)
-    model = ("--model_name_or_path", tmp_path)
+def test_a_command_is_run_on_a_dry_card_and_its_arguments_are_checked(tmp_path: Path) -> None:
+    place(tmp_path, TRAINS.replace("bf16=True", "bf16=True, auto_find_batch_size=True"))
+    train = (sys.executable, tmp_path / "train.py", tmp_path / "model", tmp_path / "out")
 
-    done = check("--gpu", "24GiB", "--json", "--", *launch, *model, *flags)
+    done = check("--gpu", "600MiB", "--json", "--", *train)
 
     assert done.returncode == 3, done.stderr
-    assert "plan-does-not-fit" in codes(done.stdout)
-    assert "read from the command's flags, it is not run" in done.stderr
-    assert check("--", *launch, *flags).returncode == 2
+    assert {"plan-does-not-fit", "auto-find-batch-size"} <= codes(done.stdout)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.all

@@ -74,7 +74,8 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
     has_limit = run.card != NO_CARD and not run.card.is_unified
     unlimited = replace(run.card, capacity_bytes=NO_CARD.capacity_bytes)
     if run.request is None:
-        tell(f"planning: running the command on a dry {run.card.name}")
+        card = "a dry card" if run.card == NO_CARD else f"a dry {run.card.name}"
+        tell(f"planning: running the command on {card}")
     if run.foretells or not has_limit:
         result = ran(replace(run, card=unlimited), tell)
         if result.smallest is not None or not has_limit:

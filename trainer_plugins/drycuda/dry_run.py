@@ -184,6 +184,8 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
 
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
+    if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
+        raise PlanError(f"{_file_under_import()} plans in a dry run, which is a plan already")
     try:
         provide(tell)
         made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
@@ -198,6 +200,14 @@ def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
         else:
             return _resumed(run, result, dry, tell)
     return ran(run, tell)  # on libraries that have the package's names too
+
+
+def _file_under_import() -> str:
+    """Return the file that is run, or imported, where that asks for a plan."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def _fetched(error: str, tell: Callable[[str], None]) -> bool:

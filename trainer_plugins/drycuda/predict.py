@@ -1,7 +1,6 @@
 """Predicts runs on dry cards, for this process and for whoever calls `plan_run`."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -94,8 +93,6 @@ def predict_one(
     tell: Callable[[str], None] = lambda text: None,
 ) -> MemoryPlan:
     """Predict one run, with what would make it fit if the request asks for that."""
-    if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
-        raise PlanError(f"{_file_under_import()} plans in a dry run, which is a plan already")
     variations = Variations(dry_run_of(request, timeout_seconds), tell)
     return variations.proposals() if request.proposes else variations.plan
 
@@ -113,11 +110,3 @@ def _plan_or_error(request: PlanRequest, until: float) -> MemoryPlan | PlanError
         return predict_one(request, max(1, until - time.monotonic()))
     except PlanError as error:
         return error
-
-
-def _file_under_import() -> str:
-    """Return the file that is run, or imported, where that asks for a plan."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame.f_code.co_filename
