@@ -51,7 +51,7 @@ def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
         "hydra_plugins/trainer_plugins_searchpath/__init__.py",
         "trainer_plugins/testing/nvml/nvml.c",
         "trainer_plugins/testing/simgpu/backend.cpp",
-        "trainer_plugins/planner/pretend/fake_cuda.cpp",
+        "trainer_plugins/drycuda/card/host.cpp",
         "trainer_plugins/report/html/parts.html.jinja",
         "trainer_plugins/report/html/style.css",
         "trainer_plugins/cli/schemas/explain.json",
