@@ -272,7 +272,7 @@ def test_a_plan_survives_json(outcomes):
             "nvidia_smi_peak_bytes",
             "host_ram_bytes_per_node",
         ),
-        *("capacity_bytes", "fits", "moment", "breakdown", "not_predicted"),
+        *("capacity_bytes", "fits", "moment", "breakdown", "not_reliable"),
     } <= set(flat)
     with pytest.raises(ValueError, match="not a memory plan"):
         MemoryPlan.from_json("{}")

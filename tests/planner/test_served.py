@@ -94,8 +94,10 @@ def test_a_base_that_is_streamed_waits_in_main_memory(quantisation) -> None:
 
 
 def test_a_streamed_base_that_is_trained_is_refused() -> None:
-    with pytest.raises(PlanError, match="none of its 1 layers has frozen weights"):
-        predict_one(replace(request(tiny(), sequence_length=LENGTH), resident_layers=1))
+    with pytest.raises(PlanError, match="none of its 2 layers has frozen weights"):
+        predict_one(
+            replace(request(tiny(num_hidden_layers=2), sequence_length=LENGTH), resident_layers=1)
+        )
 
 
 def test_an_evaluation_a_save_and_a_resumption_have_peaks_of_their_own() -> None:

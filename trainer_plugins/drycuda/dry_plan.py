@@ -25,6 +25,7 @@ from trainer_plugins.planner.plan import (
     part_of,
     peak_until_resume,
 )
+from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.planner.tried import known_error, untried
 from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import size
@@ -132,7 +133,11 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         groups_at_peak=tuple(_groups(result)),
         moments=moments,
         num_flushes=fullest["num_retries"],
-        not_reliable=(*untried(fullest["versions"]), *_unreliable(fullest)),
+        not_reliable=(
+            *untried(fullest["versions"]),
+            *_not_sent(run.request),
+            *_unreliable(fullest),
+        ),
         assumptions=tuple(_assumptions(fullest, run)),
         gpu=card.name,
         num_gpus=max(run.num_cards, world_size),
@@ -270,6 +275,15 @@ def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
             moment=born,
             dtype="",
         )
+
+
+def _not_sent(request: PlanRequest | None) -> Iterator[str]:
+    """Say what of a Trainer the dry run did not have."""
+    if request is None or not isinstance(request.source, TrainerSource):
+        return
+    yield from request.source.unread
+    if names := ", ".join(request.source.left_out):
+        yield f"attributes of the Trainer that cannot be pickled were left out: {names}"
 
 
 def _unreliable(seen: Mapping[str, Any]) -> Iterator[str]:

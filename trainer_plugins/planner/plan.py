@@ -174,7 +174,6 @@ class MemoryPlan:
     num_flushes: int = 0  # how often a full card releases its cache (`num_alloc_retries`)
     failed_request_bytes: int | None = None  # of the allocation that fails; None if the run fits
     failed_request: str | None = None  # its operation, module and moment
-    not_predicted: tuple[str, ...] = ()  # memory of the run that this plan leaves out
     not_reliable: tuple[str, ...] = ()  # figures that are less reliable than usual, and why
     assumptions: tuple[str, ...] = ()  # of the planner, where the input says nothing
     known_error: str = ""  # how far earlier plans were from measured figures

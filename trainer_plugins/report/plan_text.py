@@ -23,8 +23,6 @@ def brief_report(plan: MemoryPlan) -> RenderableType:
         parts.append(_labelled("Planned", _listed(shown)))
     parts.append(_labelled("Peak", filled_by(plan)))
     parts += _what_to_do(plan)
-    if plan.not_predicted:
-        parts.append(_labelled("Without", "; ".join(plan.not_predicted)))
     num = len(plan.assumptions) + len(plan.not_reliable)
     assumed = f"{num} assumption{'s' if num != 1 else ''}: --verbose" if num else "all: --verbose"
     sure = f"{plan.known_error}; {assumed}" if plan.known_error else assumed
@@ -40,7 +38,6 @@ def plan_report(plan: MemoryPlan) -> RenderableType:
         parts.append(to_paste(f"Again: {plan.planned['command']}"))
     parts += [_figures(plan), _breakdown(plan), _moments(plan), _tensors(plan)]
     for heading, lines in (
-        ("Not predicted", plan.not_predicted),
         ("Less reliable", plan.not_reliable),
         ("Assumed", plan.assumptions),
         ("Known error", (plan.known_error,) if plan.known_error else ()),

@@ -19,17 +19,13 @@ def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     trainer = _revived(_loads(source.trainer), source.device_map, build)
     batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
-    said = [*source.unread]
-    if source.left_out:
-        names = ", ".join(source.left_out)
-        said.append(f"attributes of the Trainer that cannot be pickled were left out: {names}")
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: copied(batch),
         make_evaluation_batch=(lambda: copied(evaluation)) if evaluation is not None else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=bool(build.has_padding),
-        assumptions=said,
+        assumptions=[],
     )
 
 
