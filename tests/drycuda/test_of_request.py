@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.all, pytest.mark.usefixtures("cuda_b
 NOTEBOOK = """
 import sys
 import contextlib
+import dataclasses
+import functools
+import threading
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -35,12 +38,28 @@ class Padding:
         ids = pad("input_ids")
         return {"input_ids": ids, "labels": pad("labels"), "attention_mask": (ids > 0).long()}
 
+lock, log = threading.Lock(), open("log", "w")
+
+@dataclasses.dataclass
+class Factor:
+    number: int = dataclasses.field(default=2)
+
 class Twice(Trainer):
+    factor = Factor()
+
+    @functools.cached_property
+    def times(self):
+        return self.factor.number
+
     def compute_loss(self, model, inputs, return_outputs=False, **_):
+        if self.is_logged:
+            with lock:
+                log.write("a step")
         with contextlib.suppress(OSError):
             open("written", "w").close()
         made = model(**inputs)
-        return (2 * made.loss, made) if return_outputs else 2 * made.loss
+        loss = self.times * made.loss
+        return (loss, made) if return_outputs else loss
 
 args = TrainingArguments(
     "out", per_device_train_batch_size=3, eval_strategy="epoch", save_strategy="no",
@@ -49,6 +68,7 @@ args = TrainingArguments(
 trainer = Twice(
     model=model, args=args, train_dataset=rows, eval_dataset=rows, data_collator=Padding()
 )
+trainer.is_logged, trainer.log = False, log
 with open("plan.json", "w") as file:
     file.write(plan_run(trainer, gpu="24GiB").to_json())
 print(trainer.state.global_step, sum(each.numel() for each in model.parameters()))
@@ -130,6 +150,7 @@ def test_a_trainer_of_a_notebook_is_run_on_the_dry_card(folder: Path) -> None:
     assert dry.planned["rows"].startswith("3 at once x 1 x 1 GPU")
     assert {"backward", "evaluation"} <= dry.moments.keys()
     assert dry.num_parameters == int(done.stdout.split()[-1])
+    assert "attributes of the Trainer that cannot be pickled were left out: log" in dry.not_reliable
 
 
 def test_where_a_fork_is_not_safe_a_new_python_gives_the_same_answer(folder: Path) -> None:

@@ -1,14 +1,17 @@
 """Send a Trainer and its batches to another process: shapes, dtypes, shared storages, no bytes."""
 
+import dataclasses
+import functools
 import io
 import pickle
+from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.nn.utils import parametrize
 
 from trainer_plugins.planner.rehearse import rollout
-from trainer_plugins.planner.rehearse.by_value import ByValue
 from trainer_plugins.streaming.stream import Stream, stream_of
 
 _LEFT_HERE = frozenset(
@@ -47,6 +50,12 @@ _OF_ACCELERATE = _FORWARDS | {"_hf_hook", "to", "cuda"}
 # what a value raises that cannot be pickled
 _NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError)
 
+_MARKS = {
+    id(getattr(dataclasses, name)): name
+    for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+    if hasattr(dataclasses, name)
+}  # markers that dataclasses compares by identity
+
 
 def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     """Pickle what a rehearsal needs of a Trainer; name the attributes that cannot be pickled."""
@@ -64,9 +73,7 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     }
     if "reward_funcs" in others:  # the user's functions are not called
         others["reward_funcs"] = rollout.models_of(trainer)
-    left_out = tuple(
-        name for name, value in others.items() if not _can_be_sent(value, ByValue(_can_be_sent))
-    )
+    left_out = tuple(name for name, value in others.items() if not _can_be_sent(value))
     sent = {name: value for name, value in others.items() if name not in left_out}
     return dumps({**essential, "others": sent}, stream_of(trainer.model)), left_out
 
@@ -78,28 +85,26 @@ def _bare_optimizer(trainer: Any) -> torch.optim.Optimizer | None:
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
-    """Pickle a value with shapes instead of tensors; `stream` has weights without bytes here."""
-    by_value = ByValue(_can_be_sent)
-    try:
-        return _dumps(value, by_value, stream)
-    except _NOT_SENDABLE as error:
-        last = by_value.last_class
-        where = f" (the last class of the script that was sent is {last})" if last else ""
-        raise pickle.PicklingError(f"{error}{where}") from error
+    """Pickle a value with shapes instead of tensors; `stream` has weights without bytes here.
 
-
-def _dumps(value: object, by_value: ByValue, stream: Stream | None = None) -> bytes:
+    Classes and functions that another process cannot import go by their content, as cloudpickle
+    sends them. What they refer to and cannot be pickled, a lock or a file, is a hole there.
+    """
     file = io.BytesIO()
-    _Pickler(file, by_value, stream).dump(value)
+    try:
+        _Pickler(file, stream).dump(value)
+    except _NOT_SENDABLE as error:
+        raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
 
 
-def _can_be_sent(value: object, by_value: ByValue) -> bool:
+def _can_be_sent(value: object) -> bool:
+    pickler = _Pickler(io.BytesIO(), None)
     try:
-        _dumps(value, by_value)
+        pickler.dump(value)
     except _NOT_SENDABLE:
         return False
-    return True
+    return not pickler.has_holes
 
 
 def loads(content: bytes) -> Any:
@@ -111,10 +116,14 @@ def loads(content: bytes) -> Any:
         _storages.clear()
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, by_value: ByValue, stream: Stream | None) -> None:
+class _Hole:
+    """Stands for what cannot be pickled."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
+    def __init__(self, file: io.BytesIO, stream: Stream | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._by_value, self._stream = by_value, stream
+        self._stream, self.has_holes = stream, False
         self._without_bytes: list[torch.Tensor] = []
 
     def reducer_override(self, value: object) -> Any:
@@ -141,7 +150,20 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
             return _new_module, (kind,), vars(value), None, None, _parametrized
-        return self._by_value.reduce(value)
+        if id(value) in _MARKS:
+            return getattr, (dataclasses, _MARKS[id(value)])
+        if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
+            return functools.cached_property, (value.func,), {"attrname": value.attrname}
+        if isinstance(value, (type, FunctionType)):
+            return super().reducer_override(value)
+        try:
+            reduce = self.dispatch_table.get(type(value))
+            return reduce(value) if reduce else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except _NOT_SENDABLE:
+            if isinstance(value, torch.nn.Module):
+                raise
+            self.has_holes = True
+            return _Hole, ()
 
     def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":
         if self._stream is not None:
