@@ -147,7 +147,6 @@ def test_the_help_of_plan_begins_with_what_most_need() -> None:
     first = text.split("╭─ Most used")[1].split("╰")[0]
     assert re.findall(r"│ (--[\w-]+)", first) == [
         "--model",
-        "--config",
         "--seq-length",
         "--lora-r",
         "--load-in-4bit",

@@ -68,6 +68,7 @@ SUMMARIES: Mapping[str, str] = {
 class Said(NamedTuple):
     """Holds a sentence with names in braces, and what they stand for; None is not known.
 
+    >>> from trainer_plugins.units import GIB
     >>> str(said("{num_rows} rows of {row_bytes} in {where}", num_rows=2, row_bytes=GIB, where="a"))
     '2 rows of 1.00 GiB in a'
     """
