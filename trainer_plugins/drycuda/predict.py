@@ -1,4 +1,4 @@
-"""Predicts runs on dry cards, for this process and for whoever calls `plan_run`."""
+"""Predicts runs on dry cards, for this process and for code that calls `plan_run`."""
 
 import os
 import time

@@ -1,6 +1,6 @@
 """What would only take time is not done: initialisation, and what is written to main memory.
 
-Main memory that nobody writes to takes none: states of hundreds of GiB can be offloaded here.
+Main memory that is not written to takes none: states of hundreds of GiB can be offloaded here.
 """
 
 import functools
