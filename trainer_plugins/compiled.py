@@ -34,6 +34,12 @@ def cache_folder() -> Path:
     return caches / "trainer_plugins"
 
 
+def package_site() -> Path:
+    """Return the folder for packages that are fetched where they are not installed."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return cache_folder().absolute() / "packages" / f"python{python}"
+
+
 def cpp_compiler() -> str | None:
     """Return the command of a C++ compiler, $CXX if set; None if there is none."""
     installed = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
@@ -43,16 +49,19 @@ def cpp_compiler() -> str | None:
 def plain_compiler(language: Literal["cc", "c++"]) -> list[str]:
     """Return the command of a compiler for code that is linked to no C++ library; empty if none.
 
-    Besides an installed one that may be zig, which the package `ziglang` brings: it has a C++
-    library of its own, so nothing that calls torch's C++ can be compiled by it.
+    Besides an installed one that may be zig, of the package `ziglang`, which was installed or
+    fetched. Its C++ library is its own, so it can compile nothing that calls torch's C++.
     """
     if language == "c++":
         installed = (cpp_compiler() or "").split()
     else:
         installed = [each for each in map(shutil.which, ("cc", "gcc", "clang")) if each][:1]
-    if installed or not find_spec("ziglang"):
+    if installed:
         return installed
-    return [sys.executable, "-m", "ziglang", language]
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", language]
+    fetched = package_site() / "ziglang" / "zig"
+    return [str(fetched), language] if fetched.is_file() else []
 
 
 def fingerprint(*parts: str | bytes) -> str:

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from tests import processes
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.cli import app
+from trainer_plugins.compiled import package_site, plain_compiler
 from trainer_plugins.drycuda import unavailable_reason
+from trainer_plugins.drycuda.cuda_build import fetch, site_with_cuda
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.snapshot.cards import Card, Event, Segment
 from trainer_plugins.units import MIB
@@ -91,19 +93,44 @@ def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
         assert (found and found.room_bytes) == room
 
 
-def wheel_of_torch(folder: Path, library: str) -> None:
-    """A wheel of the installed torch's version that holds a single library."""
-    version = torch.__version__.partition("+")[0]
-    about = f"torch-{version}.dist-info"
+VERSION = torch.__version__.partition("+")[0]
+
+
+def wheel(folder: Path, package: str, version: str, file: str) -> None:
+    """A wheel that holds a single file."""
+    about = f"{package}-{version}.dist-info"
     files = {
-        f"torch/lib/{library}": "",
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+        f"{package}/{file}": "",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in files)
-    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as made:
         for name, text in files.items():
-            wheel.writestr(name, text)
+            made.writestr(name, text)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_where_no_compiler_is_installed_one_is_fetched(tmp_path: Path, monkeypatch) -> None:
+    torchs = site_with_cuda()
+    for name, value in {
+        "TRAINER_PLUGINS_CACHE": str(tmp_path),
+        "PATH": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "torch-for-cuda").symlink_to(torchs.parent)
+    wheel(tmp_path, "ziglang", "0.17.1", "zig")
+    said: list[str] = []
+    assert plain_compiler("c++") == []
+    assert fetch(said.append) == tmp_path / "torch-for-cuda" / torchs.name
+    assert ["fetching ziglang" in line for line in said] == [True]
+    assert plain_compiler("c++") == [str(package_site() / "ziglang" / "zig"), "c++"]
+    fetch(said.append)
+    assert len(said) == 1, "once"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
@@ -128,14 +155,14 @@ def test_two_that_fetch_at_once_fetch_it_once_and_a_broken_fetch_leaves_nothing(
         ]
         return [each.communicate()[0].decode() for each in both]
 
-    wheel_of_torch(tmp_path, "libtorch_cpu.so")
+    wheel(tmp_path, "torch", VERSION, "lib/libtorch_cpu.so")
     for said in fetched():
         assert "pip found no build for CUDA of torch" in said
     assert [each for each in cache.rglob("*") if each.is_file()] == []
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    left = cache / "torch-for-cuda" / f"{torch.__version__.partition('+')[0]}-python{python}" / "x"
+    left = cache / "torch-for-cuda" / f"{VERSION}-python{python}" / "x"
     left.mkdir(parents=True)
-    wheel_of_torch(tmp_path, "libtorch_cuda.so")
+    wheel(tmp_path, "torch", VERSION, "lib/libtorch_cuda.so")
     assert sorted("fetching torch" in said for said in fetched()) == [False, True]
     assert [*cache.rglob("libtorch_cuda.so")] == [left.parent / "torch/lib/libtorch_cuda.so"]
     assert not left.exists()

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer_plugins.compiled import cache_folder, locked
+from trainer_plugins.compiled import cache_folder, locked, package_site, plain_compiler
 
 _TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
 
@@ -59,10 +59,18 @@ def fetch(tell: Callable[[str], None]) -> Path:
     """Fetch the build for CUDA of the installed version into the cache, unless it is here.
 
     pip takes torch and triton from where it takes all else; the libraries of CUDA are not fetched.
+    Where no C++ compiler is installed, the package `ziglang` is fetched, which is one.
 
     Raises:
         DryCudaUnavailable: pip has failed; its last line is in the text.
     """
+    site = _fetch_torch(tell)
+    if not plain_compiler("c++"):
+        fetch_package(_COMPILER, tell)
+    return site
+
+
+def _fetch_torch(tell: Callable[[str], None]) -> Path:
     installed = _installed()
     if _is_for_cuda(installed):
         return installed
@@ -83,15 +91,11 @@ def fetch(tell: Callable[[str], None]) -> Path:
 PACKAGES = {"bitsandbytes": "some 60 MB", "liger_kernel": "1 MB"}
 """Packages whose own code a plan of a request runs, as imported, with their sizes."""
 
-
-def package_site() -> Path:
-    """Return the folder for those of `PACKAGES` that are not installed."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return cache_folder().absolute() / "packages" / f"python{python}"
+_COMPILER = "ziglang"
 
 
 def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
-    """Fetch one of `PACKAGES`, without what it requires; False if it is here, or must not be.
+    """Fetch a package without what it requires; False if it is here, or must not be fetched.
 
     Raises:
         DryCudaUnavailable: pip has failed; its last line is in the text.
@@ -103,7 +107,8 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
     with locked(site):
         if (site / name).is_dir():
             return False
-        tell(f"dry card: fetching {name} ({PACKAGES[name]}, once for all projects) into {site}")
+        num_bytes = PACKAGES.get(name, "some 90 MB")
+        tell(f"dry card: fetching {name} ({num_bytes}, once for all projects) into {site}")
         with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
             _pip(Path(folder), name.replace("_", "-"))
             for each in Path(folder).iterdir():

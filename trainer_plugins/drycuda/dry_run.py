@@ -17,12 +17,12 @@ import psutil
 
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
+from trainer_plugins.compiled import package_site
 from trainer_plugins.drycuda.command import ended, ended_fork
 from trainer_plugins.drycuda.cuda_build import (
     PACKAGES,
     DryCudaUnavailable,
     fetch_package,
-    package_site,
     provide,
 )
 from trainer_plugins.drycuda.dry_cuda import DryCuda

@@ -14,16 +14,19 @@ from trainer_plugins.compiled import (
     cache_folder,
     compiled_once,
     fingerprint,
+    package_site,
     plain_compiler,
 )
 from trainer_plugins.drycuda.card.needs import Library, defined_in, linked_to, needs_of
-from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, package_site, site_with_cuda
+from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 _SOURCES = Path(__file__).parent
 _CARD_FILE = _SOURCES.parent.parent / "testing" / "card_file.h"
 _TIMEOUT_SECONDS = 600
 _CORE = "libdrycuda.so"
-NO_COMPILER = "the dry card needs a C++ compiler: pip install ziglang, install g++ or set CXX"
+NO_COMPILER = (
+    "the dry card needs a C++ compiler: `plan --dry-env` fetches one; or install g++, or set CXX"
+)
 WALL = "libdrywall.so"
 
 _OURS = {
