@@ -177,9 +177,7 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
     lines: list[Text] = []
     if plan.proposals:
         rows = "the rows between optimizer steps stay the same"
-        # A command was run with each, in full; that plan also knows its smallest card.
-        how = ", predicted from a few layers" if plan.smallest_card_bytes is None else ""
-        lines.append(Text(f"These would fit{how}; {rows}:", style="bold"))
+        lines.append(Text(f"These would fit; {rows}:", style="bold"))
     for each in plan.proposals:
         numbers = f"{size(each.nvidia_smi_peak_bytes)}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 # others (int8 of bitsandbytes, DTensor, torchao) keep other tensors with the weight
 _KINDS = ("Parameter", "Params4bit")
@@ -57,10 +56,9 @@ def _of(model: Any, getter: str) -> list[nn.Module]:
 
 def is_streamable(weight: nn.Parameter) -> bool:
     """Return whether a weight is a frozen matrix of a known kind."""
-    is_known = type(weight).__name__ in _KINDS or isinstance(weight, FakeTensor)
     is_quantised = getattr(weight, "bnb_quantized", True)  # if not, its first move does that
     return (
-        is_known
+        type(weight).__name__ in _KINDS
         and not weight.requires_grad
         and weight.ndim > 1
         and weight.dtype != torch.int8

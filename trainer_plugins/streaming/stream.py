@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from trainer_plugins.streaming.guard import Guarded, guarded
 from trainer_plugins.streaming.layers import frozen_weights
@@ -248,7 +247,7 @@ class Stream:
         for one in shown:
             self._weights[id(one)] = Weight(one, self._device, pins)
             kind = type(one)
-            if isinstance(one, nn.Parameter) and not isinstance(one, FakeTensor):
+            if isinstance(one, nn.Parameter):
                 if kind not in self._guards:
                     self._guards[kind] = guarded(kind, self)
                 one.__class__ = self._guards[kind]

@@ -1,7 +1,6 @@
 """Keep one frozen weight: in main memory always, on the card sometimes."""
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Weight:
@@ -24,9 +23,6 @@ class Weight:
         nothing = float("nan") if value.is_floating_point() else 0
         one = torch.full((1,), nothing, dtype=value.dtype, device=device)
         self._away = one.expand(value.shape)
-        self._is_swapped = not isinstance(value, FakeTensor)  # fake tensors have no bytes to read
-        if not self._is_swapped:
-            shown.data = self.on_card
         del value
         self.drop()
         self._num_holders = 0  # without other code's; 0 until it was filled once
@@ -62,9 +58,8 @@ class Weight:
         self.on_card = self.host
 
     def _show(self, value: torch.Tensor) -> None:
-        if self._is_swapped:
-            with torch._C.DisableTorchFunctionSubclass():  # not by way of `guard.py`
-                self.shown.data = value
+        with torch._C.DisableTorchFunctionSubclass():  # not by way of `guard.py`
+            self.shown.data = value
 
     def write_back(self) -> None:
         """Keep what was written to the weight on the card."""
@@ -75,7 +70,7 @@ def _is_alone(value: torch.Tensor) -> bool:
     """Return whether a tensor fills its storage, and only its parameter shares it."""
     storage = value.untyped_storage()
     is_whole = storage.nbytes() == value.numel() * value.element_size()
-    return is_whole and (isinstance(value, FakeTensor) or _num_holders(value) == 2)
+    return is_whole and _num_holders(value) == 2
 
 
 def _num_holders(tensor: torch.Tensor) -> int:
