@@ -121,10 +121,17 @@ def explain_refusal(log: str) -> str:
     does = next((does for words, does in _REFUSALS.items() if re.search(words, log)), None)
     if does is None:
         return ""
+    others = (
+        "site-packages",
+        "/lib/python",
+        "<",
+        str(cache_folder()),
+        str(Path(__file__).parents[1]),
+    )
     lines = [
         f"{place}:{number}"
         for place, number in _SCRIPT_LINE.findall(log)
-        if "site-packages" not in place and "/lib/python" not in place and "<" not in place
+        if not any(each in place for each in others)
     ]
     where = f" (at {lines[-1]})" if lines else ""
     return f" -- a dry run {does}{where}"
