@@ -35,7 +35,7 @@ from trainer_plugins.units import size
 
 _EVALUATES = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
-_MOST_OF_THE_PLANS_TIME = 1.5  # no proposal is begun after this part of it
+_MOST_OF_THE_PLANS_TIME = 1.5  # no second proposal is looked for after this part of it
 
 
 class Variations:
@@ -261,7 +261,7 @@ class Variations:
     ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
         """Yield changes, rows and a plan that fits, and say of the others what is missing."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
-        useless: list[Switch] = []
+        useless, has_found = list[Switch](), False
         short = self.plan if sizes == [self._now] and () in ways else None
         if short is not None:
             failed.append(self._missing(sizes[0], short))
@@ -274,7 +274,7 @@ class Variations:
             if lacking := self._lacks(changes, short, sizes[0]):
                 failed.append(f"{words}: at least {size(lacking)} short")
                 continue
-            if time.monotonic() > until:
+            if has_found and time.monotonic() > until:
                 return
             try:
                 rows, tried = self._most_rows(changes, sizes, in_full=False)
@@ -282,6 +282,7 @@ class Variations:
                 failed.append(f"{words}: {error}")
                 continue
             if self._is_safe(tried):
+                has_found = True
                 yield changes, rows, tried
                 continue
             if all(each.subject == "evaluation" for each in changes):
