@@ -88,10 +88,11 @@ def _fetch_torch(tell: Callable[[str], None]) -> Path:
     return site
 
 
-PACKAGES = {"bitsandbytes": "some 60 MB", "liger_kernel": "1 MB"}
-"""Packages whose own code a plan of a request runs, as imported, with their sizes."""
+PACKAGES = ("bitsandbytes", "liger_kernel")
+"""Packages whose own code a plan of a request runs, as imported."""
 
 _COMPILER = "ziglang"
+_SIZES = {"bitsandbytes": "some 60 MB", "liger_kernel": "1 MB", _COMPILER: "some 90 MB"}
 
 
 def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
@@ -107,8 +108,7 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
     with locked(site):
         if (site / name).is_dir():
             return False
-        num_bytes = PACKAGES.get(name, "some 90 MB")
-        tell(f"dry card: fetching {name} ({num_bytes}, once for all projects) into {site}")
+        tell(f"dry card: fetching {name} ({_SIZES[name]}, once for all projects) into {site}")
         with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
             _pip(Path(folder), name.replace("_", "-"))
             for each in Path(folder).iterdir():

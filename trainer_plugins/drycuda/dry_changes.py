@@ -10,7 +10,6 @@ from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
 from trainer_plugins.planner.plan import PlanError, Proposal
-from trainer_plugins.planner.request import ConfigSource
 
 WAYS: tuple[tuple[Switch, ...], ...] = (
     (),
@@ -56,10 +55,10 @@ def run_with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
 
 def turn(run: DryRun, change: Switch) -> DryRun:
     """Change a run by a switch: a request in all that it says, a command by its arguments."""
-    if run.request is not None and isinstance(run.request.source, ConfigSource):
-        changed = change.turn(run.request)
+    if (request := run.of_config) is not None:
+        changed = change.turn(request)
         environment = dict(run.environment)
-        if changed.allocator != run.request.allocator:
+        if changed.allocator != request.allocator:
             environment["PYTORCH_ALLOC_CONF"] = changed.allocator
         return replace(run, request=changed, environment=environment, snapshot=None)
     if change == switches.ADAPTER_IN_SCRIPT:

@@ -106,6 +106,12 @@ class DryRun:
     foretells: bool = False
     """Whether one run on cards without a limit is enough: the allocator's model says the rest."""
 
+    @property
+    def of_config(self) -> PlanRequest | None:
+        """Return the request if it is of a model's config; None of a Trainer or a command."""
+        is_config = self.request is not None and isinstance(self.request.source, ConfigSource)
+        return self.request if is_config else None
+
 
 class SmallestCard(NamedTuple):
     """Holds the smallest card on which all processes of a command complete."""

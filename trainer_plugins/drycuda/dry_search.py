@@ -27,9 +27,8 @@ from trainer_plugins.planner.compare.lines import SearchLine, SearchResult, line
 from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, explain
-from trainer_plugins.planner.compare.switches import Switch, as_flags
+from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal, at_least
-from trainer_plugins.planner.request import ConfigSource
 from trainer_plugins.planner.tried import margin_bytes
 from trainer_plugins.units import size
 
@@ -69,9 +68,8 @@ class Variations:
     @property
     def _step(self) -> Step:
         """Describe the step, of a command as far as it shows it: no figure of the card helps."""
-        plan, request = self.plan, self._run.request
-        is_config = request is not None and isinstance(request.source, ConfigSource)
-        known = step_of(request, self.arguments, plan) if request and is_config else None
+        plan, request = self.plan, self._run.of_config
+        known = step_of(request, self.arguments, plan) if request is not None else None
         return known or Step(
             weights=max(1, plan.num_parameters),
             trained=plan.num_trainable_parameters,
@@ -214,8 +212,8 @@ class Variations:
         name = (planned.get("trainer") or planned["model"]).rpartition(" ")[2]
         can_offload = switches.can_offload_activations(name.removesuffix("Trainer").lower())
         usual = [way for way in WAYS if can_offload or switches.OFFLOADED_ACTIVATIONS not in way]
-        request = self._run.request
-        if request is None or not isinstance(request.source, ConfigSource):
+        request = self._run.of_config
+        if request is None:
             return usual
         more = [*possible_changes(request, self._as_given.arguments, self.plan)]
         ways = [way for each in more for way in ((each,), (each, switches.CHECKPOINTING))]
@@ -224,8 +222,8 @@ class Variations:
     @property
     def _trainer(self) -> str | None:
         """Return which of TRL's Trainers a request names."""
-        source = self._run.request.source if self._run.request is not None else None
-        return source.trainer if isinstance(source, ConfigSource) else None
+        request = self._run.of_config
+        return source_of(request).trainer if request is not None else None
 
     @property
     def _usable_bytes(self) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer_plugins import namespaces
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.drycuda.card.libraries import WALL
+from trainer_plugins.snapshot.frames import is_ours
 
 _NAMESPACES = namespaces.__file__
 _REFUSALS = {
@@ -121,17 +122,11 @@ def explain_refusal(log: str) -> str:
     does = next((does for words, does in _REFUSALS.items() if re.search(words, log)), None)
     if does is None:
         return ""
-    others = (
-        "site-packages",
-        "/lib/python",
-        "<",
-        str(cache_folder()),
-        str(Path(__file__).parents[1]),
-    )
+    others = ("site-packages", "/lib/python", "<", str(cache_folder().absolute()))
     lines = [
         f"{place}:{number}"
         for place, number in _SCRIPT_LINE.findall(log)
-        if not any(each in place for each in others)
+        if not is_ours(place) and not any(each in place for each in others)
     ]
     where = f" (at {lines[-1]})" if lines else ""
     return f" -- a dry run {does}{where}"
