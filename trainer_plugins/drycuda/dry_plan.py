@@ -273,7 +273,6 @@ def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
             part=part,
             operation=place,
             moment=born,
-            dtype="",
         )
 
 

@@ -59,9 +59,8 @@ class TensorsAtPeak:
     num_bytes: int  # the size of each
     category: Category
     part: str  # the part of the model without layer numbers: `mlp`, `lm_head`; empty if none
-    operation: str
+    operation: str  # the line that made it, `train.py:9 loss`
     moment: Moment
-    dtype: str
 
     @property
     def total_bytes(self) -> int:

@@ -240,7 +240,6 @@ def _tensors(plan: MemoryPlan) -> Table:
     table = plain_table("largest at the peak", "", "made by", left=("made by",))
     for group in plan.groups_at_peak:
         times = f" x {group.count}" if group.count > 1 else ""
-        made_by = f"{group.operation.removeprefix('aten::')} in the {group.moment}"
-        made_by += f", {group.dtype}" if group.dtype else ""
+        made_by = f"{group.operation} in the {group.moment}"
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
