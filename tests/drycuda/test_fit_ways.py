@@ -29,17 +29,16 @@ _PLAN = MemoryPlan(
 _SHORT = 30 * GIB
 
 
-def first_that_fits(
+def variations(
     monkeypatch: pytest.MonkeyPatch,
-    is_fsdp: bool = False,
-    may: tuple[str, ...] = (),
-    fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    is_fsdp: bool,
+    fitting: dict[str, Any],
     trainer: str = "SFTTrainer",
     why_whole: dict[str, list[str]] = {},  # noqa: B006
     short: tuple[Moment, ...] = ("backward",),
     **given: Any,
-):
-    """Return what is chosen of ways of which only one argument fits: gradients reduced each time."""
+) -> tuple[dry_search.Variations, list[dict[str, object]]]:
+    """Return a run of which only one argument fits, gradients reduced each time, and what is tried."""
     arguments = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 8,
         "gradient_checkpointing": True, "bf16": False, "fp16": False, "accelerator_config": AcceleratorConfig().to_dict(), **given,
@@ -57,13 +56,34 @@ def first_that_fits(
         )
         if not fits:
             plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
-            plan = replace(plan, allocated_peak_bytes=_SHORT - GIB)
+            plan = replace(plan, allocated_peak_bytes=_SHORT - GIB, smallest_card_bytes=_SHORT)
         return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
     run = DryRun(command=["python", "train.py"], card=card_of("24GiB"))
-    found, failed = dry_search.Variations(run, print).first_that_fits(may)
+    return dry_search.Variations(run, print), tried
+
+
+def first_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    is_fsdp: bool = False,
+    may: tuple[str, ...] = (),
+    fitting: dict[str, Any] = {"accelerator_config": _EACH_TIME},  # noqa: B006
+    **given: Any,
+):
+    """Return what is chosen of the ways, what does not fit, and what was tried."""
+    several, tried = variations(monkeypatch, is_fsdp, fitting, **given)
+    found, failed = several.first_that_fits(may)
     return found, failed, tried
+
+
+def test_time_limits_the_second_proposal_and_not_the_first(monkeypatch) -> None:
+    """The run as it is took no time, so there is none left when the first way is tried."""
+    given: dict[str, Any] = {"per_device_train_batch_size": 8, checkpointing.NAME: False}
+    several, tried = variations(monkeypatch, False, {checkpointing.NAME: True}, **given)
+    (only,) = several.proposals().proposals
+    assert "checkpointing" in only.changes
+    assert len(tried) > 2, "what comes before it does not fit"
 
 
 def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
