@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,12 +55,24 @@ _answers = Patches()
 def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
     """Let what is imported know the cards, though this process must not touch one.
 
-    bitsandbytes looks for its library while it is imported.
+    bitsandbytes looks for its library while it is imported, and marks functions to be compiled,
+    for which torch's compiler would be imported.
     """
+    _answers.set(torch, "compile", functools.partial(_compile_later, torch.compile))
     cards: Any = torch.cuda
     _answers.set(cards, "is_available", lambda: True)
     _answers.set(cards, "device_count", lambda: num_cards)
     _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
+
+
+def _compile_later(compile: Any, function: Any = None, **options: Any) -> Any:
+    """Do what `torch.compile` does, for a function when it is called first."""
+    if function is None:
+        return functools.partial(_compile_later, compile, **options)
+    if not isinstance(function, FunctionType):
+        return compile(function, **options)
+    compiled = functools.cache(functools.partial(compile, function, **options))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 @functools.cache  # where a fork was not possible, `start` has begun already
