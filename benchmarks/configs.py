@@ -44,7 +44,7 @@ import torch
 import yaml
 
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import ConfigError, read_document
+from trainer_plugins.launch.lint.document import ConfigError, read_document
 from trainer_plugins.units import GIB, MIB
 
 ROOT = Path(__file__).parents[1]

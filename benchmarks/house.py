@@ -11,7 +11,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -112,9 +112,32 @@ def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) ->
 
     Imports for type checkers alone do not count.
     """
-    nodes_of = at_call_too if at_call else at_import
+    below = _imports(files, at_call_too if at_call else at_import)
+    return sorted(name for name in below if name in _reached(name, below))
+
+
+def come_along(files: dict[Path, ast.Module], room: str) -> set[str]:
+    """Return the files that an import of a room, and of all files in it, imports with it."""
+    below = _imports(files, at_import)
+    for name, found in below.items():  # the packages around a file are imported before it
+        for each in (name, *found):
+            found |= {each.rpartition(".")[0]} & below.keys()
+    mine = {name for name in below if name.partition(".")[0] == room}
+    return mine.union(*(_reached(name, below) for name in mine))
+
+
+def lines_of(names: set[str]) -> int:
+    """Return how many lines these files have."""
+    paths = (PACKAGE / Path(*name.split(".")) for name in names)
+    files = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths)
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def _imports(
+    files: dict[Path, ast.Module], nodes_of: Callable[[ast.AST], Iterator[ast.AST]]
+) -> dict[str, set[str]]:
     names = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
-    below = {
+    return {
         name: {
             found
             for parts in imported(nodes_of(files[path]))
@@ -122,7 +145,6 @@ def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) ->
         }
         for name, path in names.items()
     }
-    return sorted(name for name in below if name in _reached(name, below))
 
 
 def _reached(start: str, below: dict[str, set[str]]) -> set[str]:
@@ -200,6 +222,7 @@ def measure() -> dict[str, float]:
         "files in circles at call time": len(files_in_circles(files, at_call=True)),
         "files": len(files),
         "lines": len(lines),
+        "lines that callbacks import": lines_of(come_along(files, "callbacks")),
         "base names in more than two folders": len(crowded_names(files)),
         "files over 400 lines": sum(length > 400 for length in lengths.values()),
         "functions": len(functions),

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.configs import ELEMENTS, OURS, ROWS, rows_with
 from trainer_plugins.finding import Severity
-from trainer_plugins.launch.lint import ConfigError, Document, judge, read_document
+from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
+from trainer_plugins.launch.lint.judge import judge_document
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +23,7 @@ def launched(name: str, divisor: int, folder: Path) -> Document:
 def test_a_row_keeps_its_proportions_to_the_model(name: str, tmp_path: Path) -> None:
     full, small = launched(name, 1, tmp_path), launched(name, 8, tmp_path)
 
-    assert not [finding for finding in judge(small) if finding.severity >= Severity.ERROR]
+    assert not [finding for finding in judge_document(small) if finding.severity >= Severity.ERROR]
     zero, mini = ((found.deepspeed or {})["zero_optimization"] for found in (full, small))
     for key in ELEMENTS:
         assert mini[key] == (zero[key] if zero[key] == "auto" else zero[key] // 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import arrows_between, files_in_circles, trees
+from benchmarks.house import arrows_between, come_along, files_in_circles, lines_of, trees
 
 ROOT = Path(__file__).parent.parent
 PICTURE = re.compile(r"^(trainer_plugins|planner|survival): ?.*\n\n((?: {4}.*\n)+)", re.MULTILINE)
@@ -73,6 +73,33 @@ def test_no_files_import_each_other_in_a_circle_not_even_inside_functions() -> N
     assert files_in_circles(files, at_call=True) == ["devices.probe", "units"]
 
 
+_CORE = (
+    "callbacks",
+    "plug_in",
+    "presets",
+    "watch",
+    "record",
+    "launch",
+    "allocator",
+    "oom",
+    "devices",
+)
+_BEHIND_THE_DOOR = {"planner", "drycuda", "inside", "check", "explain"}
+
+
+@pytest.mark.parametrize("room", _CORE)
+def test_the_core_stands_alone(room: str) -> None:
+    """What the planner, the check and explain do for a callback comes by `callbacks/_later.py`."""
+    files = trees()
+    along = come_along(files, room)
+    assert {name.partition(".")[0] for name in along} & _BEHIND_THE_DOOR == set()
+    assert lines_of(along) <= 14_000
+    door = files.pop(Path("callbacks/_later.py"))
+    assert any(isinstance(each, ast.FunctionDef) for each in door.body)
+    beside = [name for name in arrows_between(files, "")[room] if name in _BEHIND_THE_DOOR]
+    assert beside == [], "not inside a function either"
+
+
 def test_what_contributors_are_sent_to_is_there() -> None:
     """Paths in CONTRIBUTING.md, but for those that name what is to be added."""
     paths = re.findall(r"`((?:[a-z_]+/)+[\w.]*)`", (ROOT / "CONTRIBUTING.md").read_text())
@@ -128,7 +155,7 @@ def test_the_fast_tier_reaches_every_room() -> None:
         "planner",
         "launch.environment",
         "launch.configs",
-        "launch.lint",
+        "launch.lint.judge",
         "plug_in.attachment",
         "run",
         "plug_in.options",

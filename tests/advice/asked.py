@@ -24,7 +24,8 @@ from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.snapshot import explain_snapshot
 from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch import lint
+from trainer_plugins.launch.lint.document import read_document
+from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.oom import classify
 from trainer_plugins.planner.compare.saved import SWITCHES
 from trainer_plugins.reading import MemoryReading
@@ -224,7 +225,7 @@ def linted(folder: Path) -> Iterator[Finding]:
     for code, name, text in BAD:
         file = folder / name
         file.write_text(text)
-        yield from (each for each in lint.judge(lint.read_document(file)) if each.code == code)
+        yield from (each for each in judge_document(read_document(file)) if each.code == code)
 
 
 def findings(room: Room, found: Iterator[Finding | None]) -> Iterator[Said]:

@@ -24,7 +24,7 @@ from trainer_plugins.check.facts import (
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.extensions import ExtensionLock
-from trainer_plugins.launch.lint import read_document
+from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.planner.plan import Category, MemoryPlan, MomentPeak, Streamed
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy

@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import read_document
+from trainer_plugins.launch.lint.document import read_document
 
 COMBINATIONS = list(
     itertools.product(("bf16", "fp16", "fp32"), (1, 8), (0.3, 1.0), (True, False), (True, False))

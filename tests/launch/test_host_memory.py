@@ -9,8 +9,9 @@ import pytest
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import judge, read_document
+from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.launch.lint.host_memory import host_need
+from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
@@ -44,7 +45,9 @@ def test_what_a_machine_has_is_judged_with_the_processes_and_what_can_be_pinned(
     def found(**limits):
         return [
             str(each)
-            for each in judge(read_document(file), num_params=9.4e9, host=HostLimits(**limits))
+            for each in judge_document(
+                read_document(file), num_params=9.4e9, host=HostLimits(**limits)
+            )
         ]
 
     assert not found()
@@ -64,7 +67,7 @@ def test_what_a_save_gathers_is_counted_as_in_the_plan(tmp_path: Path) -> None:
         file = tmp_path / "ds_z3_offload_config.json"
         file.write_text(json.dumps({"zero_optimization": stage_3 | more}))
         limit = HostLimits(total_bytes=252 * 10**9)
-        judged = judge(read_document(file), num_params=9.4e9, host=limit)
+        judged = judge_document(read_document(file), num_params=9.4e9, host=limit)
         return next(each for each in judged if each.code == "config-host-memory")
 
     killed, without = found(**{gathers: True}), found()
@@ -78,7 +81,9 @@ def test_ranks_that_load_all_weights_each_are_a_warning_where_they_may_share_the
     def found(main_memory: int):
         limit = HostLimits(total_bytes=main_memory * GIB)
         return [
-            *judge(read_document(configs.path("ddp")), num_params=30e9, num_ranks=8, host=limit)
+            *judge_document(
+                read_document(configs.path("ddp")), num_params=30e9, num_ranks=8, host=limit
+            )
         ]
 
     assert not found(500)
@@ -110,7 +115,7 @@ def test_buffers_for_a_drive_are_counted_as_deepspeed_makes_them(tmp_path: Path)
 def test_more_ranks_need_more_for_the_start_of_fsdp2() -> None:
     file = configs.path("fsdp2")
     few, many = (
-        judge(
+        judge_document(
             read_document(file),
             num_params=34e9,
             num_ranks=ranks,

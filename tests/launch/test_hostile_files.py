@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.bad_files import deepspeed
-from trainer_plugins.launch.lint import judge, read_document, training_arguments
+from trainer_plugins.launch.lint.document import read_document
+from trainer_plugins.launch.lint.judge import judge_document
+from trainer_plugins.launch.lint.training import training_arguments
 
 
 def anchors(line: str) -> str:
@@ -100,7 +102,7 @@ def test_anchors_as_people_use_them(tmp_path: Path) -> None:
         "distributed_type: MULTI_GPU\nnum_machines: &one 1\nmachine_rank: 0\nnum_processes: *one\n"
     )
 
-    assert not judge(read_document(file))
+    assert not judge_document(read_document(file))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,9 @@ def test_the_json_inside_is_read_as_carefully(tmp_path: Path, text: str, says: s
     file = tmp_path / "inside.yaml"
     file.write_text(deepspeed(f"deepspeed_config_file: '{text}'"))
 
-    (found,) = (each for each in judge(read_document(file)) if each.code == "config-missing-json")
+    (found,) = (
+        each for each in judge_document(read_document(file)) if each.code == "config-missing-json"
+    )
     assert says in found.evidence
 
 
@@ -126,7 +130,9 @@ def test_the_json_beside_is_named(tmp_path: Path) -> None:
     file = tmp_path / "beside.yaml"
     file.write_text(deepspeed(f"deepspeed_config_file: {tmp_path / 'zero.json'}"))
 
-    (found,) = (each for each in judge(read_document(file)) if each.code == "config-missing-json")
+    (found,) = (
+        each for each in judge_document(read_document(file)) if each.code == "config-missing-json"
+    )
     assert "zero.json is not UTF-8: byte 0xfc in line 1" in found.evidence
 
 
@@ -137,7 +143,7 @@ def test_what_accelerate_leaves_to_the_trainer_is_right(tmp_path: Path) -> None:
         deepspeed("zero_stage: 2\ngradient_accumulation_steps: auto\ngradient_clipping: auto")
     )
 
-    found = judge(
+    found = judge_document(
         read_document(file), training=training_arguments(["--gradient_accumulation_steps", "8"])
     )
 
@@ -148,7 +154,7 @@ def test_who_says_what_when_they_do_not_agree(tmp_path: Path) -> None:
     file = tmp_path / "four.yaml"
     file.write_text(deepspeed("zero_stage: 2\ngradient_accumulation_steps: 4"))
 
-    found = judge(
+    found = judge_document(
         read_document(file), training=training_arguments(["--gradient_accumulation_steps", "8"])
     )
 

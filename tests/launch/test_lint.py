@@ -16,8 +16,10 @@ from tests.test_cli import command
 from trainer_plugins.cli.annotations import Format, print_annotations
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint import ConfigError, judge, read_document, training_arguments
 from trainer_plugins.launch.lint.agreement import asked_of
+from trainer_plugins.launch.lint.document import ConfigError, read_document
+from trainer_plugins.launch.lint.judge import judge_document
+from trainer_plugins.launch.lint.training import training_arguments
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.units import GIB
 
@@ -36,7 +38,10 @@ HARMLESS = {
 def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
 
-    found = {each.code: each.severity for each in reversed(judge(read_document(tmp_path / name)))}
+    found = {
+        each.code: each.severity
+        for each in reversed(judge_document(read_document(tmp_path / name)))
+    }
 
     assert code in found, found
     is_harmless = not HARMLESS.isdisjoint((code, f"{code} {name}"))
@@ -47,7 +52,7 @@ def test_a_bad_file_is_found(tmp_path: Path, code: str, name: str, text: str) ->
 def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> None:
     (tmp_path / "good.json").write_text(text)
 
-    assert not judge(read_document(tmp_path / "good.json"))
+    assert not judge_document(read_document(tmp_path / "good.json"))
 
 
 @pytest.mark.parametrize("name", configs.names())
@@ -57,7 +62,7 @@ def test_what_the_bad_files_are_made_of_is_good(tmp_path: Path, text: str) -> No
 def test_silence_on_what_is_shipped(name: str, words: list[str] | None) -> None:
     training = None if words is None else training_arguments(words)
 
-    assert not judge(
+    assert not judge_document(
         read_document(configs.path(name)),
         training=training,
         num_params=1e9,
@@ -77,7 +82,7 @@ def test_the_nearest_right_key_is_named(tmp_path: Path, wrong: str, right: str) 
     (tmp_path / "ds.json").write_text(zero3(f", {wrong}"))
 
     assert right in " ".join(
-        finding.remedy for finding in judge(read_document(tmp_path / "ds.json"))
+        finding.remedy for finding in judge_document(read_document(tmp_path / "ds.json"))
     )
 
 
@@ -144,7 +149,7 @@ def test_what_transformers_calls_a_mismatch_is_one(tmp_path: Path, top: str, wor
         theirs.trainer_config_finalize(args, None, args.max_steps)
     deepspeed.unset_hf_deepspeed_config()
 
-    found = judge(
+    found = judge_document(
         read_document(tmp_path / "ds.json"), training=training_arguments(words.split()), num_ranks=1
     )
     ours = [each.summary for each in found if each.code == "config-training-mismatch"]
@@ -196,7 +201,7 @@ def test_what_the_trainer_refuses_or_overrules(
     (tmp_path / file).write_text(files[file])
     training = training_arguments(words.split())
 
-    judged = judge(read_document(tmp_path / file), training=training, num_ranks=num_ranks)
+    judged = judge_document(read_document(tmp_path / file), training=training, num_ranks=num_ranks)
 
     of_pairs = ("config-training-mismatch", "config-not-auto")
     found = [each for each in judged if each.code in of_pairs]
@@ -226,7 +231,7 @@ def test_what_the_trainer_refuses_or_overrules(
     ],
 )
 def test_main_memory_for_7b(name: str, gib: int, found: Severity | None) -> None:
-    findings = judge(
+    findings = judge_document(
         read_document(configs.path(name)), num_params=6.74e9, host=HostLimits(total_bytes=gib * GIB)
     )
 
@@ -240,7 +245,7 @@ def test_what_is_no_mapping_is_bad_input(tmp_path: Path, name: str, text: str) -
     (tmp_path / name).write_text(text)
 
     with pytest.raises(ConfigError) as refused:
-        judge(read_document(tmp_path / name))
+        judge_document(read_document(tmp_path / name))
     assert "\n" not in str(refused.value)
     assert command("configs", "check", tmp_path / name).returncode == 2
 

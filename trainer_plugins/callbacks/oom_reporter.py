@@ -14,6 +14,7 @@ from time import time
 
 from transformers import Trainer
 
+from trainer_plugins.callbacks._later import explain_in_short, plan_before
 from trainer_plugins.callbacks._run import (
     Event,
     Method,
@@ -28,7 +29,6 @@ from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
 from trainer_plugins.oom import OutOfMemory, classify
-from trainer_plugins.planner.before import plan_before
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.folder import folder_of_run, output_dir_of, write_new
@@ -172,16 +172,14 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Write the explanation below the traceback; of several ranks that failed, the first does."""
-    from trainer_plugins.explain.run import explain_record
-
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
         record, folder = read_oom_record(path), output_dir_of(path.parent)
         if record is None or words not in map(first_line, _what_ended_the_program()):
             return
         if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):
             return
-        for line in explain_record(record, folder).brief():
-            sys.stderr.write(f"{printable(str(line))}\n")
+        for line in explain_in_short(record, folder):
+            sys.stderr.write(f"{printable(line)}\n")
 
 
 def _is_first(folder: Path, began_seconds: float) -> bool:

@@ -3,9 +3,8 @@
 import logging
 from typing import Literal
 
+from trainer_plugins.callbacks._later import check_trainer
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
-from trainer_plugins.check import Checklist, judge
-from trainer_plugins.check.gather_trainer import gather_trainer
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
@@ -56,8 +55,7 @@ class Preflight(RunCallback):
             roll.sign()
         found: tuple[Finding, ...] = ()
         with self.harmless():
-            checklist = self._check(args, event)
-            found = () if checklist is None else checklist.findings
+            found = self._check(args, event)
             self._report(found, args, state)
         if self.refuse_on is not None:
             mine = [each for each in found if each.severity >= LIMITS[self.refuse_on]]
@@ -69,11 +67,11 @@ class Preflight(RunCallback):
             if refuses:
                 raise PreflightError(refusal(mine))
 
-    def _check(self, args: HfArguments, event: Event) -> Checklist | None:
+    def _check(self, args: HfArguments, event: Event) -> tuple[Finding, ...]:
         trainer, device = calling_trainer(), self.device_for(args)
         if trainer is None or device is None:
-            return None
-        return judge(gather_trainer(trainer, model_of(event), event.get("optimizer"), device))
+            return ()
+        return check_trainer(trainer, model_of(event), event.get("optimizer"), device)
 
     def _report(self, found: tuple[Finding, ...], args: HfArguments, state: HfState) -> None:
         for finding in found:

@@ -10,14 +10,13 @@ from torch import nn
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
-from trainer_plugins.check.arguments import summed_gradient
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, needed, read_locks
 from trainer_plugins.launch.in_force import read_in_force
 from trainer_plugins.launch.place import job
-from trainer_plugins.launch.verify import verify
+from trainer_plugins.launch.verify import summed_gradient, verify
 from trainer_plugins.record.timeline import Beginning, Remark
 from trainer_plugins.strategy import Strategy
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from trainer_plugins import advice
-from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.advice import Door
 from trainer_plugins.check.facts import (
     LITTLE,
@@ -17,6 +16,7 @@ from trainer_plugins.check.facts import (
 )
 from trainer_plugins.check.model import cache_bytes
 from trainer_plugins.finding import Finding
+from trainer_plugins.launch.verify import summed_gradient
 from trainer_plugins.units import percent, size
 
 
@@ -144,30 +144,6 @@ def gradient(facts: Facts) -> Line | None:
         num_ranks = run.strategy.world_size
     found = summed_gradient(accumulation, run.number("gradient_accumulation_steps", 1), num_ranks)
     return Line("gradient", "", (found,)) if found else Line("gradient", accumulation.why)
-
-
-def summed_gradient(accumulation: Accumulation, num_steps: int, num_ranks: int) -> Finding | None:
-    """Warn of a gradient that is a multiple of what was meant; None if it is not."""
-    factor = accumulation.factor(num_steps, num_ranks)
-    if factor == 1:
-        return None
-    reasons = []
-    if num_steps > 1:
-        reasons.append(f"does not divide by the {num_steps} micro-batches of a step")
-    if factor > num_steps:
-        reasons.append(f"multiplies by the {num_ranks} ranks (average_tokens_across_devices)")
-    remedy = f"After you build the Trainer, {accumulation.cure}"
-    if factor == num_steps:
-        remedy += f"; or do without accumulation: {advice.SURVIVE.flag(Door.CODE)} divides exactly"
-    return Finding.warning(
-        code="gradient-summed",
-        summary=f"the gradient and the logged loss of each step are {factor} times too large",
-        evidence=f"{accumulation.why}; the Trainer trusts it to use that number, so it"
-        f" {' and '.join(reasons)}",
-        remedy=remedy,
-        amount=float(factor),
-        data={"factor": factor, "num_micro_batches": num_steps, "num_ranks": num_ranks},
-    )
 
 
 def vllm(facts: Facts) -> Line | None:

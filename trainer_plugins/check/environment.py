@@ -12,7 +12,7 @@ from trainer_plugins.check.facts import Check, Environment, Facts, Line
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import lock_findings, needed_of
-from trainer_plugins.launch.lint import judge
+from trainer_plugins.launch.lint.judge import judge_document
 
 # Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
 _DEBUG = {
@@ -39,7 +39,7 @@ def launch_file(facts: Facts) -> Line | None:
         return None
     local_ranks = 1 if facts.run is None else facts.run.local_ranks
     num_ranks = facts.strategy.world_size if facts.strategy else local_ranks
-    found = judge(
+    found = judge_document(
         facts.document,
         training=dict(facts.values) or None,
         num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also the default

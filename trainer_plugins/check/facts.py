@@ -10,7 +10,7 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.extensions import ExtensionLock
-from trainer_plugins.launch.lint import Document
+from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.strategy import Strategy

@@ -20,7 +20,7 @@ from trainer_plugins.devices.nvml import NvmlErrorKind
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
-from trainer_plugins.launch.lint import Document
+from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.masked import masked_command
 from trainer_plugins.launch.place import installed_versions
 

@@ -18,8 +18,8 @@ from trainer_plugins.check.gather_here import folder_trouble, gather_here
 from trainer_plugins.check.machine import cards_in_use
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.drycuda.predict import predict_one
-from trainer_plugins.launch.lint import read_document, training_arguments
-from trainer_plugins.launch.lint.training import unknown_argument
+from trainer_plugins.launch.lint.document import read_document
+from trainer_plugins.launch.lint.training import training_arguments, unknown_argument
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of

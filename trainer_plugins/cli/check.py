@@ -62,7 +62,7 @@ def check(
     from trainer_plugins.check import judge
     from trainer_plugins.check.gather_launch import gather_command, gather_launch
     from trainer_plugins.cli.plan_inputs import inputs_of
-    from trainer_plugins.launch.lint import ConfigError, files_of
+    from trainer_plugins.launch.lint.document import ConfigError, files_of
     from trainer_plugins.planner.plan import PlanError
 
     try:

@@ -133,7 +133,9 @@ def check(
 
     from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.launch.extensions import lock_findings, needed_of, read_locks
-    from trainer_plugins.launch.lint import files_of, judge, read_document, training_arguments
+    from trainer_plugins.launch.lint.document import files_of, read_document
+    from trainer_plugins.launch.lint.judge import judge_document
+    from trainer_plugins.launch.lint.training import training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
 
     here_bytes = None
@@ -145,7 +147,7 @@ def check(
         host = HostLimits.of(host_memory, pinned_memory, here_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         document = read_document(file)
-        findings = judge(
+        findings = judge_document(
             document,
             training=training,
             num_params=params,
@@ -177,7 +179,7 @@ def build(
     """
     from trainer_plugins.launch.build import build as build_extension
     from trainer_plugins.launch.extensions import needed_of
-    from trainer_plugins.launch.lint import read_document
+    from trainer_plugins.launch.lint.document import read_document
 
     names: list[str] = []
     with _one_line_errors():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer_plugins.launch.extensions import lock_findings, read_locks
-from trainer_plugins.launch.lint import ConfigError
+from trainer_plugins.launch.lint.document import ConfigError
 from trainer_plugins.patched import Patches
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import yaml
 
 from trainer_plugins.finding import Severity
-from trainer_plugins.launch.lint import ConfigError, judge, keys, read_document
+from trainer_plugins.launch.lint import keys
+from trainer_plugins.launch.lint.document import ConfigError, read_document
+from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.printable import printable
 
 _HOME = Path(__file__).parent.parent / "configs" / "accelerate"
@@ -60,7 +62,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
         with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
             draft = Path(temporary) / target.name
             draft.write_text(text, encoding="utf-8")
-            findings = judge(read_document(draft)) if overrides else ()  # the worst come first
+            findings = judge_document(read_document(draft)) if overrides else ()
             if findings and findings[0].severity is Severity.ERROR:
                 raise ConfigError(f"the resulting file would not run: {findings[0]}")
             os.replace(draft, target)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.lint import Document
+from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.printable import printable
 
 # Other machines share these file systems, and their processes are invisible here.

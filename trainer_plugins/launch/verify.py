@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trainer_plugins import advice
+from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.asked import Asked
@@ -19,6 +20,30 @@ _LEAST_PARTITIONED_FRACTION = 0.5
 def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
     """Compare the running strategy with the request, as far as the request specifies it."""
     return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs), *_model(asked, runs))
+
+
+def summed_gradient(accumulation: Accumulation, num_steps: int, num_ranks: int) -> Finding | None:
+    """Warn of a gradient that is a multiple of what was meant; None if it is not."""
+    factor = accumulation.factor(num_steps, num_ranks)
+    if factor == 1:
+        return None
+    reasons = []
+    if num_steps > 1:
+        reasons.append(f"does not divide by the {num_steps} micro-batches of a step")
+    if factor > num_steps:
+        reasons.append(f"multiplies by the {num_ranks} ranks (average_tokens_across_devices)")
+    remedy = f"After you build the Trainer, {accumulation.cure}"
+    if factor == num_steps:
+        remedy += f"; or do without accumulation: {advice.SURVIVE.flag(Door.CODE)} divides exactly"
+    return Finding.warning(
+        code="gradient-summed",
+        summary=f"the gradient and the logged loss of each step are {factor} times too large",
+        evidence=f"{accumulation.why}; the Trainer trusts it to use that number, so it"
+        f" {' and '.join(reasons)}",
+        remedy=remedy,
+        amount=float(factor),
+        data={"factor": factor, "num_micro_batches": num_steps, "num_ranks": num_ranks},
+    )
 
 
 def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
