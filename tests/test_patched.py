@@ -65,16 +65,6 @@ def test_a_function_that_is_missing_is_noted_and_not_wrapped():
     assert not hasattr(json, "no_such_function")
 
 
-def test_one_entry_of_a_mapping_is_restored_and_later_ones_stay():
-    mapping = {"known": 1}
-    with Patches() as patches:
-        patches.set_item(mapping, "known", 2)
-        patches.set_item(mapping, "new", 3)
-        mapping["theirs"] = 4
-        assert mapping == {"known": 2, "new": 3, "theirs": 4}
-    assert mapping == {"known": 1, "theirs": 4}
-
-
 def test_one_owner_is_restored_before_the_others():
     one, other = SimpleNamespace(name="one"), SimpleNamespace(name="other")
     patches = Patches()

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 _ABSENT = object()
 
@@ -54,14 +53,6 @@ class Patches(contextlib.ExitStack):
                 return original(*args, **kwargs)
 
         self.wrap(owner, name, inside)
-
-    def set_item(self, mapping: dict[Any, Any], key: object, value: object) -> None:
-        """Replace one entry of a mapping. Entries that others add meanwhile stay."""
-        if key in mapping:
-            self.callback(mapping.__setitem__, key, mapping[key])
-        else:
-            self.callback(mapping.pop, key, None)
-        mapping[key] = value
 
     def restore(self, owner: object) -> None:
         """Restore the attributes of one owner now, the latest first."""

@@ -36,6 +36,7 @@ def variations(
     trainer: str = "SFTTrainer",
     why_whole: dict[str, list[str]] = {},  # noqa: B006
     short: tuple[Moment, ...] = ("backward",),
+    has_triton: bool = True,
     **given: Any,
 ) -> tuple[dry_search.Variations, list[dict[str, object]]]:
     """Return a run of which only one argument fits, gradients reduced each time, and what is tried."""
@@ -60,6 +61,7 @@ def variations(
         return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
+    monkeypatch.setattr(dry_search, "find_spec", {"triton": has_triton}.get)
     run = DryRun(command=["python", "train.py"], card=card_of("24GiB"))
     return dry_search.Variations(run, print), tried
 
@@ -170,6 +172,15 @@ def test_what_is_not_enough_alone_is_tried_with_others(monkeypatch) -> None:
     assert tried[1]["use_liger_kernel"]
     assert found is not None
     assert found.changed == both
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_a_fused_loss_is_chosen_only_where_its_kernels_can_run(monkeypatch, has_triton) -> None:
+    """What is chosen is run here, where torch may be built for CPUs."""
+    fused = {"use_liger_kernel": True}
+    found, _, tried = first_that_fits(monkeypatch, fitting=fused, has_triton=has_triton)
+    assert (found is not None) == has_triton
+    assert any("use_liger_kernel" in each for each in tried) == has_triton
 
 
 def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeypatch) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from trainer_plugins.planner.plan import Category, MemoryPlan
+from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.plan import Category, MemoryPlan, Moment
 from trainer_plugins.planner.tried import margin_bytes
 
 _OF_ROWS: tuple[Category, ...] = ("activations", "logits and loss")
@@ -16,6 +17,13 @@ def needed_bytes(plan: MemoryPlan) -> int:
 def error_bytes(plan: MemoryPlan) -> int:
     """Return how far off a plan may be; its context is as uncertain as the rest."""
     return margin_bytes(needed_bytes(plan), "quantised" in plan.planned)
+
+
+def short_moments(plan: MemoryPlan, card: Card) -> frozenset[Moment]:
+    """Return the moments of a plan that need more than a card has."""
+    margin = margin_bytes(card.capacity_bytes, "quantised" in plan.planned)
+    usable = card.capacity_bytes - card.context_bytes - margin
+    return frozenset(name for name, peak in plan.moments.items() if peak.allocated_bytes > usable)
 
 
 def least_bytes(plan: MemoryPlan, freed: Collection[Category], part: float) -> int:

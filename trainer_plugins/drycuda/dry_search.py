@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
+from importlib.util import find_spec
 from itertools import islice
 
 from trainer_plugins.accumulation import Effect
@@ -17,6 +18,7 @@ from trainer_plugins.drycuda.bounds import (
     least_bytes,
     most_rows_by,
     needed_bytes,
+    short_moments,
 )
 from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, is_usual, run_with, turn
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
@@ -28,11 +30,10 @@ from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
-from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal, at_least
-from trainer_plugins.planner.tried import margin_bytes
+from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal, at_least
 from trainer_plugins.units import size
 
-_EVALUATES = frozenset({"evaluation", "generation"})
+_EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no second proposal is looked for after this part of it
 
@@ -204,6 +205,8 @@ class Variations:
         if "length" in may and (length := given.get("max_length")):
             allowed.append(switches.cut_at(int(length) // 2))
             ways += [(*way, *allowed) for way in kept]
+        if not find_spec("triton"):  # Liger's kernels are Triton's, and it is to be run here
+            ways = [way for way in ways if switches.FUSED_LOSS not in way]
         return ways
 
     @property
@@ -219,40 +222,26 @@ class Variations:
         ways = [way for each in more for way in ((each,), (each, switches.CHECKPOINTING))]
         return sorted([*usual, *ways], key=lambda way: sum(each.changes_result for each in way))
 
-    @property
-    def _trainer(self) -> str | None:
-        """Return which of TRL's Trainers a request names."""
-        request = self._run.of_config
-        return source_of(request).trainer if request is not None else None
-
-    @property
-    def _usable_bytes(self) -> int:
-        return self._run.card.capacity_bytes - self._run.card.context_bytes
-
     def _weights_fit(self) -> bool:
-        load = self.plan.moments.get("load")
-        return load is not None and load.allocated_bytes <= self._usable_bytes
+        card, load = self._run.card, self.plan.moments.get("load")
+        return load is not None and load.allocated_bytes <= card.capacity_bytes - card.context_bytes
 
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
         """Return the change of rows with which an evaluation that is short fits, or is smallest."""
         given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
         plan = self.plan
-        while rows > 1 and time.monotonic() < until and self._short(plan) & _EVALUATES:
+        while (
+            rows > 1
+            and time.monotonic() < until
+            and short_moments(plan, self._run.card) & _EVALUATES
+        ):
             rows //= 2
             plan = self._answer(turn(self._run, switches.eval_rows(rows))).plan
         return (switches.eval_rows(rows),) if rows != given else ()
 
     def _is_training_short(self) -> bool:
-        short = self._short(self.plan)
-        return not short or bool(short - _EVALUATES)
-
-    def _short(self, plan: MemoryPlan) -> frozenset[str]:
-        """Return the moments of a plan that need more than the card has."""
-        card, is_quantised = self._run.card, "quantised" in plan.planned
-        usable = self._usable_bytes - margin_bytes(card.capacity_bytes, is_quantised)
-        return frozenset(
-            name for name, peak in plan.moments.items() if peak.allocated_bytes > usable
-        )
+        short = short_moments(self.plan, self._run.card)
+        return not short or not short <= _EVALUATES
 
     def _fitted(
         self, ways: Sequence[tuple[Switch, ...]], sizes: list[int], failed: list[str], until: float
@@ -260,11 +249,12 @@ class Variations:
         """Yield changes, rows and a plan that fits, and say of the others what is missing."""
         tried_ways: list[tuple[Switch, ...]] = [()] if sizes == [self._now] else []
         useless, has_found = list[Switch](), False
+        is_on = (switches.CHECKPOINTING,) if self._checkpoints else ()
         short = self.plan if sizes == [self._now] and () in ways else None
         if short is not None:
             failed.append(self._missing(sizes[0], short))
         for way in self._with_gradients(ways):
-            changes = tuple(each for each in way if not self._is_on(each))
+            changes = tuple(each for each in way if each not in is_on)
             if changes in tried_ways or any(each in useless for each in changes):
                 continue
             tried_ways.append(changes)
@@ -323,15 +313,9 @@ class Variations:
             if adds:
                 yield (*way, switches.REDUCED_EACH_TIME)
 
-    def _is_on(self, change: Switch) -> bool:
-        return change == switches.CHECKPOINTING and self._checkpoints
-
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
-        return explain(self._run, changes, self._plans, turn)
-
-    def _plans(self, runs: Sequence[DryRun]) -> list[MemoryPlan | PlanError]:
-        return [*map(self._plan_or_error, runs)]
+        return explain(self._run, changes, lambda runs: [*map(self._plan_or_error, runs)], turn)
 
     def _plan_or_error(self, run: DryRun) -> MemoryPlan | PlanError:
         try:
@@ -399,6 +383,7 @@ class Variations:
         return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
 
     def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
+        request = self._run.of_config
         proposal = proposal_of(
             plan,
             changes,
@@ -407,7 +392,7 @@ class Variations:
             rows=self._rows,
             length=self._as_given.tokens,
             values={"time": at_least(plan.streamed.copy_seconds_per_step)} if plan.streamed else {},
-            trainer=self._trainer,
+            trainer=source_of(request).trainer if request is not None else None,
             times=self._step.times(changes, self._now, rows),
         )
         return replace(proposal, margin_bytes=self.spare_bytes(plan))
