@@ -135,12 +135,15 @@ def _cover(place: str, layers: str, notes: str) -> bool:
     An upper layer cannot be inside the lower one, or on an overlay: it is in memory then.
     """
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    lower = os.open(place, os.O_PATH)
+    try:
+        lower = os.open(place, os.O_PATH)
+    except FileNotFoundError:  # another program's, which has ended since
+        return False
     try:
         for layer in (f"{layers}/{name}", f"{layers}/in-memory/{name}"):
             os.makedirs(f"{layer}/upper", exist_ok=True)
             os.makedirs(f"{layer}/work", exist_ok=True)
-            os.chmod(f"{layer}/upper", os.stat(place).st_mode & 0o7777)
+            os.chmod(f"{layer}/upper", os.fstat(lower).st_mode & 0o7777)
             options = f"lowerdir=/proc/self/fd/{lower},upperdir={layer}/upper,workdir={layer}/work"
             with contextlib.suppress(OSError):
                 _mount("overlay", place, "overlay", 0, f"{options},{notes}")

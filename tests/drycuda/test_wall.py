@@ -14,6 +14,7 @@ from tests import processes
 from tests.distributed.launched import environment
 from tests.drycuda.scripts import ROOT
 from trainer_plugins.compiled import cache_folder
+from trainer_plugins.namespaces import _cover
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cuda_build")]
 
@@ -232,3 +233,8 @@ def test_a_plan_keeps_checkpoints(
     assert "project/train.py:" in done.stderr or exit_code == 0
     assert contents(project.parent) == before
     assert heard.connections == 0
+
+
+def test_a_folder_that_is_gone_needs_no_cover(tmp_path: Path) -> None:
+    """Another plan's was, which ended while this wall was built."""
+    assert not _cover(str(tmp_path / "gone"), str(tmp_path / "layers"), "")
