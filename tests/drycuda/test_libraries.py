@@ -1,9 +1,14 @@
 """What CUDA's other libraries answer: sizes of workspaces, that all went well, and objects of other ranks."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
+from trainer_plugins.compiled import compiled_once, package_site
+from trainer_plugins.drycuda.card import libraries
+from trainer_plugins.drycuda.cuda_build import fetch_package
 from trainer_plugins.drycuda.pytest_plugin import Run, dry_cuda
 from trainer_plugins.planner.cards import CARDS
 
@@ -77,6 +82,21 @@ print("moved")
 """
 
 
+_LARGER = """
+import psutil, torch
+size = 2 * psutil.virtual_memory().total
+logits = torch.empty(size // 4, device="cuda")
+for _ in range(3):
+    kept = logits.cpu()
+    assert float(kept[-1]) == 0
+    del kept
+memory = psutil.Process().memory_info()
+assert memory.rss < size // 8
+assert memory.vms < 2 * size, "what was freed is gone"
+print("kept")
+"""
+
+
 _SORTED = """
 import torch
 table = torch.nn.Embedding(100, 64, device="cuda")
@@ -108,6 +128,12 @@ def test_a_backward_pass_may_come_last(dry_cuda: Run) -> None:
     assert codes == [0, 0, 0]
 
 
+def test_a_tensor_of_main_memory_may_be_larger_than_it(dry_cuda: Run) -> None:
+    """A plan is of another machine: the outputs of its evaluation, or the states of a shard."""
+    done = dry_cuda(_LARGER, gpu="2000GiB")
+    assert "kept" in done.stdout, done.stderr[-2000:]
+
+
 def test_what_another_tensor_has_left_is_no_value(dry_cuda: Run) -> None:
     """DeepSpeed would find an overflow in a large buffer, and Liger a negative number of tiles."""
     done = dry_cuda(_LEFT, gpu="24GiB")
@@ -124,3 +150,20 @@ def test_objects_larger_than_what_is_exchanged_of_numbers_move(
     launch = f"from torch.distributed.run import main; main({words})"
     done = dry_cuda(launch, gpu="24GiB", num_gpus=2)
     assert done.stdout.count("moved") == 2, done.stderr[-2000:]
+
+
+def test_the_card_compiles_for_aarch64(tmp_path: Path) -> None:
+    """By the compiler that is fetched where none is installed: it has the headers of both."""
+    fetch_package("ziglang", print)
+    folder = importlib.util.find_spec("ziglang")
+    home = Path(folder.origin).parent if folder and folder.origin else package_site() / "ziglang"
+    card = Path(libraries.__file__).parent
+    sources = sorted(card.glob("*.c*"))
+    assert len(sources) > 6
+    for source in sources:
+        language = ["c", "-std=gnu17"] if source.suffix == ".c" else ["c++", "-std=c++17"]
+        words = [str(home / "zig"), "c++", "-target", "aarch64-linux-gnu.2.28", "-x", *language]
+        words += ["-DCUDA_MAJOR=13", "-DCUDNN_VERSION=92000", "-fPIC", "-w", "-c", str(source)]
+        compiled_once(tmp_path / f"{source.stem}.o", words, 600)
+        with (tmp_path / f"{source.stem}.o").open("rb") as file:
+            assert ELFFile(file).get_machine_arch() == "AArch64"

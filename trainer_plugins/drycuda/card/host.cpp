@@ -8,6 +8,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -22,8 +25,22 @@ std::mutex lock;
 std::map<void*, size_t>* held = nullptr;  // made late, and never destroyed: the last calls come when all else is
 size_t now = 0, most = 0;  // of all of them; guarded by lock
 
+// What the kernel refused, because one piece was larger than its memory: what is not written to takes none of it.
+constexpr size_t kRefusedBytes = 1 << 30;
+std::mutex lock_of_mapped;
+std::map<void*, size_t>* mapped = nullptr;  // guarded by lock_of_mapped
+std::atomic<size_t> num_mapped = 0;
+
 // A process that is forked while another thread counts could wait for ever.
-[[maybe_unused]] const int at_fork = pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+void lock_all() {
+  lock.lock();
+  lock_of_mapped.lock();
+}
+void unlock_all() {
+  lock_of_mapped.unlock();
+  lock.unlock();
+}
+[[maybe_unused]] const int at_fork = pthread_atfork(lock_all, unlock_all, unlock_all);
 
 void hold(void* start, size_t num_bytes) {
   std::lock_guard<std::mutex> guard(lock);
@@ -38,6 +55,32 @@ void give_up(void* start) {
   if (found == held->end()) return;
   now -= found->second;
   held->erase(found);
+}
+
+int map_unreserved(void** start, size_t num_bytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const made = reinterpret_cast<void*>(syscall(SYS_mmap, nullptr, num_bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0));
+  if (made == MAP_FAILED) return ENOMEM;
+  std::lock_guard<std::mutex> guard(lock_of_mapped);
+  if (mapped == nullptr) mapped = new std::map<void*, size_t>;
+  mapped->emplace(made, num_bytes);
+  ++num_mapped;
+  *start = made;
+  return 0;
+}
+
+bool unmap(void* start) {
+  if (num_mapped == 0) return false;
+  std::map<void*, size_t>::node_type its;  // freed when the lock is open: to free comes here again
+  std::unique_lock<std::mutex> guard(lock_of_mapped);
+  const auto found = mapped->find(start);
+  if (found == mapped->end()) return false;
+  its = mapped->extract(found);
+  --num_mapped;
+  guard.unlock();
+  give_up(start);
+  syscall(SYS_munmap, start, its.mapped());
+  return true;
 }
 
 bool is_file_of_weights(int file) {
@@ -67,7 +110,8 @@ static Function* next(std::atomic<Function*>& known, const char* name) {
 
 EXPORT int posix_memalign(void** start, size_t alignment, size_t num_bytes) noexcept {
   static std::atomic<int (*)(void**, size_t, size_t)> known;
-  const int failed = next(known, "posix_memalign")(start, alignment, num_bytes);
+  int failed = next(known, "posix_memalign")(start, alignment, num_bytes);
+  if (failed == ENOMEM && num_bytes >= kRefusedBytes) failed = map_unreserved(start, num_bytes);
   if (failed == 0 && num_bytes >= kLeastBytes) hold(*start, num_bytes);
   return failed;
 }
@@ -75,6 +119,7 @@ EXPORT int posix_memalign(void** start, size_t alignment, size_t num_bytes) noex
 EXPORT void free(void* start) noexcept {
   static std::atomic<void (*)(void*)> known;
   if (start == nullptr) return;
+  if (unmap(start)) return;
   if (malloc_usable_size(start) >= kLeastBytes) give_up(start);
   if (auto* const real = next(known, "free")) real(start);
 }
