@@ -15,8 +15,8 @@ from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import KIB, MIB
 
 ROOT = Path(__file__).parent.parent.parent
-WORKSPACES = 2 * (8 * MIB + 128 * KIB)
-"""Of cuBLAS on a card that is named by its size: the thread of the backward pass has one too."""
+WORKSPACES = {"24GiB": 2 * (8 * MIB + 128 * KIB), "80GiB": 2 * 32 * MIB}
+"""Of cuBLAS on the usual card of a size: the thread of the backward pass has one too."""
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

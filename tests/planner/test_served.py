@@ -7,7 +7,8 @@ import pytest
 import transformers
 
 from tests.planner.test_plans import LORA, request, tiny
-from trainer_plugins.drycuda.predict import predict_one
+from trainer_plugins.drycuda.predict import plan_run, predict_one
+from trainer_plugins.launch import configs
 from trainer_plugins.launch.main_memory import PROCESS_BYTES, HostLimits
 from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.cards import card_of
@@ -51,6 +52,31 @@ def test_what_deepspeed_offloads_is_in_main_memory_and_not_on_the_card() -> None
     assert in_main.host_ram_bytes_per_node >= 2 * states
     assert in_main.host_process_bytes_per_node >= 2 * PROCESS_BYTES
     assert in_main.planned["strategy"] == "DeepSpeed ZeRO-3"
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_what_the_first_rank_gathers_for_a_save_counts_once(tmp_path, kind: str) -> None:
+    """Under FSDP a whole state is rank 0's alone; of a sharded one each rank has its part."""
+    text = configs.path("fsdp2").read_text()
+    assert "FULL_STATE_DICT" in text
+    file = tmp_path / "fsdp2.yaml"
+    file.write_text(text.replace("FULL_STATE_DICT", f"{kind}_STATE_DICT"))
+    asked = request(WIDE, "--bf16", "True", sequence_length=LENGTH, num_gpus=8)
+    plan = predict_one(replace(asked, launch_file=str(file)))
+    assert plan.planned["strategy"].startswith("FSDP2")
+    weights = 4 * plan.num_parameters  # in float32, and so are each of two averages
+    assert plan.host_moments["load"] > 7.9 * weights, "each rank casts all of them"
+    assert weights < plan.host_moments["save"] < 4 * weights
+
+
+def test_deepspeed_trains_on_one_card_as_its_launcher_would_start_it() -> None:
+    """Without a launcher it looks for other ranks by MPI, which few have installed."""
+    plan = offloaded("optimizer", num_gpus=1)
+    assert (plan.num_gpus, plan.planned["strategy"]) == (1, "DeepSpeed ZeRO-3")
+    assert plan.host_pinned_bytes_per_node > 11 * plan.num_parameters
+    settings = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    plan = plan_run(tiny(), {"deepspeed": settings, "bf16": True}, seq_length=LENGTH)
+    assert plan.planned["strategy"] == "DeepSpeed ZeRO-2"
 
 
 def test_ranks_by_the_thousand_are_rank_0_alone() -> None:

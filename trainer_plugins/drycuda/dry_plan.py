@@ -178,9 +178,16 @@ def _planned(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
 
 
 def _main_memory(result: DryResult, times: int) -> tuple[HostNeed, dict[Moment, int]]:
-    """Return what all ranks of a machine need of its main memory, and the tensors by moment."""
+    """Return what all ranks of a machine need of its main memory, and the tensors by moment.
+
+    Args:
+        result: of the ranks that ran.
+        times: how many ranks there are for each of them.
+    """
     held = {name: sum(seen["host"].get(name, 0) for seen in result.seen) for name in MOMENTS}
-    moments = {name: times * num_bytes for name, num_bytes in held.items() if num_bytes}
+    others = {**held, **dict.fromkeys(result.seen[0]["of_first_rank"], held["optimizer step"])}
+    all_ranks = {name: held[name] + (times - 1) * others[name] for name in MOMENTS}
+    moments = {name: num_bytes for name, num_bytes in all_ranks.items() if num_bytes}
     pinned = sum(seen["counters"]["bytes pinned at most"] for seen in result.seen)
     need = HostNeed(
         tensor_bytes=max(moments.values(), default=0),

@@ -171,7 +171,7 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
         parse(request.allocator)
     except ValueError as error:
         raise PlanError(f"allocator settings: {error}") from error
-    is_divided = request.num_gpus > 1 or request.is_launched
+    is_divided = request.num_gpus > 1 or request.is_launched or request.uses_deepspeed
     parts = request.source.device_map if isinstance(request.source, TrainerSource) else {}
     num_cards = max(min(request.num_gpus, GPUS_PER_NODE), 1 + max(parts.values(), default=0))
     settings = {"PYTORCH_ALLOC_CONF": request.allocator} if request.allocator else {}

@@ -120,6 +120,14 @@ def watch_trainers() -> None:
     Trainer.train = watched
 
 
+def _moments_of_first_rank(trainer: Any) -> list[str]:
+    """Return when rank 0 gathers in main memory what the other ranks do not."""
+    if not trainer.is_fsdp_enabled:
+        return ["save"]  # the weights; DeepSpeed's ranks write their states from where they are
+    plugin = trainer.accelerator.state.fsdp_plugin  # it reads and saves a whole state, or shares
+    return ["save", "resume"] if plugin.state_dict_type.name == "FULL_STATE_DICT" else []
+
+
 class _Observer:
     """Reads the peaks of a Trainer's moments; those of an earlier training count on."""
 
@@ -133,6 +141,7 @@ class _Observer:
         self._seen = Seen(arguments=arguments, notes=notes, planned=planned)
         self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
+        self._seen.of_first_rank = _moments_of_first_rank(trainer)
         self._moment = "load"
         self._seen.host["load"] = host_peak()
         memory = psutil.Process().memory_info()

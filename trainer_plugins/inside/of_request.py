@@ -80,7 +80,7 @@ def _launched(request: PlanRequest) -> PlanRequest:
     request = as_launched(request)
     os.environ.update(request.environment)
     request = with_deepspeed(request)
-    if request.num_gpus > 1 or request.deepspeed is not None:
+    if request.num_gpus > 1 or request.uses_deepspeed:  # it looks for its ranks by MPI else
         os.environ.update(
             RANK="0",
             LOCAL_RANK="0",

@@ -56,6 +56,9 @@ class Seen:
     host: dict[str, int] = field(default_factory=dict)
     """The peak of tensors in main memory in each moment."""
 
+    of_first_rank: list[str] = field(default_factory=list)
+    """The moments in which the first rank alone gathers something in main memory."""
+
     process_bytes: int = 0
     """Of Python, its libraries and data in main memory when the training began."""
 

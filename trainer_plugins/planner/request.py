@@ -1,5 +1,6 @@
 """Define PlanRequest: what to predict, as a value that can be sent to the subprocess."""
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -79,6 +80,13 @@ class ConfigSource:
         It does by default, whatever the TrainingArguments say: a flag that the user typed counts.
         """
         return str(self.typed("gradient_checkpointing")).lower() not in ("false", "0", "no")
+
+    @property
+    def deepspeed(self) -> object:
+        """Return what the arguments say of DeepSpeed: a path, a text, a mapping; None: nothing."""
+        if isinstance(self.arguments, tuple):
+            return self.typed("deepspeed")
+        return pickle.loads(self.arguments)[1].get("deepspeed")
 
     def typed(self, name: str) -> str | None:
         """Return the text of a flag of TrainingArguments; None if it is not on the command line."""
@@ -190,6 +198,12 @@ class PlanRequest:
     def gpus_per_node(self) -> int:
         """Return the cards in each node, once `with_nodes` has filled in both numbers."""
         return self.num_gpus // self.num_nodes
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Return whether the arguments or what has launched them name a config of DeepSpeed."""
+        of_arguments = isinstance(self.source, ConfigSource) and self.source.deepspeed
+        return self.deepspeed is not None or bool(of_arguments)
 
     @property
     def is_launched(self) -> bool:
