@@ -13,17 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
-class HfLoaderSettings(Protocol):
-    """Lists accelerate's settings of data loaders."""
-
-    split_batches: bool
-    dispatch_batches: bool | None
-
-
 class HfArguments(Protocol):
     """Lists the fields and properties of `TrainingArguments`."""
 
-    accelerator_config: HfLoaderSettings
+    accelerator_config: Any  # accelerate's settings of data loaders
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
     batch_eval_metrics: bool
@@ -136,7 +129,6 @@ class HfTrainer(Protocol):
     model_wrapped: torch.nn.Module
     neftune_noise_alpha: float | None
     optimizer: Any  # none before training; else accelerate's wrapper of an optimizer
-    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, object]] | None
     pop_callback: Callable[[object], Any]  # takes an instance, or a class
     prediction_step: Callable[..., Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None

@@ -269,9 +269,8 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
         return None
     data = facts.data  # rows of different lengths get a mask, with which shared keys are repeated
     are_padded = data is not None and not data.is_packed and len(set(data.lengths)) > 1
-    dtype, head = _dtype(facts, model), shape.head_size
     return attention_kernel(
-        *(dtype, head, head, facts.capability),
+        *(_dtype(facts, model), shape.head_size, facts.capability),
         has_mask=are_padded,
         asks_cudnn=prefers_cudnn(version("torch"), facts.capability),
     )

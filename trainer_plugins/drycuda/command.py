@@ -93,6 +93,7 @@ def ended_fork(
         words=("trainer_plugins.inside.forked", wall, module, *words),
         folder=os.getcwd(),
         environ={**environment, "PYTHONPATH": path},
+        scratch=str(dry.folder),  # if this process is killed
     )
     process = server.start_into(log, call)
     most = min(_MOST_BYTES, psutil.virtual_memory().total // 2)

@@ -135,9 +135,10 @@ def _install(version: str, site: Path) -> None:
 
 
 def _installed() -> Path:
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
+    if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         raise DryCudaUnavailable(
-            f"the dry card needs Linux on x86-64; this is {sys.platform} on {os.uname().machine}"
+            "the dry card needs Linux on x86-64 or aarch64; this is"
+            f" {sys.platform} on {os.uname().machine}"
         )
     for folder in map(Path, sys.path):
         if (folder / "torch" / "version.py").is_file():

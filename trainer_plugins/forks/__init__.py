@@ -82,9 +82,6 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.refusal: str | None = None
         """Why it does not fork; empty if it does; None during the imports."""
-        if sys.platform != "linux":
-            self._refuse(f"fork is not safe on {sys.platform}")
-            return
         self._control, theirs = _socketpair()
         command = [sys.executable, "-X", "faulthandler", "-c", _SERVE, str(theirs.fileno())]
         with theirs:

@@ -349,26 +349,15 @@ def prefers_cudnn(torch_version: str, capability: tuple[int, int]) -> bool:
 
 
 def attention_kernel(
-    dtype: str,
-    head_size: int,
-    value_size: int,
-    capability: tuple[int, int],
-    has_mask: bool,
-    has_groups: bool = False,
-    asks_cudnn: bool = False,
+    dtype: str, head_size: int, capability: tuple[int, int], *, has_mask: bool, asks_cudnn: bool
 ) -> Kernel:
-    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp).
-
-    Flash and cuDNN can share keys among groups of heads, the memory-efficient kernel cannot.
-    """
+    """Return the kernel that `scaled_dot_product_attention` takes on a card (sdp_utils.cpp)."""
     is_half = dtype in ("float16", "bfloat16")
-    sizes = (head_size, value_size)
-    if asks_cudnn and is_half and max(sizes) <= _MAX_HEAD and not any(each % 8 for each in sizes):
+    if asks_cudnn and is_half and head_size <= _MAX_HEAD and head_size % 8 == 0:
         return "cuDNN"
-    fits_flash = is_half and value_size == head_size <= _MAX_HEAD
-    if fits_flash and capability >= _AMPERE and not has_mask:
+    if is_half and head_size <= _MAX_HEAD and capability >= _AMPERE and not has_mask:
         return "flash"
     has_kernel = dtype != "float64" and (dtype != "bfloat16" or capability >= _AMPERE)
-    if has_kernel and head_size % (8 if is_half else 4) == 0 and not has_groups:
+    if has_kernel and head_size % (8 if is_half else 4) == 0:
         return "memory-efficient"
     return "all scores"

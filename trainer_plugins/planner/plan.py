@@ -62,11 +62,6 @@ class TensorsAtPeak:
     operation: str  # the line that made it, `train.py:9 loss`
     moment: Moment
 
-    @property
-    def total_bytes(self) -> int:
-        """Return the size of all of them."""
-        return self.count * self.num_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentPeak:

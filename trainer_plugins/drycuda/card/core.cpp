@@ -294,7 +294,7 @@ void fill(void* to, int value, size_t num_bytes) {
   if (num_bytes <= kind().largest_copy_bytes) std::memset(to, value, num_bytes);
   else if (value == 0 && device_of(to) >= 0) {
     // Pages that were never written are zero: give back those that were.
-    const size_t page = 4096;
+    const static size_t page = sysconf(_SC_PAGESIZE);  // 64 KiB on some aarch64
     char *begin = static_cast<char*>(to), *end = begin + num_bytes;
     char* first = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(begin), page));
     char* last = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(end) / page * page);

@@ -496,9 +496,15 @@ EXPORT Result __cudaGetKernel(Handle* kernel, const void* function) {
   return cuda::kSuccess;
 }
 // A kernel is of the newest generation that torch is built for and the card runs: 8.6 for 8.9. CUB refuses others.
+// For aarch64 torch is built for 8.0, not for 8.6.
 static int generation_of_kernels() {
+#ifdef __aarch64__  // torch's wheel for it has kernels of 8.0, and none of 8.6
+  constexpr bool kHas86 = false;
+#else
+  constexpr bool kHas86 = true;
+#endif
   const int major = dry::kind().major, minor = dry::kind().minor;
-  return major * 10 + (major == 8 ? (minor >= 6 ? 6 : 0) : major > 9 ? 0 : minor);
+  return major * 10 + (major == 8 ? (kHas86 && minor >= 6 ? 6 : 0) : major > 9 ? 0 : minor);
 }
 EXPORT Result cudaFuncGetAttributes(cuda::FunctionAttributes* found, const void*) {
   std::memset(found, 0, sizeof *found);

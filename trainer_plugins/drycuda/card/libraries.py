@@ -1,6 +1,7 @@
 """Builds the libraries that stand where CUDA's would: once for each installed torch."""
 
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +78,7 @@ def built() -> Path:
     try:
         needed = {"libcuda.so.1": Library(), **needs_of(callers)}
         needed["libcuda.so.1"].names |= _names_of_the_driver(site)
+        _forget_what_another_began(folder, compiler)
         _build(folder, compiler, needed, _version_of_cudnn(site))
         (folder / "complete").touch()
     except ELFError as error:
@@ -92,6 +94,15 @@ def built() -> Path:
             f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
         ) from error
     return folder
+
+
+def _forget_what_another_began(folder: Path, compiler: list[str]) -> None:
+    """Remove libraries of another compiler, whose C++ has other names for the same."""
+    begun = folder / "compiler"
+    if begun.exists() and begun.read_text() != str(compiler):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun.write_text(str(compiler))
 
 
 def libraries_in(folder: Path) -> list[Path]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 
-CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv)[\w-]*\.so(\.\d+)?$")
+# NVPL computes on the CPU: the wheel of torch for aarch64 brings its BLAS and LAPACK along.
+CUDA_LIBRARY = re.compile(r"lib(cu|nccl|nv(?!pl_))[\w-]*\.so(\.\d+)?$")
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ _BEGINNINGS = (
     ("cudnn", "libcudnn.so"),
     ("cublasLt", "libcublasLt.so"),
     ("cublas", "libcublas.so"),
-    ("cu", "libcuda.so"),
+    ("cu[A-Z]", "libcuda.so"),  # not `cungqr_`, which is LAPACK's
 )
 
 
@@ -65,7 +66,7 @@ def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
                 elif not library:
                     nameless.add(name)
     for name in nameless:
-        home = next((home for begins, home in _BEGINNINGS if name.startswith(begins)), None)
+        home = next((home for begins, home in _BEGINNINGS if re.match(begins, name)), None)
         for file_name, described in found.items():
             if home is not None and file_name.startswith(home + "."):
                 described.names.add(name)
