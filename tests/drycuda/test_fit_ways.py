@@ -13,8 +13,10 @@ from trainer_plugins.drycuda import dry_search
 from trainer_plugins.drycuda.dry_plan import DryAnswer
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import LORA
 from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak
+from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.units import GIB
 
 _EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -37,6 +39,7 @@ def variations(
     why_whole: dict[str, list[str]] = {},  # noqa: B006
     short: tuple[Moment, ...] = ("backward",),
     has_triton: bool = True,
+    frees: int = 4 * GIB,
     **given: Any,
 ) -> tuple[dry_search.Variations, list[dict[str, object]]]:
     """Return a run of which only one argument fits, gradients reduced each time, and what is tried."""
@@ -57,7 +60,9 @@ def variations(
         )
         if not fits:
             plan = replace(plan, fits=False, nvidia_smi_peak_bytes=_SHORT, moments=moments)
-            plan = replace(plan, allocated_peak_bytes=_SHORT - GIB, smallest_card_bytes=_SHORT)
+            halved = {8: 0, 4: frees}[int(str(run.changed.get("per_device_eval_batch_size", 8)))]
+            least = _SHORT - halved
+            plan = replace(plan, allocated_peak_bytes=least - GIB, smallest_card_bytes=least)
         return DryAnswer(plan, arguments, 2048, is_fsdp, why_whole)
 
     monkeypatch.setattr(dry_search, "dry_plan", dry_plan)
@@ -134,6 +139,27 @@ def test_an_evaluation_that_is_short_gets_fewer_rows(monkeypatch, short, stays: 
     assert (found.rows_at_once, found.changed) == (0, fewer if stays else {})
     assert found.proposal.changes[0] == "2 rows at once in the evaluation"
     assert [each.get("per_device_train_batch_size") for each in tried] == [None] * 3
+
+
+def test_an_evaluation_that_keeps_all_outputs_is_not_halved_on_and_on(monkeypatch) -> None:
+    """What the first halving has freed is more than all further ones can free."""
+    fewer = {"per_device_eval_batch_size": 2}
+    found, _, tried = first_that_fits(
+        monkeypatch, fitting=fewer, short=("evaluation",), frees=2 * GIB
+    )
+    assert found is None
+    assert [each.get("per_device_eval_batch_size") for each in tried][:3] == [None, 4, None]
+
+
+def test_fewer_rows_at_once_evaluate_as_many_in_all() -> None:
+    flags = ("--per_device_eval_batch_size", "4")
+    source = ConfigSource(config={}, arguments=flags, num_evaluation_batches=25)
+    smaller = switches.eval_rows(2).turn(PlanRequest(source=source)).source
+    assert isinstance(smaller, ConfigSource)
+    assert (smaller.num_evaluation_batches, smaller.typed("per_device_eval_batch_size")) == (
+        50,
+        "2",
+    )
 
 
 def test_what_cannot_free_enough_is_not_run(monkeypatch) -> None:

@@ -227,16 +227,19 @@ class Variations:
         return load is not None and load.allocated_bytes <= card.capacity_bytes - card.context_bytes
 
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
-        """Return the change of rows with which an evaluation that is short fits, or is smallest."""
+        """Return the change of rows with which an evaluation that is short fits, or is smallest.
+
+        Half the rows free at most half of what the halving before did: what keeps the outputs of
+        all rows is not cured by it.
+        """
         given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
-        plan = self.plan
-        while (
-            rows > 1
-            and time.monotonic() < until
-            and short_moments(plan, self._run.card) & _EVALUATES
-        ):
+        plan, card = self.plan, self._run.card
+        while rows > 1 and time.monotonic() < until and short_moments(plan, card) & _EVALUATES:
             rows //= 2
-            plan = self._answer(turn(self._run, switches.eval_rows(rows))).plan
+            smaller = self._answer(turn(self._run, switches.eval_rows(rows))).plan
+            freed, plan = needed_bytes(plan) - needed_bytes(smaller), smaller
+            if -self.spare_bytes(plan) > freed:
+                return ()
         return (switches.eval_rows(rows),) if rows != given else ()
 
     def _is_training_short(self) -> bool:

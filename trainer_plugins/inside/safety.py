@@ -112,10 +112,15 @@ def protect_arguments() -> None:
     """Let TrainingArguments write to scratch, report to nothing, and be what a search asks."""
     from transformers.training_args import TrainingArguments
 
+    first: list[int] = []  # TRL makes its arguments of others, which are changed already
+
     def post_init(made: Callable[[Any], None], args: Any) -> None:
         changed = json.loads(os.environ.get("TRAINER_PLUGINS_DRY_CHANGED") or "{}")
         args.push_to_hub = False
         args.report_to = "none"
+        first.append(own := args.per_device_eval_batch_size)
+        is_changed = "per_device_eval_batch_size" in changed
+        args.rows_of_evaluation = first[0] if is_changed else own
         for name, value in changed.items():
             setattr(args, name, value)
         if args.output_dir:

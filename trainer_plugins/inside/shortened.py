@@ -87,7 +87,11 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
 def _first(args: Any, data: Any, notes: list[str]) -> Any:
     generates = getattr(args, "predict_with_generate", False)
     batches = _MOST_GENERATED_BATCHES if generates else _MOST_EVALUATED_BATCHES
-    num = batches * args.eval_batch_size * args.world_size
+    # As many rows as without a change of rows at once: outputs of all of them may be kept.
+    given = getattr(args, "rows_of_evaluation", args.per_device_eval_batch_size)
+    num = (
+        batches * args.eval_batch_size * args.world_size * given // args.per_device_eval_batch_size
+    )
     if data is None:
         return None
     if not hasattr(data, "__len__"):

@@ -87,7 +87,10 @@ def filled_by(plan: MemoryPlan) -> str:
     """Name the three categories that take most of the peak."""
     most = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])[:3]
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= SHOWN_BYTES)
-    return f"{named}; with the cache and CUDA's context {size(plan.nvidia_smi_peak_bytes)}"
+    needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
+    if needed and plan.capacity_bytes and held > plan.capacity_bytes:
+        return f"{named}; with CUDA's context {size(needed)} or more"  # a full card has no cache
+    return f"{named}; with the cache and CUDA's context {size(held)}"
 
 
 def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:

@@ -282,10 +282,18 @@ def cut_at(length: int) -> Switch:
 
 
 def eval_rows(rows: int) -> Switch:
-    """Make the switch to this many rows at once in an evaluation."""
+    """Make the switch to this many rows at once in an evaluation of as many in all."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
     price = "more evaluation batches: a loss that averages over tokens moves a little"
-    return replace(of_flags(words, price, per_device_eval_batch_size=rows), subject="evaluation")
+    switch = of_flags(words, price, per_device_eval_batch_size=rows)
+
+    def turn(run: PlanRequest) -> PlanRequest:
+        source = source_of(run)
+        now = int(source.typed("per_device_eval_batch_size") or 8)  # which is its default
+        batches = -(-source.num_evaluation_batches * now // rows)
+        return switch.turn(replace(run, source=replace(source, num_evaluation_batches=batches)))
+
+    return replace(switch, turn=turn, subject="evaluation")
 
 
 ARGMAX_LOGITS = Switch(
