@@ -71,6 +71,12 @@ def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
     assert "neither plan nor TrainingArguments has an option 8" in done.stderr
 
 
+def test_a_file_of_another_program_is_left_to_that_program() -> None:
+    done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", "--config", "axolotl.yml"])
+    assert done.exit_code == 2
+    assert "-- axolotl train axolotl.yml" in done.stderr
+
+
 def test_another_system_is_named(monkeypatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     said = "the dry card needs Linux on x86-64 or aarch64; this is darwin"

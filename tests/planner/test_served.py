@@ -54,18 +54,19 @@ def test_what_deepspeed_offloads_is_in_main_memory_and_not_on_the_card() -> None
     assert in_main.planned["strategy"] == "DeepSpeed ZeRO-3"
 
 
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_what_the_first_rank_gathers_for_a_save_counts_once(tmp_path, kind: str) -> None:
-    """Under FSDP a whole state is rank 0's alone; of a sharded one each rank has its part."""
+@pytest.mark.parametrize(("kind", "casts"), [("FULL", True), ("SHARDED", False)])
+def test_what_the_first_rank_does_alone_counts_once(tmp_path, kind: str, casts: bool) -> None:
+    """Under FSDP rank 0 reads the weights, and gathers a whole state; of a sharded one each has its part."""
     text = configs.path("fsdp2").read_text()
     assert "FULL_STATE_DICT" in text
     file = tmp_path / "fsdp2.yaml"
     file.write_text(text.replace("FULL_STATE_DICT", f"{kind}_STATE_DICT"))
-    asked = request(WIDE, "--bf16", "True", sequence_length=LENGTH, num_gpus=8)
+    asked = request(WIDE, "--bf16", str(casts), sequence_length=LENGTH, num_gpus=8)
     plan = predict_one(replace(asked, launch_file=str(file)))
     assert plan.planned["strategy"].startswith("FSDP2")
     weights = 4 * plan.num_parameters  # in float32, and so are each of two averages
-    assert plan.host_moments["load"] > 7.9 * weights, "each rank casts all of them"
+    times = plan.host_moments["load"] / weights
+    assert 7.9 < times < 9 if casts else times < 1.5, "each rank casts all of them, if any does"
     assert weights < plan.host_moments["save"] < 4 * weights
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -58,14 +59,18 @@ def variations_of_model(
     from trainer_plugins.planner.inputs import request_of
     from trainer_plugins.planner.plan import PlanError
 
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    for flag, file in pairwise((*words, "FILE")):
+        if flag == "--config":
+            raise PlanError(
+                "--config names a file of another program, which has to be installed: plan that"
+                f" program, as in -- axolotl train {file}, or -- llamafactory-cli train {file}"
+            )
     if run.model.model is None:
         raise PlanError(
             "name the model: --model with a config.json, its folder, or org/name; or give a"
             " command after --"
         )
-    for word in flags:
-        if word.partition("=")[0] == "--config":
-            raise PlanError("--config is a file of another program: plan -- COMMAND runs that one")
     details, inputs = inputs_of(run, flags)
     if answer.calibrate is not None:  # the context that was measured must not be used here
         inputs = replace(inputs, calibration=False)

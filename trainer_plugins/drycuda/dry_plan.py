@@ -185,7 +185,9 @@ def _main_memory(result: DryResult, times: int) -> tuple[HostNeed, dict[Moment, 
         times: how many ranks there are for each of them.
     """
     held = {name: sum(seen["host"].get(name, 0) for seen in result.seen) for name in MOMENTS}
-    others = {**held, **dict.fromkeys(result.seen[0]["of_first_rank"], held["optimizer step"])}
+    first, steady = result.seen[0], held["optimizer step"]
+    others = {**held, **dict.fromkeys(first["of_first_rank"], steady)}
+    others["load"] = min(held["load"], max(others["load"], first["cast_bytes"]))
     all_ranks = {name: held[name] + (times - 1) * others[name] for name in MOMENTS}
     moments = {name: num_bytes for name, num_bytes in all_ranks.items() if num_bytes}
     pinned = sum(seen["counters"]["bytes pinned at most"] for seen in result.seen)

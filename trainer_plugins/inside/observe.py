@@ -121,11 +121,23 @@ def watch_trainers() -> None:
 
 
 def _moments_of_first_rank(trainer: Any) -> list[str]:
-    """Return when rank 0 gathers in main memory what the other ranks do not."""
+    """Return when rank 0 reads or gathers in main memory what the other ranks do not."""
+    state = trainer.accelerator.state
+    if trainer.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage == 3:
+        return ["load", "save"]  # modeling_utils.py of transformers: the others load on "meta"
     if not trainer.is_fsdp_enabled:
-        return ["save"]  # the weights; DeepSpeed's ranks write their states from where they are
-    plugin = trainer.accelerator.state.fsdp_plugin  # it reads and saves a whole state, or shares
-    return ["save", "resume"] if plugin.state_dict_type.name == "FULL_STATE_DICT" else []
+        return ["save"]
+    plugin = state.fsdp_plugin
+    found = ["save", "resume"] if plugin.state_dict_type.name == "FULL_STATE_DICT" else []
+    return [*found, *["load"] * bool(plugin.cpu_ram_efficient_loading)]
+
+
+def _cast_bytes(trainer: Any) -> int:
+    """Return the size of the float32 weights that FSDP makes of others, on every rank."""
+    if not trainer.is_fsdp_enabled or trainer.accelerator.mixed_precision == "no":
+        return 0
+    trained = (each for each in trainer.model.parameters() if each.requires_grad)
+    return sum(4 * each.numel() for each in trained if each.dtype != torch.float32)
 
 
 class _Observer:
@@ -142,6 +154,7 @@ class _Observer:
         self._seen.accumulation = asdict(judge_accumulation(trainer))
         self._seen.is_fsdp = trainer.is_fsdp_enabled
         self._seen.of_first_rank = _moments_of_first_rank(trainer)
+        self._seen.cast_bytes = _cast_bytes(trainer)
         self._moment = "load"
         self._seen.host["load"] = host_peak()
         memory = psutil.Process().memory_info()

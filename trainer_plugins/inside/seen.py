@@ -57,7 +57,10 @@ class Seen:
     """The peak of tensors in main memory in each moment."""
 
     of_first_rank: list[str] = field(default_factory=list)
-    """The moments in which the first rank alone gathers something in main memory."""
+    """The moments in which the first rank alone reads or gathers something in main memory."""
+
+    cast_bytes: int = 0
+    """Of weights that all ranks make while they load."""
 
     process_bytes: int = 0
     """Of Python, its libraries and data in main memory when the training began."""
