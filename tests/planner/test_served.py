@@ -65,7 +65,7 @@ def test_what_the_first_rank_does_alone_counts_once(tmp_path, kind: str, casts: 
     plan = predict_one(replace(asked, launch_file=str(file)))
     assert plan.planned["strategy"].startswith("FSDP2")
     weights = 4 * plan.num_parameters  # in float32, and so are each of two averages
-    times = plan.host_moments["load"] / weights
+    times = plan.host_moments.get("load", 0) / weights
     assert 7.9 < times < 9 if casts else times < 1.5, "each rank casts all of them, if any does"
     assert weights < plan.host_moments["save"] < 4 * weights
 

@@ -223,8 +223,8 @@ class Variations:
         return sorted([*usual, *ways], key=lambda way: sum(each.changes_result for each in way))
 
     def _weights_fit(self) -> bool:
-        card, load = self._run.card, self.plan.moments.get("load")
-        return load is not None and load.allocated_bytes <= card.capacity_bytes - card.context_bytes
+        card, loaded = self._run.card, self.plan.loaded_bytes
+        return loaded is not None and loaded <= card.capacity_bytes - card.context_bytes
 
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
         """Return the change of rows with which an evaluation that is short fits, or is smallest.

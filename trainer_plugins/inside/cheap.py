@@ -37,6 +37,9 @@ _QUANTISES = "bitsandbytes"
 """The namespace of operators that would take minutes of the processor for a base that waits in main
 memory."""
 
+_BASES = (torch.uint8, torch.int8)
+"""The types of a quantised base; of any other integers what is written decides."""
+
 _empty = torch.empty  # before DeepSpeed's zero.Init replaces it
 
 
@@ -102,7 +105,7 @@ def _made(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     if packet is _aten.new_zeros:
         shape = torch.Size(args[1])
     device = torch.device(kwargs.get("device") or "cpu")
-    if not dtype.is_floating_point or device.type != "cpu" or kwargs.get("layout"):
+    if not _is_weights(dtype) or device.type != "cpu" or kwargs.get("layout"):
         return None
     if shape.numel() * dtype.itemsize < _LARGE_BYTES:
         return None
@@ -111,7 +114,11 @@ def _made(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= _LARGE_BYTES
+    return _is_weights(tensor.dtype) and tensor.numel() * tensor.element_size() >= _LARGE_BYTES
+
+
+def _is_weights(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype in _BASES
 
 
 def _unfilled(func: Any, args: Any, kwargs: Any) -> Any:

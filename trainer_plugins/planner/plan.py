@@ -193,6 +193,12 @@ class MemoryPlan:
     tried_without_success: tuple[str, ...] = ()  # changes, each with what is missing
 
     @property
+    def loaded_bytes(self) -> int | None:
+        """Return what the models take before they train, without an engine's share of the card."""
+        load = self.moments.get("load")
+        return load.allocated_bytes - self.breakdown.get("vLLM", 0) if load is not None else None
+
+    @property
     def fits_card(self) -> bool | None:
         """Return whether the card holds the run; None if no card was named."""
         if self.capacity_bytes is None:

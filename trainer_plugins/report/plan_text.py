@@ -155,10 +155,10 @@ def details(plan: MemoryPlan) -> list[str]:
 
 def _weights_alone(plan: MemoryPlan) -> list[str]:
     """Say in one line that the weights fill the card, if they do."""
-    load, room = plan.moments.get("load"), (plan.capacity_bytes or 0) - plan.context_bytes
-    if plan.fits_card is not False or load is None or load.allocated_bytes <= room:
+    loaded, room = plan.loaded_bytes, (plan.capacity_bytes or 0) - plan.context_bytes
+    if plan.fits_card is not False or loaded is None or loaded <= room:
         return []
-    return [f"The weights alone take {size(load.allocated_bytes)}: fewer rows cannot help"]
+    return [f"The weights alone take {size(loaded)}: fewer rows cannot help"]
 
 
 def moment_of(plan: MemoryPlan) -> str:
