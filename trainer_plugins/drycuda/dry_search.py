@@ -229,8 +229,7 @@ class Variations:
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
         """Return the change of rows with which an evaluation that is short fits, or is smallest.
 
-        Half the rows free at most half of what the halving before did: what keeps the outputs of
-        all rows is not cured by it.
+        Half the rows free at most half of what the halving before did: outputs that are kept stay.
         """
         given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
         plan, card = self.plan, self._run.card
