@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers import TrainingArguments
 
 from trainer_plugins import checkpointing
 from trainer_plugins.accumulation import Accumulation, Effect
@@ -45,7 +45,7 @@ def variations(
     """Return a run of which only one argument fits, gradients reduced each time, and what is tried."""
     arguments = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 8,
-        "gradient_checkpointing": True, "bf16": False, "fp16": False, "accelerator_config": AcceleratorConfig().to_dict(), **given,
+        "gradient_checkpointing": True, "bf16": False, "fp16": False, "accelerator_config": TrainingArguments(use_cpu=True).to_dict()["accelerator_config"], **given,
     }  # fmt: skip
     tried: list[dict[str, object]] = []
 
@@ -218,7 +218,7 @@ def test_under_fsdp_gradients_that_are_reduced_each_time_keep_the_result(monkeyp
 
 
 def test_settings_of_accelerate_that_a_user_has_made_are_left_alone(monkeypatch) -> None:
-    mine = {**AcceleratorConfig().to_dict(), "split_batches": True}
+    mine = {"split_batches": True}
     assert first_that_fits(monkeypatch, is_fsdp=True, accelerator_config=mine)[0] is None
 
 
