@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_plans import request
+from tests.planner.test_plans import LORA, request
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.launch import configs
 from trainer_plugins.planner import MemoryPlan
 from trainer_plugins.planner.compare.changes import _launches
 from trainer_plugins.planner.compare.switches import can_offload_activations
 from trainer_plugins.planner.request import ConfigSource
+from trainer_plugins.units import MIB
 
 MODEL = {
     "model_type": "llama",
@@ -99,3 +100,14 @@ def test_beside_vllm_a_smaller_share_is_proposed_before_the_training_changes() -
     assert "--vllm_gpu_memory_utilization 0." in first.flags
     tried = [*plan.tried_without_success, *(str(each.changes) for each in plan.proposals)]
     assert not any("activations offloaded" in each for each in tried)
+
+
+def test_weights_that_do_not_fit_are_made_smaller() -> None:
+    """Fewer rows cannot help, and half the bytes of each weight do."""
+    flags = ("--save_strategy", "no")
+    run = request(MODEL, *flags, gpu="124MiB", dtype=None, sequence_length=64, peft=LORA)
+    (plan,) = predict_all([replace(run, proposes=True)])
+    assert isinstance(plan, MemoryPlan)
+    assert plan.loaded_bytes is not None
+    assert plan.loaded_bytes > 124 * MIB
+    assert "--dtype bfloat16" in [each.flags for each in plan.proposals], plan.tried_without_success

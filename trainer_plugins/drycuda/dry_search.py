@@ -119,12 +119,13 @@ class Variations:
 
     def proposals(self) -> MemoryPlan:
         """Return the plan of the command with what would fit, if it does not fit itself."""
-        if self.plan.fits_card is not False or not self._weights_fit():
+        may_move_weights = self._weights_fit() or self._run.of_config is not None
+        if self.plan.fits_card is not False or not may_move_weights:
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
         ways, sizes = self._usual_ways, self._divisors(self._now)
-        if rows := self._shorter_evaluation(until):
+        if self._weights_fit() and (rows := self._shorter_evaluation(until)):
             ways = [(*rows, *way) for way in ways]
             sizes = sizes if self._is_training_short() else [self._now]
         fitted = islice(self._fitted(ways, sizes, failed, until), _ENOUGH)
@@ -227,18 +228,15 @@ class Variations:
         return loaded is not None and loaded <= card.capacity_bytes - card.context_bytes
 
     def _shorter_evaluation(self, until: float) -> tuple[Switch, ...]:
-        """Return the change of rows with which an evaluation that is short fits, or is smallest.
-
-        Half the rows free at most half of what the halving before did: outputs that are kept stay.
-        """
+        """Return the change of rows with which an evaluation that is short fits, or is smallest."""
         given = rows = int(self._as_given.arguments["per_device_eval_batch_size"])
         plan, card = self.plan, self._run.card
         while rows > 1 and time.monotonic() < until and short_moments(plan, card) & _EVALUATES:
             rows //= 2
             smaller = self._answer(turn(self._run, switches.eval_rows(rows))).plan
             freed, plan = needed_bytes(plan) - needed_bytes(smaller), smaller
-            if -self.spare_bytes(plan) > freed:
-                return ()
+            if -self.spare_bytes(plan) > freed:  # as where all outputs are kept
+                return ()  # half the rows free at most half of that
         return (switches.eval_rows(rows),) if rows != given else ()
 
     def _is_training_short(self) -> bool:
