@@ -1,5 +1,6 @@
 """What `plan -- COMMAND` refuses, and what it says where torch's build for CUDA is not there."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from trainer_plugins.compiled import package_site, plain_compiler
 from trainer_plugins.drycuda import unavailable_reason
 from trainer_plugins.drycuda.cuda_build import fetch, site_with_cuda
 from trainer_plugins.drycuda.smallest import smallest_room
+from trainer_plugins.inside.start import _compile_later
 from trainer_plugins.snapshot.cards import Card, Event, Segment
 from trainer_plugins.units import MIB
 
@@ -75,6 +77,27 @@ def test_a_file_of_another_program_is_left_to_that_program() -> None:
     done = CliRunner().invoke(app, ["plan", "--gpu", "24GiB", "--config", "axolotl.yml"])
     assert done.exit_code == 2
     assert "-- axolotl train axolotl.yml" in done.stderr
+
+
+def test_what_is_marked_to_be_compiled_is_when_it_is_called_first() -> None:
+    """bitsandbytes marks functions that no plan calls, and torch's compiler takes seconds to import."""
+    made: list[dict[str, object]] = []
+
+    def compile(function, **options):
+        made.append(options)
+        return function
+
+    mark = functools.partial(_compile_later, compile)
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    several = [mark(double), mark(model=double), mark(dynamic=False)(double)]
+    assert made == []
+    assert [each(2) for each in (*several, *several)] == [4] * 6
+    assert made == [{}, {}, {"dynamic": False}], "once each"
+    mark(torch.nn.Identity())
+    assert len(made) == 4
 
 
 def test_another_system_is_named(monkeypatch) -> None:

@@ -65,14 +65,14 @@ def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
     _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
 
 
-def _compile_later(compile: Any, function: Any = None, **options: Any) -> Any:
+def _compile_later(compile: Any, model: Any = None, **options: Any) -> Any:
     """Do what `torch.compile` does, for a function when it is called first."""
-    if function is None:
+    if model is None:
         return functools.partial(_compile_later, compile, **options)
-    if not isinstance(function, FunctionType):
-        return compile(function, **options)
-    compiled = functools.cache(functools.partial(compile, function, **options))
-    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+    if not isinstance(model, FunctionType):
+        return compile(model, **options)
+    compiled = functools.cache(functools.partial(compile, model, **options))
+    return functools.wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 @functools.cache  # where a fork was not possible, `start` has begun already

@@ -496,7 +496,6 @@ EXPORT Result __cudaGetKernel(Handle* kernel, const void* function) {
   return cuda::kSuccess;
 }
 // A kernel is of the newest generation that torch is built for and the card runs: 8.6 for 8.9. CUB refuses others.
-// For aarch64 torch is built for 8.0, not for 8.6.
 static int generation_of_kernels() {
 #ifdef __aarch64__  // torch's wheel for it has kernels of 8.0, and none of 8.6
   constexpr bool kHas86 = false;
