@@ -93,6 +93,15 @@ def test_time_limits_the_second_proposal_and_not_the_first(monkeypatch) -> None:
     assert len(tried) > 2, "what comes before it does not fit"
 
 
+def test_a_search_that_finds_nothing_ends(monkeypatch) -> None:
+    monkeypatch.setattr(dry_search, "_MORE_SECONDS", -1)
+    several, tried = variations(monkeypatch, False, {"none": 1}, gradient_checkpointing=False)
+    plan = several.proposals()
+    assert plan.proposals == ()
+    assert plan.tried_without_success[-1] == "what is left was not tried, for time"
+    assert len(tried) == 1
+
+
 def test_what_survival_does_not_divide_stays_as_it_is(monkeypatch) -> None:
     """Fewer rows and more accumulation might be another training."""
     fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}

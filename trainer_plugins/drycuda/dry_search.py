@@ -36,6 +36,7 @@ from trainer_plugins.units import size
 _EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no second proposal is looked for after this part of it
+_MORE_SECONDS = 300  # and no first one so much later
 
 
 class Variations:
@@ -119,8 +120,8 @@ class Variations:
 
     def proposals(self) -> MemoryPlan:
         """Return the plan of the command with what would fit, if it does not fit itself."""
-        may_move_weights = self._weights_fit() or self._run.of_config is not None
-        if self.plan.fits_card is not False or not may_move_weights:
+        may_fit = self._weights_fit() or self._run.of_config is not None
+        if self.plan.fits_card is not False or not may_fit:
             return self.plan
         failed: list[str] = []
         until = time.monotonic() + _MOST_OF_THE_PLANS_TIME * self._seconds
@@ -262,8 +263,12 @@ class Variations:
             if lacking := self._lacks(changes, short, sizes[0]):
                 failed.append(f"{words}: at least {size(lacking)} short")
                 continue
-            if has_found and time.monotonic() > until:
+            late = time.monotonic() - until
+            if late > (0 if has_found else _MORE_SECONDS):
+                failed += [] if has_found else ["what is left was not tried, for time"]
                 return
+            if self._run.of_config is not None and changes:
+                self._tell(f"planning: with {words}")
             try:
                 rows, tried = self._most_rows(changes, sizes, in_full=False)
             except PlanError as error:
@@ -287,10 +292,7 @@ class Variations:
     def _lacks(self, changes: Sequence[Switch], short: MemoryPlan | None, rows: int) -> int:
         """Return how much is missing if all is gone that changes free; 0 if that is not known.
 
-        Args:
-            changes: what is changed.
-            short: the plan of these rows as they are, if there is one.
-            rows: how many there are at once.
+        `short` is the plan of these rows as they are, if there is one.
         """
         plan, part = short, 1.0
         of_training = [each for each in changes if each.subject != "evaluation"]
