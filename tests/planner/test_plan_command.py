@@ -93,7 +93,7 @@ def test_the_answer_is_few_lines_and_its_first_change_makes_the_run_fit(tmp_path
     assert first.endswith("short, in the backward pass")
     assert planned.startswith("Planned rows 16 at once x 1 x 1 GPU, 16 a step; length 64 tokens; ")
     assert "card kernels of rtx4060 (sm_89), guessed by its size" in planned
-    assert re.match(r"Peak    .* MiB logits and loss, .*context [\d.]+ MiB$", peak)
+    assert re.match(r"Peak    .* MiB logits and loss, .*context [\d.]+ MiB or more$", peak)
     assert re.match(r"Change  \d rows? x \d+: [\d.]+ MiB to spare. Price: the same tr", change)
     assert re.match(r"Sure    allocated within .*; \d assumptions: --verbose", sure)
     again = plan(*asked, "--gpu", "594MiB", *flags.split())

@@ -67,7 +67,7 @@ def test_what_the_first_rank_does_alone_counts_once(tmp_path, kind: str, casts: 
     weights = 4 * plan.num_parameters  # in float32, and so are each of two averages
     times = plan.host_moments.get("load", 0) / weights
     assert 7.9 < times < 9 if casts else times < 1.5, "each rank casts all of them, if any does"
-    assert weights < plan.host_moments["save"] < 4 * weights
+    assert weights / 2 < plan.host_moments["save"] < 4 * weights, "once, and not eight times"
 
 
 def test_deepspeed_trains_on_one_card_as_its_launcher_would_start_it() -> None:

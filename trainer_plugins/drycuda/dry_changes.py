@@ -41,6 +41,11 @@ class Fitted(NamedTuple):
     """Whether survival has to be told that the loss is a sum or a mean, as its code says."""
 
 
+def effort(way: tuple[Switch, ...]) -> int:
+    """Rank a way by what it changes; a streamed base comes late, since it needs this package."""
+    return sum(each.changes_result for each in way) + 2 * (switches.STREAMED_BASE in way)
+
+
 def is_usual(arguments: Mapping[str, Any]) -> bool:
     """Return whether accelerate's settings are its own."""
     from transformers.trainer_pt_utils import AcceleratorConfig

@@ -20,7 +20,7 @@ from trainer_plugins.drycuda.bounds import (
     needed_bytes,
     short_moments,
 )
-from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, is_usual, run_with, turn
+from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, effort, is_usual, run_with, turn
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
@@ -36,7 +36,7 @@ from trainer_plugins.units import size
 _EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
 _ENOUGH = 2
 _MOST_OF_THE_PLANS_TIME = 1.5  # no second proposal is looked for after this part of it
-_MORE_SECONDS = 300  # and no first one so much later
+_MORE_SECONDS = 300  # and no first one when these have passed too
 
 
 class Variations:
@@ -222,7 +222,7 @@ class Variations:
             return usual
         more = [*possible_changes(request, self._as_given.arguments, self.plan)]
         ways = [way for each in more for way in ((each,), (each, switches.CHECKPOINTING))]
-        return sorted([*usual, *ways], key=lambda way: sum(each.changes_result for each in way))
+        return sorted([*usual, *ways], key=effort)
 
     def _weights_fit(self) -> bool:
         card, loaded = self._run.card, self.plan.loaded_bytes
