@@ -153,16 +153,20 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
     )
     if card == NO_CARD:
-        known = None if run.host == HostLimits() else plan.host_shortage is None
-        return replace(
-            plan,
-            capacity_bytes=None,
-            gpu=None,
-            context_bytes=0,
-            nvidia_smi_peak_bytes=reserved,
-            fits=known,
-        )
+        return _without_a_card(plan, run.host)
     return replace(plan, fits=needed <= card.capacity_bytes and plan.host_shortage is None)
+
+
+def _without_a_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
+    """Leave out what only a card has; whether it fits is then a question of main memory alone."""
+    return replace(
+        plan,
+        capacity_bytes=None,
+        gpu=None,
+        context_bytes=0,
+        nvidia_smi_peak_bytes=plan.reserved_peak_bytes,
+        fits=None if host == HostLimits() else plan.host_shortage is None,
+    )
 
 
 def _planned(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
