@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from trainer_plugins.allocator.addresses import ChunkedAddresses, FallingAddresses, addresses_in
+from trainer_plugins.allocator.addresses import ChunkedAddresses
 from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules, first_of_a_size
 from trainer_plugins.units import MIB
 
@@ -45,25 +45,8 @@ def test_gaps_that_meet_are_one() -> None:
     assert taken(rule, 64) == [96]
 
 
-def test_under_windows_and_wsl2_they_rise_and_the_oldest_chunk_is_filled_first() -> None:
-    rule = ChunkedAddresses(rising=True)
-    first, *others = (rule.take(size * MIB) for size in (20, 20, 2, 40))
-    assert [(other - first) // MIB for other in others] == [32, 20, 64]
-    rule.give_back(others[2], 40 * MIB)
-    assert rule.take(32 * MIB) == others[2]
-
-
-def test_a_rule_goes_on_from_the_segments_of_a_process() -> None:
-    top = 0x7000_0000_0000
+def test_no_two_segments_share_an_address_whatever_comes_and_goes() -> None:
     rule = ChunkedAddresses()
-    rule.hold({top: 20 * MIB, top + 32 * MIB: 30 * MIB, top + 20 * MIB: 2 * MIB})
-    assert rule.take(10 * MIB) == top + 22 * MIB
-    assert rule.take(20 * MIB) == top - 32 * MIB
-
-
-@pytest.mark.parametrize("order", ["chunks", "rising", "falling"])
-def test_no_two_segments_share_an_address_whatever_comes_and_goes(order) -> None:
-    rule = addresses_in(order)
     held: dict[int, int] = {}
     for number in range(400):
         if number % 3 == 2:
@@ -74,17 +57,6 @@ def test_no_two_segments_share_an_address_whatever_comes_and_goes(order) -> None
     ends = sorted((address, address + size) for address, size in held.items())
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     assert len(held) == 400 - 133
-
-
-def test_the_rules_of_an_allocator_name_the_order() -> None:
-    heights = {}
-    for order in ("chunks", "rising", "falling"):
-        model = AllocatorModel(rules=AllocatorRules(segments=order))
-        heights[order] = [model.malloc(20 * MIB).address for _ in range(2)]
-    assert heights["chunks"][0] - heights["chunks"][1] == 32 * MIB
-    assert heights["rising"][1] - heights["rising"][0] == 32 * MIB
-    assert heights["falling"][0] - heights["falling"][1] == 22 * MIB
-    assert isinstance(addresses_in("falling"), FallingAddresses)
 
 
 @pytest.mark.parametrize(

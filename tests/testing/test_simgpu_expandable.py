@@ -62,7 +62,7 @@ def script(seed: int) -> list[tuple[str, int]]:
 
 
 def by_the_model(steps: list[tuple[str, int]]) -> list[list[Any]]:
-    model = AllocatorModel(CAPACITY, AllocatorRules(expandable_segments=True, segments="falling"))
+    model = AllocatorModel(CAPACITY, AllocatorRules(expandable_segments=True))
     held: dict[int, Any] = {}
     told = []
     for number, (what, size) in enumerate(steps):

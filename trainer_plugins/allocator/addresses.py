@@ -1,18 +1,13 @@
 """Blocks lie where traces of real cards show them (docs/allocator_traces.md)."""
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from trainer_plugins.units import MIB
 
-# as CUDA on Linux, as CUDA under Windows and WSL2, as Linux does for host memory (simgpu)
-Order = Literal["chunks", "rising", "falling"]
-
 _CHUNK_BYTES = 32 * MIB
-_TOP, _BOTTOM = 0x7F00_0000_0000, 0x10_0000_0000
-_GAP_BYTES = 2 * MIB  # between segments of one direction, so that none are neighbours
+_TOP = 0x7F00_0000_0000
 
 
 class Addresses(Protocol):
@@ -25,57 +20,21 @@ class Addresses(Protocol):
         """Note that a segment is released."""
 
 
-class FallingAddresses:
-    """Places each segment below all others, as Linux places what a process maps."""
-
-    def __init__(self) -> None:
-        self._lowest = _TOP
-
-    def take(self, num_bytes: int) -> int:
-        self._lowest -= num_bytes + _GAP_BYTES
-        return self._lowest
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        """Leave a hole, which is not filled again."""
-
-
 class ChunkedAddresses:
-    """Places segments as the CUDA driver does: in chunks of address space, 32 MiB or a multiple.
+    """Places segments as the CUDA driver does on Linux: in chunks of 32 MiB or a multiple.
 
-    A segment lies in the newest chunk with room for it, at the lowest place, else in a new chunk.
-    On Linux that is in the highest released range that is large enough, else right below all
-    others. Under Windows and WSL2 (`rising`) it is above all others, and the oldest chunk is filled
-    first.
+    A segment lies in the newest chunk with room for it, at the lowest place, else in a new chunk:
+    in the highest released range that is large enough, else right below all others.
     """
 
-    def __init__(self, *, rising: bool = False) -> None:
-        self._rising = rising
+    def __init__(self) -> None:
         self._chunks: list[_Chunk] = []  # the oldest first
         self._chunk_at: dict[int, _Chunk] = {}  # by the address of a segment
         self._gaps: list[tuple[int, int]] = []  # released: low and high address
-        self._end = _BOTTOM if rising else _TOP  # where address space was never taken
-
-    def hold(self, segments: Mapping[int, int]) -> None:
-        """Begin with the segments of a running process: sizes by address, in chunks by age."""
-        for address, num_bytes in sorted(segments.items()):
-            low = address // _CHUNK_BYTES * _CHUNK_BYTES
-            high = -(-(address + num_bytes) // _CHUNK_BYTES) * _CHUNK_BYTES
-            chunk = self._chunks[-1] if self._chunks else None
-            if chunk is None or low >= chunk.end:
-                chunk = _Chunk(low, high - low)
-                self._chunks.append(chunk)
-            elif high > chunk.end:
-                chunk.free_bytes += high - chunk.end
-                chunk.num_bytes = high - chunk.base
-            self._put(chunk, address, num_bytes)
-        if not self._rising:
-            self._chunks.reverse()
-        if self._chunks:
-            newest = self._chunks[-1]
-            self._end = newest.end if self._rising else newest.base
+        self._end = _TOP  # below it address space was never taken
 
     def take(self, num_bytes: int) -> int:
-        for chunk in self._chunks if self._rising else reversed(self._chunks):
+        for chunk in reversed(self._chunks):
             address = chunk.room_for(num_bytes)
             if address is not None:
                 break
@@ -97,9 +56,7 @@ class ChunkedAddresses:
         for gap in [gap for gap in self._gaps if low == gap[1] or gap[0] == high]:
             self._gaps.remove(gap)
             low, high = min(low, gap[0]), max(high, gap[1])
-        if self._rising and high == self._end:  # what lies behind all is as if never taken
-            self._end = low
-        elif not self._rising and low == self._end:
+        if low == self._end:  # what lies below all is as if never taken
             self._end = high
         else:
             self._gaps.append((low, high))
@@ -110,19 +67,15 @@ class ChunkedAddresses:
         self._chunk_at[address] = chunk
 
     def _new_chunk(self, num_bytes: int) -> "_Chunk":
-        if self._rising:
-            base = self._end
-            self._end += num_bytes
+        fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= num_bytes]
+        if fitting:
+            low, high = max(fitting)
+            base = high - num_bytes
+            self._gaps.remove((low, high))
+            if low < base:
+                self._gaps.append((low, base))
         else:
-            fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= num_bytes]
-            if fitting:
-                low, high = max(fitting)
-                base = high - num_bytes
-                self._gaps.remove((low, high))
-                if low < base:
-                    self._gaps.append((low, base))
-            else:
-                base = self._end = self._end - num_bytes
+            base = self._end = self._end - num_bytes
         chunk = _Chunk(base, num_bytes)
         self._chunks.append(chunk)
         return chunk
@@ -150,13 +103,6 @@ class _Chunk:
                 return position
             position = address + size
         return position if self.end - position >= num_bytes else None
-
-
-def addresses_in(order: Order) -> Addresses:
-    """Return a new process's addresses in an order."""
-    if order == "falling":
-        return FallingAddresses()
-    return ChunkedAddresses(rising=order == "rising")
 
 
 @dataclass(eq=False, slots=True)

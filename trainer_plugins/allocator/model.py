@@ -9,8 +9,8 @@ from bisect import bisect_left
 from trainer_plugins.allocator.addresses import (
     Addresses,
     Block,
+    ChunkedAddresses,
     Pool,
-    addresses_in,
     drop,
     insert_behind,
     room_of,
@@ -51,7 +51,7 @@ class AllocatorModel:
         addresses: Addresses | None = None,
     ) -> None:
         self.rules = rules if rules is not None else AllocatorRules()
-        self._addresses = addresses_in(self.rules.segments) if addresses is None else addresses
+        self._addresses = ChunkedAddresses() if addresses is None else addresses
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
         fraction = self.rules.memory_fraction
         self._allowed_bytes = int(self.capacity_bytes * fraction) if fraction is not None else None

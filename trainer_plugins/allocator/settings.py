@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from trainer_plugins.allocator.addresses import Order
 from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
 from trainer_plugins.units import MIB
 
@@ -81,7 +80,6 @@ class AllocatorRules:
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
     memory_fraction: float | None = None  # of the card, for this process; None: all
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    segments: Order = "chunks"  # where new segments lie
     # of free blocks of one size: that of the lowest address, of the oldest segment, or the oldest
     first_of_a_size: FirstOfASize = "address"
 

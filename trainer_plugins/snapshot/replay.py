@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer_plugins.allocator.addresses import ChunkedAddresses
 from trainer_plugins.allocator.model import (
     SMALL_BYTES,
     AllocatorFull,
@@ -42,18 +41,11 @@ class Card(Protocol):
 
 
 class ModelCard:
-    """Replays on `AllocatorModel`, with the segments' real addresses or by a rule from `start`."""
+    """Replays on `AllocatorModel`, with the segments' real addresses."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        rule: ChunkedAddresses | None = None,
-        rules: AllocatorRules | None = None,
-    ) -> None:
+    def __init__(self, trace: Trace, rules: AllocatorRules | None = None) -> None:
         at_first = AllocatorRules(expandable_segments=trace.expandable)
-        self._rule, self._rules = rule, rules
-        self._has_started = False
-        self._held: dict[int, int] = {}  # segments by their addresses
+        self._rules = rules
         self._given: tuple[int, int] | None = None
         self._others = _OUT_OF_THE_WAY
         self._blocks: dict[int, Block] = {}
@@ -69,9 +61,6 @@ class ModelCard:
         return self._model.peak_reserved_bytes
 
     def start(self, capacity_bytes: int | None) -> None:
-        self._has_started = True
-        if self._rule is not None:
-            self._rule.hold(self._held)
         self.block_bytes.clear()
         if self._rules is not None:
             self._model.rules = self._rules
@@ -83,8 +72,6 @@ class ModelCard:
         self._given = (address, num_bytes)
 
     def take(self, num_bytes: int) -> int:
-        if self._has_started and self._rule is not None:
-            return self._rule.take(num_bytes)
         given, self._given = self._given, None
         # A range for expandable segments is larger than what is mapped of it.
         if given is not None and given[1] <= num_bytes:
@@ -92,14 +79,10 @@ class ModelCard:
         else:
             address = self._others + 2 * MIB
             self._others = address + num_bytes
-        self._held[address] = num_bytes
         return address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        if self._has_started and self._rule is not None:
-            self._rule.give_back(address, num_bytes)
-        else:
-            del self._held[address]
+        """Do nothing: the trace says where the next one lies."""
 
     def malloc(self, num_bytes: int, stream: int) -> int:
         block = self._model.malloc(num_bytes, stream)
