@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,5 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     # save_on_cpu pins each layer's input, in a block of a power of two
     assert found.host_pinned_bytes_per_node > 0
     assert plan(*asked, "--pinned-memory", "lots").exit_code == 2
+    in_pieces = replace(found, fits=False, host_shortage=None, failed_request_bytes=512)
+    assert "t4 (14.56 GiB): no 2.0 MiB in one piece, in the" in verdict(in_pieces)

@@ -14,6 +14,7 @@ from trainer_plugins.units import MIB, percent, size
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
 _SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # of what was planned
 SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
+_LEAST_TAKEN_BYTES = 2 * MIB  # of the card, for any request: kSmallBuffer of c10
 
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
@@ -75,7 +76,8 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
     live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
     if live_short <= 0:  # a full card releases its cache, but not in one piece
-        short = f"no {size(plan.failed_request_bytes or 0)} in one piece"
+        piece = max(plan.failed_request_bytes or 0, _LEAST_TAKEN_BYTES)
+        short = f"no {size(piece)} in one piece"
     elif 2 * live_short < -plan.margin_bytes:
         short = f"at least {size(live_short)} short"
     else:
