@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.published import published
-from trainer_plugins.planner.tried import MEASURED, TRIED, known_error, untried
+from trainer_plugins.planner.tried import TRIED, untried
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,18 +32,3 @@ def test_another_version_is_named():
         "the planner was not tested with torch 2.14.0+cu130, only with 2.9 and 2.13"
     ]
     assert untried({"accelerate": "0.1"}) == []
-
-
-def test_the_known_error_is_that_of_the_versions_it_was_measured_with():
-    measured = {row.versions["transformers"] for row in published() if row.loop}
-    on_a_card = (ROOT / "docs" / "on_a_card.md").read_text()
-    measured |= {*re.findall(r"transformers (5[.]\d+[.]\d+)", on_a_card)}
-    assert {".".join(each.split(".")[:2]) for each in measured} == set(MEASURED)
-    own = known_error({"transformers": "4.57.3"})
-    assert "transformers" not in own
-    quantised = known_error({"transformers": "4.57.3"}, is_quantised=True)
-    assert "41 published runs of QLoRA" in quantised
-    assert "transformers" not in quantised
-    assert known_error({"transformers": "4.46.0"}) == (
-        f"{own}; no run of transformers 4.46.0 was measured: a year makes 4 to 20 %"
-    )

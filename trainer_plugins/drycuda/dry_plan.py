@@ -149,7 +149,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         accumulation=from_json(Accumulation, found) if found else None,
         timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
         planned=fullest["planned"] or _planned(fullest, run),
-        known_error=known_error(fullest["versions"], fullest["is_quantised"]),
+        known_error=known_error(fullest["is_quantised"]),
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
     )
     if card == NO_CARD:
