@@ -8,8 +8,6 @@ import, and among all imports, those inside functions too.
 """
 
 import ast
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,13 +184,6 @@ def words_of_docs() -> int:
     return sum(len(page.read_text().split()) for page in pages)
 
 
-def files_entered(job: str) -> int:
-    """Return how many files a job of `walks.py` enters, measured in a process of its own."""
-    call = [sys.executable, "-m", "benchmarks.walks", job]
-    printed = subprocess.run(call, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    return sum(line.startswith("  ") for line in printed.splitlines())
-
-
 def measure() -> dict[str, float]:
     """The figures, each a count unless its name says otherwise."""
     files = trees()
@@ -240,5 +231,3 @@ if __name__ == "__main__":
     for name, value in measure().items():
         print(f"{name}: {value:.1f}".removesuffix(".0"))
     print(f"words of docs and README: {words_of_docs()}")
-    print(f"files that a step out of memory enters: {files_entered('oom')}")
-    print(f"files that a plan of a small Llama enters: {files_entered('plan')}")

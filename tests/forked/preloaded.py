@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.forked import TELL_TO
 
-IMPORTS = ("transformers.trainer", "trl", "peft", "trainer_plugins.plug_in.as_main")
+IMPORTS = ("transformers.trainer", "trl", "peft", "trainer_plugins.as_main")
 _OF_ENVIRON = ("<frozen ", os.__file__)
 _LOOK_AT_ALL = ("/tqdm/utils.py", "/fsspec/config.py")
 """Files that go through all variables to find their own."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer_plugins import namespaces
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.drycuda.card.libraries import WALL
-from trainer_plugins.snapshot.frames import is_ours
+from trainer_plugins.snapshot.owners import is_ours
 
 _NAMESPACES = namespaces.__file__
 _REFUSALS = {

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from trainer_plugins.allocator.model import first_of_a_size
 from trainer_plugins.snapshot.cards import Card, Snapshot, read
-from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.snapshot.held import Category, Held, Sorter
 from trainer_plugins.snapshot.lives import Repeated, lives_of, peak_of, repeat
+from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.snapshot.stacks import Meaning
 from trainer_plugins.snapshot.trace import NotModelledError
 

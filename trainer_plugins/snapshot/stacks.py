@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from trainer_plugins.printable import printable
 from trainer_plugins.snapshot.cards import Frame, Stack
-from trainer_plugins.snapshot.frames import OF_TORCH, is_ours, is_users
+from trainer_plugins.snapshot.owners import OF_TORCH, is_ours, is_users
 
 Work = Literal[
     "optimizer", "evaluation", "generation", "parameters", "saving", "gathering", "backward",

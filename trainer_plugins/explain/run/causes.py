@@ -13,7 +13,7 @@ from trainer_plugins.explain.shared import (
     said,
 )
 from trainer_plugins.record.timeline import Remark
-from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5

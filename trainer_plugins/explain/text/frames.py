@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from trainer_plugins.explain.shared import quoted
 from trainer_plugins.explain.text.excerpt import Line
-from trainer_plugins.snapshot.frames import is_ours, is_users
+from trainer_plugins.snapshot.owners import is_ours, is_users
 
 _MOST_LINES = 600
 _PYTHON = re.compile(r'^\s*File "(?P<path>[^"]{1,400})", line (?P<line>\d+)(?:, in (?P<name>.+))?$')

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from trainer_plugins.printable import printable
 from trainer_plugins.report.html.chart import colour_of
 from trainer_plugins.snapshot.cards import Frame, Stack
-from trainer_plugins.snapshot.frames import is_users
 from trainer_plugins.snapshot.held import WORDS, Category
 from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.oom import SnapshotCase
+from trainer_plugins.snapshot.owners import is_users
 from trainer_plugins.snapshot.stacks import is_python
 from trainer_plugins.snapshot.trace import ranges_after
 

@@ -13,7 +13,7 @@ from trainer_plugins.explain.shared import (
     said,
 )
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.snapshot.frames import IMPOSSIBLE_BYTES, is_refused_though_free
+from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
 
 ONE_BLOCK = "NOT allocate memory block with size larger than"
