@@ -21,7 +21,11 @@ _MOST_BYTES = 16 * GIB
 """A prediction that takes more than this, or than half of the machine, is stopped before the kernel
 kills another program."""
 
-_IMPORTS = ("transformers.trainer", "trainer_plugins.inside.forked")
+_IMPORTS = (
+    "transformers.trainer",
+    "trainer_plugins.inside.forked",
+    "trainer_plugins.inside.batches",  # and what a training is watched by
+)
 
 
 def ended(

@@ -10,12 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch  # noqa: F401 - before `start`, which runs when torch has been imported
 
 from trainer_plugins.inside import start
 from trainer_plugins.namespaces import build_wall
+
+with suppress(ImportError):  # transformers 4 has none
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")  # makes a table, once for all forks
 
 
 def main(wall: str, module: str, words: Sequence[str]) -> None:
