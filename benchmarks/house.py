@@ -8,6 +8,7 @@ import, and among all imports, those inside functions too.
 """
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ What begins with a noun is not noticed.
 """
 
 
+@functools.cache
 def trees() -> dict[Path, ast.Module]:
     """The syntax of each file of the package, by its path there."""
     return {
@@ -114,13 +116,13 @@ def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) ->
     return sorted(name for name in below if name in _reached(name, below))
 
 
-def come_along(files: dict[Path, ast.Module], room: str) -> set[str]:
-    """Return the files that an import of a room, and of all files in it, imports with it."""
+def come_along(files: dict[Path, ast.Module], *rooms: str) -> set[str]:
+    """Return the files that an import of rooms, and of all files in them, imports with them."""
     below = _imports(files, at_import)
     for name, found in below.items():  # the packages around a file are imported before it
         for each in (name, *found):
             found |= {each.rpartition(".")[0]} & below.keys()
-    mine = {name for name in below if name.partition(".")[0] == room}
+    mine = {name for name in below if name.partition(".")[0] in rooms}
     return mine.union(*(_reached(name, below) for name in mine))
 
 

@@ -4,6 +4,7 @@ import gc
 import inspect
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,25 +62,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is for `--all`. The longest files begin first: nobody waits for one in the end."""
-    turn = config.getoption("--turn")
+    turn, cases = config.getoption("--turn"), Counter[str]()
+    is_left = {item: is_for_all(item, cases) for item in items}
     if turn is not None:
         lines = map(str.split, (ROOT / "tests" / "turns.txt").read_text().splitlines())
         paths = {ROOT / name for number, name in lines if number == turn}
-        runs = [item.path in paths and is_for_all(item) for item in items]
+        runs = [item.path in paths and is_left[item] for item in items]
     else:
-        runs = [config.getoption("--all") or not is_for_all(item) for item in items]
+        runs = [config.getoption("--all") or not is_left[item] for item in items]
     left = [item for item, does_run in zip(items, runs, strict=True) if not does_run]
     config.hook.pytest_deselected(items=left)
     kept = [item for item, does_run in zip(items, runs, strict=True) if does_run]
     items[:] = sorted(kept, key=lambda item: -SECONDS.get(item.path, 0))
 
 
-def is_for_all(item: pytest.Item) -> bool:
+def is_for_all(item: pytest.Item, cases: Counter[str]) -> bool:
     """Whether a test is left to `scripts/test --all`.
 
-    `@pytest.mark.all` says so; `@pytest.mark.all(unless=f)` for the parameters of which f is false.
+    `@pytest.mark.all` says so; `@pytest.mark.all(but=2)` for all but its first two cases,
+    `@pytest.mark.all(unless=f)` for the parameters of which f is false. `cases` counts.
     """
     for mark in item.iter_markers("all"):
+        if "but" in mark.kwargs:
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] > mark.kwargs["but"]:
+                return True
+            continue
         unless = mark.kwargs.get("unless")
         given = item.callspec.params if unless else {}  # type: ignore[attr-defined]
         if not unless or not unless(

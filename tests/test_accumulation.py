@@ -327,6 +327,7 @@ def test_a_run_whose_micro_batches_add_up_is_told_so_once(tmp_path, caplog, call
     assert train(1) == train(NUM_ROWS, is_cured=True) == []
 
 
+@pytest.mark.all
 def test_on_two_ranks_the_trainer_multiplies_by_them_too(tmp_path) -> None:
     one = gradient(run_of(classifier(), rows_of_classes(), 1, tmp_path))
     command = (

@@ -58,6 +58,7 @@ def test_two_that_wait_for_one_module_are_both_called() -> None:
     assert sorted(called) == ["dry card", "exec"]
 
 
+@pytest.mark.all
 def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.socket() as free:
@@ -178,6 +179,7 @@ def test_only_what_the_preset_needs_is_set_and_is_said_in_one_line(tmp_path: Pat
         ((), (), True),
     ],
 )
+@pytest.mark.all(but=2)
 def test_expandable_segments_stay_off_beside_vllm(tmp_path: Path, flags, words, is_expandable):
     code = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -214,6 +216,7 @@ TRAPS = "trap 'echo got; kill $!; exit 3' {}; sleep 1000 & echo ready; wait"
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "HUP"])
+@pytest.mark.all(but=2)
 def test_a_signal_for_exec_reaches_the_command_once(tmp_path: Path, name: str) -> None:
     call = [sys.executable, "-m", "trainer_plugins", "exec", *OBSERVE, "sh", "-c"]
     process = processes.start([*call, TRAPS.format(name)], cwd=tmp_path, stdout=subprocess.PIPE)
@@ -298,6 +301,7 @@ CODE = "import transformers.trainer; print(1 / 0)"
     ],
     ids=" ".join,
 )
+@pytest.mark.all(but=2)
 def test_a_run_that_lost_the_hook_is_told_so_however_it_ends(tmp_path: Path, command) -> None:
     """Its programs may be anything: what counts is that none of them has reported."""
     (tmp_path / "transformers").mkdir()
@@ -425,6 +429,7 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
         (["--memory-warn-fraction", "0.98", "--", "true"], "0.98 and 0.97"),
     ],
 )
+@pytest.mark.all(but=2)
 def test_bad_input_is_one_line(tmp_path: Path, arguments, says) -> None:
     done = execute(*arguments, cwd=tmp_path)
 
@@ -444,6 +449,7 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments, says) -> None:
         (".", 126, "cannot run .: Permission denied"),
     ],
 )
+@pytest.mark.all(but=2)
 def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
     tmp_path: Path, command, exit_code, says
 ) -> None:
@@ -506,6 +512,7 @@ OLD_PYTHONS = sorted(
 
 @pytest.mark.skipif(not OLD_PYTHONS, reason="no old Python is here")
 @pytest.mark.parametrize("python", OLD_PYTHONS)
+@pytest.mark.all(but=2)
 def test_an_old_python_runs_as_without_us(tmp_path: Path, python: str) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['SEEN'] = 'theirs'\n")
     code = "import os, sys, sitecustomize; sys.stdout.write(os.environ['SEEN'])"

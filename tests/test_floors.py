@@ -87,17 +87,17 @@ _CORE = (
 _BEHIND_THE_DOOR = {"planner", "drycuda", "inside", "check", "explain"}
 
 
-@pytest.mark.parametrize("room", _CORE)
-def test_the_core_stands_alone(room: str) -> None:
+def test_the_core_stands_alone() -> None:
     """What the planner, the check and explain do for a callback comes by `callbacks/_later.py`."""
-    files = trees()
-    along = come_along(files, room)
+    files = dict(trees())
+    along = come_along(files, *_CORE)
     assert {name.partition(".")[0] for name in along} & _BEHIND_THE_DOOR == set()
-    assert lines_of(along) <= 14_000
+    assert lines_of(come_along(files, "callbacks")) <= 14_000
     door = files.pop(Path("callbacks/_later.py"))
     assert any(isinstance(each, ast.FunctionDef) for each in door.body)
-    beside = [name for name in arrows_between(files, "")[room] if name in _BEHIND_THE_DOOR]
-    assert beside == [], "not inside a function either"
+    arrows = arrows_between(files, "")
+    beside = {room for room in _CORE if arrows[room] & _BEHIND_THE_DOOR}
+    assert beside == set(), "not inside a function either"
 
 
 def test_what_contributors_are_sent_to_is_there() -> None:

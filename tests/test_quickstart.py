@@ -93,6 +93,7 @@ def test_the_card_is_too_small_for_carelessness(quickstart, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is large enough")
+@pytest.mark.all
 def test_a_micro_batch_eight_times_too_large_is_survived(quickstart, tmp_path: Path) -> None:
     out = report_of(quickstart(tmp_path / "run", "--steps", "4", "--too-large"))
 

@@ -234,6 +234,7 @@ print(trainer.state.global_step)
 ]
 
 
+@pytest.mark.all
 def test_the_cell_after_a_failed_one_trains(tmp_path) -> None:
     cells = [nbformat.v4.new_code_cell(text) for text in NOTEBOOK]
     cells[0].source = f"FOLDER = {str(tmp_path)!r}\n" + cells[0].source

@@ -377,6 +377,7 @@ def test_foreign_text_in_a_timeline_is_shown_and_not_obeyed(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.all
 def test_foreign_text_in_files_for_other_commands_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     name = HOSTILE.replace("\0", "").replace("/", "")
     config = tmp_path / "config.json"

@@ -121,6 +121,7 @@ def test_in_a_real_process_where_the_other_variable_wins() -> None:
 
 
 @can_say
+@pytest.mark.all
 def test_in_a_real_process_that_sets_it_too_late() -> None:
     said = run(
         f"read_in_force()\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())"
@@ -131,11 +132,13 @@ def test_in_a_real_process_that_sets_it_too_late() -> None:
 
 
 @can_say
+@pytest.mark.all
 def test_after_the_import_is_still_early_enough() -> None:
     assert run(f"os.environ['PYTORCH_CUDA_ALLOC_CONF'] = {ASKED!r}\nprint(check())") == "None"
 
 
 @can_say
+@pytest.mark.all
 def test_in_a_real_process_with_a_value_that_torch_refuses() -> None:
     # torch 2.9 reads it once more on its way out, and aborts.
     said = run(

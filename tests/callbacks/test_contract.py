@@ -62,6 +62,7 @@ def test_the_list_is_what_the_package_offers() -> None:
 
 
 @pytest.mark.parametrize("callback_class", CLASSES)
+@pytest.mark.all(but=8)
 def test_survives_a_whole_run_twice(callback_class, make_trainer, anywhere) -> None:
     trainer = make_trainer(
         callback_class(), eval_strategy="steps", eval_steps=4, eval_on_start=True

@@ -1,5 +1,6 @@
 """What evaluation leaves is dropped or named, on every path a Trainer takes."""
 
+import pytest
 import torch
 from transformers import DynamicCache, Trainer, TrainerCallback
 from transformers.generation import CompileConfig
@@ -45,6 +46,7 @@ def steps_with_a_leftover(make_trainer, *callbacks, **kwargs) -> int:
     return sum(look.left) + ("_compiled_call" in vars(trainer.model))
 
 
+@pytest.mark.all
 def test_leftovers_are_dropped_before_training_goes_on(make_trainer, anywhere) -> None:
     for trainer_class in (LeavesACompiledCall, SilentEvaluation):
         for when in (

@@ -185,6 +185,7 @@ def test_what_a_callback_keeps_is_named(make_trainer, simgpu, callback, grew, ho
     assert cure in finding.remedy
 
 
+@pytest.mark.all
 def test_outputs_that_a_hook_keeps_in_a_closure_are_named(make_trainer, simgpu) -> None:
     def plant(trainer: Trainer) -> None:
         outputs = []
@@ -271,6 +272,7 @@ def test_what_rises_with_each_save_is_named(make_trainer, simgpu, every) -> None
 
 
 @pytest.mark.parametrize(("kind", "mib"), [(KeepsAtSaves, 84), (LossesWithGraphs, 18)])
+@pytest.mark.all(but=1)
 def test_a_leak_is_said_again_when_half_is_left(
     make_trainer, simgpu, kind, mib, monkeypatch
 ) -> None:

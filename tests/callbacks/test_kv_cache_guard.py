@@ -56,6 +56,7 @@ class Preview(TrainerCallback):
     ("callbacks", "is_right"), [([], False), ([KVCacheGuard], True)], ids=["without", "with"]
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.all(but=2)
 def test_text_generated_inside_training(
     make_trainer, anywhere, callbacks, is_right: bool, dropout: float
 ) -> None:
@@ -252,6 +253,7 @@ def encoder_decoder_pair() -> EncoderDecoderModel:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["T5", "MT5", "Bart", "MBart", "Whisper", "Llava", "a pair"])
+@pytest.mark.all(but=4)
 def test_the_presets_leave_every_number_as_it_was(
     tmp_path, monkeypatch, name: str, checkpointing: bool
 ) -> None:

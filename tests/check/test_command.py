@@ -74,6 +74,7 @@ def test_faults_of_the_environment_are_found_without_torch(tmp_path: Path) -> No
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
+@pytest.mark.all(but=3)
 def test_bad_input_is_one_line(arguments, said: str) -> None:
     done = check(*arguments)
     assert done.returncode == 2

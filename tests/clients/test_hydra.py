@@ -68,6 +68,7 @@ def test_each_job_of_a_multirun_has_each_callback_once(tmp_path: Path) -> None:
     assert [ours(tmp_path / str(job)) for job in range(3)] == [homes(memory_safe)] * 3
 
 
+@pytest.mark.all
 def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
     presets = {preset.name: preset.callbacks for preset in PRESETS}
     done = run(

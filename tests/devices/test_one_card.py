@@ -201,6 +201,7 @@ def test_numbers_that_cannot_be_are_refused_once(tmp_path):
 
 
 @alone
+@pytest.mark.all
 def test_a_driver_that_hangs_is_waited_for_once(tmp_path):
     one_card(tmp_path)
     healthy = ScriptedNvml(tmp_path / "driver").card_from_file(

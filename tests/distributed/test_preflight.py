@@ -6,6 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import processes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,6 +34,7 @@ def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
     assert "another rank found why" in str(first["refusal"])
 
 
+@pytest.mark.all
 def test_all_ranks_train_if_none_has_a_fault(tmp_path: Path) -> None:
     for facts in launch(tmp_path, "none"):
         assert (facts["step"], facts["refusal"]) == (1, "")

@@ -83,12 +83,14 @@ def test_what_one_rank_caches_both_release(tmp_path: Path) -> None:
     assert peaks[0] < 64 << 20 <= peaks[1]
 
 
+@pytest.mark.all
 def test_what_one_rank_holds_both_hold(tmp_path: Path) -> None:
     _, (first, second) = launch(tmp_path, "hold", "simgpu", "accelerate")
 
     assert flush_steps(first) == flush_steps(second) == [2]
 
 
+@pytest.mark.all
 def test_after_an_evaluation_on_one_rank_both_release_where_both_come(tmp_path: Path) -> None:
     _, timelines = launch(tmp_path, "evaluate", "simgpu", "torchrun")
 
@@ -100,6 +102,7 @@ def test_after_an_evaluation_on_one_rank_both_release_where_both_come(tmp_path: 
     ] == [False, True]
 
 
+@pytest.mark.all
 def test_where_one_rank_must_stop_both_stop(tmp_path: Path) -> None:
     facts, (first, second) = launch(tmp_path, "stop", "simgpu", "torchrun")
 

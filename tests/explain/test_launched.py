@@ -112,6 +112,7 @@ Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks).tra
 
 
 @pytest.mark.slow
+@pytest.mark.all
 def test_of_ranks_that_are_all_silent_the_one_that_ended_first_is_named(tmp_path) -> None:
     """Its launcher ends the others, which are in the middle of a step."""
     (tmp_path / "train.py").write_text(KILLS_RANK_1)

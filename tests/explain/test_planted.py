@@ -84,6 +84,7 @@ def train(request, make_trainer, simgpu):
     return train
 
 
+@pytest.mark.all
 def test_too_many_rows_of_a_model_with_dropout(train) -> None:
     config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     settings = {"rows": 256, "length": 128, "per_device_train_batch_size": 256, "max_steps": 2}
@@ -179,6 +180,7 @@ def test_a_batch_of_one_of_two_evaluations(train) -> None:
     assert train(70, model=BertForMaskedLM(config), **settings | said.flags) is None
 
 
+@pytest.mark.all
 def test_gradients_between_micro_batches(train) -> None:
     """The first micro-batch of a step fits; beside its gradients the second does not."""
     wide = {"hidden_size": 512, "intermediate_size": 4096}
@@ -370,6 +372,7 @@ class Generates(Seq2SeqTrainer):
         super().__init__(*args, compute_metrics=lambda outputs: {}, **kwargs)
 
 
+@pytest.mark.all
 def test_the_cache_of_a_generation(train) -> None:
     settings: dict[str, Any] = {"rows": 64, "length": 8, "method": "evaluate"}
     settings |= {"trainer_class": Generates, "args_class": Seq2SeqTrainingArguments}

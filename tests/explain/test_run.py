@@ -370,6 +370,7 @@ def test_the_reading_at_the_oom_is_in_the_peak(died, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all
 def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json"])
     page = tmp_path / "page.html"

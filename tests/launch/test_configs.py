@@ -237,6 +237,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("ddp", ["--num_processes", "2"]), ("zero3_offload_all_multinode", [])]
 )
+@pytest.mark.all(but=1)
 def test_accelerate_launch_from_another_directory(
     tmp_path: Path, name: str, words: list[str]
 ) -> None:

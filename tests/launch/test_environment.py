@@ -56,6 +56,7 @@ def in_shell(shell: str, script: str, **variables: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "own", ["", "max_split_size_mb:128", "max_split_size_mb: 128 ,", "expandable_segments:False"]
 )
+@pytest.mark.all(but=2)
 def test_a_shell_reads_it(shell: str, own: str) -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": own} if own else {}
     after = in_shell(shell, 'eval "$(ENV)"', **variables)

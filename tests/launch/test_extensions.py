@@ -237,6 +237,7 @@ print("loaded")
 
 
 @pytest.mark.parametrize("way_out", ["rm", "build"])
+@pytest.mark.all
 def test_ranks_that_wait_go_on_after_a_build_and_fail_after_rm(
     left: Path, tmp_path: Path, way_out: str
 ) -> None:

@@ -112,6 +112,7 @@ def tampered(folder: Path, change) -> Path:
     return folder
 
 
+@pytest.mark.all
 def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simgpu):
     trainer = make()
     keep_context("simgpu", 7 * MIB, Path("/another/run"))

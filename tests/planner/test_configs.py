@@ -136,6 +136,7 @@ def test_a_config_is_read_as_the_run_does(outcomes, name):
         ("adapter", 'r is "8": a whole number is expected'),
     ],
 )
+@pytest.mark.all(but=8)
 def test_a_wrong_value_is_said_with_its_key_and_what_is_expected(outcomes, name, line):
     assert isinstance(outcomes[name], PlanError), outcomes[name]
     assert line in str(outcomes[name])

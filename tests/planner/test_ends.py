@@ -75,12 +75,14 @@ class Endless(Trainer):
             super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.all
 def test_a_prediction_without_an_end_is_given_up(make_trainer):
     plan_run(make_trainer())  # the imports are done, however long they take here
     with pytest.raises(PlanError, match="took more than 10 s: raise --timeout"):
         plan_run(make_trainer(trainer_class=Endless), timeout_seconds=10)
 
 
+@pytest.mark.all
 def test_a_file_of_the_user_is_not_taken_for_a_module_of_python(tmp_path):
     """The command runs where a project lies, and finds its relative paths there, but no modules."""
     folder = tmp_path / "project"
@@ -166,6 +168,7 @@ def test_a_time_out_that_is_none(seconds):
         plan_run({"model_type": "llama"}, {"output_dir": "runs"}, timeout_seconds=seconds)
 
 
+@pytest.mark.all
 def test_plans_of_one_process_share_a_server(monkeypatch):
     """A variable that torch reads when it is imported is the reason for another."""
 

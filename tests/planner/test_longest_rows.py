@@ -73,6 +73,7 @@ def test_the_longest_row_is_found_wherever_it_stands(tmp_path, dataset, at: int)
     assert longest_rows(dataset, 1) == [at]
 
 
+@pytest.mark.all
 def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> None:
     stream = IterableDataset.from_generator(lambda: iter(ROWS))
     plan = predict_one(request_of(trainer_of(tmp_path, stream), None, "", None, None))

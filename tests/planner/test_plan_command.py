@@ -68,6 +68,7 @@ def test_a_run_that_does_not_fit_is_exit_code_3_and_says_what_would(tmp_path: Pa
     )  # r of each linear layer: what goes in, and what comes out
 
 
+@pytest.mark.all
 def test_the_report_for_people(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL_GPT2))
     asked = ("--model", str(tmp_path), "--seq-length", "64", "--gpu", "t4")

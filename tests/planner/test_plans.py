@@ -151,6 +151,7 @@ def test_llama_3_8b_has_its_parameters_and_twelve_bytes_for_each(outcomes):
     )
 
 
+@pytest.mark.all
 def test_foreach_needs_the_model_once_more(outcomes):
     """torch/optim/adamw.py, _multi_tensor_adamw: the square roots of all second moments at once."""
     fused, foreach = plan_of(outcomes, "fused"), plan_of(outcomes, "foreach")
@@ -162,6 +163,7 @@ def test_foreach_needs_the_model_once_more(outcomes):
     assert foreach.moment == "optimizer step"
 
 
+@pytest.mark.all
 def test_three_copies_of_the_logits_in_float(outcomes):
     """Upcast, log-softmax, and its gradient (transformers/loss/loss_utils.py; torch's cross entropy)."""
     plan = plan_of(outcomes, "8 rows")
@@ -169,6 +171,7 @@ def test_three_copies_of_the_logits_in_float(outcomes):
     assert plan.moment == "backward"
 
 
+@pytest.mark.all
 def test_expandable_segments_save_a_run_that_does_not_fit(outcomes):
     default, expandable = plan_of(outcomes, "8 rows"), plan_of(outcomes, "8 rows, expandable")
     assert default.fits is False
@@ -331,6 +334,7 @@ def test_each_card_of_the_table_is_found_by_its_name():
         assert card.num_threads in (1024, 1536, 2048)
 
 
+@pytest.mark.all
 def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_trainer):
     plan = plan_run(make_trainer(bf16=True, use_cpu=True), gpu="l4")
     assert plan.planned["dtype"].endswith("autocast to bf16")

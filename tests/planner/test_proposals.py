@@ -45,6 +45,7 @@ def test_under_fsdp2_pieces_keep_whole_gradients_unless_each_micro_batch_reduces
     assert spared > 0.7 * half
 
 
+@pytest.mark.all
 def test_an_adapter_on_one_output_is_resumed_from_one_cards_part_of_it() -> None:
     """Where a part begins is a number that torch reads from a tensor."""
     experts = {**MODEL, "model_type": "qwen2_moe", "num_hidden_layers": 1, "num_experts": 4}

@@ -55,6 +55,7 @@ def test_what_deepspeed_offloads_is_in_main_memory_and_not_on_the_card() -> None
 
 
 @pytest.mark.parametrize(("kind", "casts"), [("FULL", True), ("SHARDED", False)])
+@pytest.mark.all
 def test_what_the_first_rank_does_alone_counts_once(tmp_path, kind: str, casts: bool) -> None:
     """Under FSDP rank 0 reads the weights, and gathers a whole state; of a sharded one each has its part."""
     text = configs.path("fsdp2").read_text()
@@ -70,6 +71,7 @@ def test_what_the_first_rank_does_alone_counts_once(tmp_path, kind: str, casts: 
     assert weights / 2 < plan.host_moments["save"] < 4 * weights, "once, and not eight times"
 
 
+@pytest.mark.all
 def test_deepspeed_trains_on_one_card_as_its_launcher_would_start_it() -> None:
     """Without a launcher it looks for other ranks by MPI, which few have installed."""
     plan = offloaded("optimizer", num_gpus=1)
@@ -80,6 +82,7 @@ def test_deepspeed_trains_on_one_card_as_its_launcher_would_start_it() -> None:
     assert plan.planned["strategy"] == "DeepSpeed ZeRO-2"
 
 
+@pytest.mark.all
 def test_ranks_by_the_thousand_are_rank_0_alone() -> None:
     plan = offloaded(num_gpus=1024)
     assert plan.num_gpus == 1024
@@ -94,6 +97,7 @@ def test_main_memory_that_is_short_is_said_and_the_card_judged_by_itself() -> No
     assert "of main memory on a machine, which has 300.0 MiB" in plan.host_shortage
 
 
+@pytest.mark.all
 def test_one_memory_for_both_holds_python_and_its_libraries_too() -> None:
     asked = request(WIDE, sequence_length=LENGTH)
     apart = predict_one(replace(asked, card=card_of("h100-80gb")))
@@ -106,6 +110,7 @@ def test_one_memory_for_both_holds_python_and_its_libraries_too() -> None:
 
 
 @pytest.mark.parametrize("quantisation", [None, {"load_in_4bit": True}])
+@pytest.mark.all(but=1)
 def test_a_base_that_is_streamed_waits_in_main_memory(quantisation) -> None:
     asked = request(WIDE, sequence_length=LENGTH, peft={**LORA, "r": 4}, quantisation=quantisation)
     whole = predict_one(asked)
@@ -162,6 +167,7 @@ def test_text_that_is_generated_to_be_judged_is_a_moment() -> None:
     ],
 )
 @pytest.mark.skipif(not HAS_HEADS, reason="TRL 1.16 needs transformers 5")
+@pytest.mark.all(but=2)
 def test_a_trainer_of_trl_trains_by_its_own_code(name: str, flags: tuple[str, ...]) -> None:
     online = name in ("grpo", "rloo")
     more = ("--max_completion_length", "8") if online else ()
@@ -208,6 +214,7 @@ def test_what_needs_a_package_that_is_not_there_is_said(config, line: str) -> No
         assert isinstance(refused.value, NotPredicted)
 
 
+@pytest.mark.all
 def test_states_on_a_disk_have_no_plan() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
     with pytest.raises(

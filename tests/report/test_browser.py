@@ -55,6 +55,7 @@ def pages(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.all(but=1)
 def test_pages_are_readable(pages: dict[str, str], tmp_path: Path, is_dark: bool) -> None:
     found, console = look(tmp_path, pages, is_dark=is_dark)
     assert console == []

@@ -8,6 +8,7 @@ from trainer_plugins import StreamBase
 
 
 @pytest.mark.parametrize("card", ["simgpu", CUDA])
+@pytest.mark.all
 def test_any_number_of_resident_layers(request, tmp_path, card) -> None:
     if card == "simgpu":
         request.getfixturevalue("simgpu")

@@ -23,6 +23,7 @@ LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
 
 
 @pytest.mark.parametrize("preset", ["observe", "memory_safe", "survive"])
+@pytest.mark.all(but=1)
 def test_attached_to_somebodys_script(simgpu, tmp_path, preset) -> None:
     alone = trainer(tmp_path / "alone")
     alone.train()

@@ -15,6 +15,7 @@ from trainer_plugins.units import MIB
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.all
 def test_two_ranks(tmp_path: Path) -> None:
     if (reason := simgpu.unavailable_reason()) is not None:
         pytest.skip(reason)

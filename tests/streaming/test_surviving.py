@@ -18,6 +18,7 @@ LARGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12}
 ALL = ("checkpointing", "offload", "stream")
 
 
+@pytest.mark.all
 def test_a_run_that_dies_before_its_first_row_trains(simgpu, tmp_path, caplog) -> None:
     simgpu.set_capacity(20 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):

@@ -85,6 +85,7 @@ def test_a_tensor_that_somebody_keeps_stays_right(pair) -> None:
     ],
     ids=["data.mul_", "data.copy_", "mul_", "item", "init", "data", "out"],
 )
+@pytest.mark.all(but=8)
 def test_writing(pair, write) -> None:
     resident, model, _ = pair
     for one in (resident, model):

@@ -50,6 +50,7 @@ def with_own_batch_norm(dropout: float = 0.1):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.all(but=2)
 def test_a_batch_norm_of_ones_own_is_found_beside_dropout(
     tmp_path, mode: str, dropout: float
 ) -> None:

@@ -75,7 +75,7 @@ def made(folder, *, whole: bool = False, **options):
     return trainer, gradients
 
 
-@pytest.mark.all(unless=lambda case: case == "layers, half way in backward")
+@pytest.mark.all
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_add_up_and_are_compiled(tmp_path, caplog, case: str) -> None:
     plain, expected = made(tmp_path / "plain")

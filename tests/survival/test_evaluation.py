@@ -168,6 +168,7 @@ def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"generation_num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.all(but=1)
 def test_what_is_generated_is_what_the_whole_would_have_been(tmp_path, options) -> None:
     expected, (tokens, labels), num = generated(tmp_path / "whole", **options)
     # While it generates, a part of it again, and in the forward pass for the loss of a later batch.

@@ -68,6 +68,7 @@ WHOLE_FAILS, HALF_FAILS = (1, 2, 0, 1), (1, 1, 2, 0)
     "counts", [WHOLE_FAILS, HALF_FAILS], ids=["in the first part", "in the third"]
 )
 @pytest.mark.parametrize("at", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.all(but=3)
 def test_a_part_that_cannot_be_computed_is_taken_back(tmp_path, counts, at: float) -> None:
     """The second micro-batch fails; or half of it does, as the first had set a limit.
 

@@ -57,6 +57,7 @@ def trained(
 
 
 @pytest.mark.parametrize("plan_first", [True, False])
+@pytest.mark.all(but=1)
 def test_a_row_that_fits_in_no_other_way(tmp_path, simgpu, plan_first: bool) -> None:
     _, expected = trained(tmp_path / "large", simgpu, 256)
     model, weights = trained(tmp_path / "small", simgpu, 6, ladder=BOTH, plan_first=plan_first)

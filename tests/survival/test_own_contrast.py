@@ -67,6 +67,7 @@ LOSSES = {f.__name__: f for f in (temperature, queue, hard_negatives, by_label, 
 
 
 @pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.all(but=2)
 def test_it_is_never_divided(tmp_path, kind: str) -> None:
     def trainer():
         return small_trainer(

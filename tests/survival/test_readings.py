@@ -33,6 +33,7 @@ class Breaks(TrainerCallback):
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: unknown error"), OSError("/dev/nvidiactl"), KeyError("all")]
 )
+@pytest.mark.all(but=3)
 def test_a_reading_that_fails_does_not_end_training(
     tmp_path, simgpu, monkeypatch, caplog, moment, error
 ) -> None:

@@ -217,6 +217,7 @@ def test_it_leaves_no_trace_where_everything_fits(tmp_path, simgpu, caplog) -> N
     assert rehearsed.codes == []
 
 
+@pytest.mark.all
 def test_nor_where_it_failed_on_the_way(tmp_path, simgpu) -> None:
     rehearsed = Trained(tmp_path / "rehearsed", simgpu, 8, **DROPOUT)
     assert rehearsed.codes == ["out-of-memory-foreseen", "micro-batches-divided"]
@@ -234,6 +235,7 @@ def test_nor_where_it_failed_on_the_way(tmp_path, simgpu) -> None:
 
 
 @pytest.mark.parametrize("mib", [LARGE, 10])
+@pytest.mark.all(but=1)
 def test_a_resumed_run_knows_what_fits(tmp_path, simgpu, caplog, mib: int) -> None:
     caplog.set_level(logging.INFO, "trainer_plugins")
     saved = {"save_strategy": "steps", "save_steps": 2}

@@ -101,6 +101,7 @@ def assert_exact(whole, survived) -> None:
 
 
 @pytest.mark.parametrize(("at", "loss"), [(0.3, Ranking), (0.8, GatheringRanking)])
+@pytest.mark.all(but=1)
 def test_a_loss_that_ranks_rows(tmp_path, at: float, loss) -> None:
     assert_exact(*survive(lambda: ranking(tmp_path, loss), {0: at}, ladder=()))
 

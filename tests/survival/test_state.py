@@ -249,6 +249,7 @@ def test_a_count_is_put_back_wherever_a_module_keeps_it(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.all(but=4)
 def test_a_mean_of_rows_is_refused_by_the_place_where_a_module_keeps_it(tmp_path, name) -> None:
     trainer = small_trainer(tmp_path, held_by(Averages, name))
     survive_oom(trainer, ladder=())

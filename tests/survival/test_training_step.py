@@ -76,6 +76,7 @@ def test_one_that_becomes_another_later_is_stopped_where_it_is_divided(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_accumulated", [3, 7])
 @pytest.mark.parametrize("at", [0.3, 0.8], ids=["forward", "backward"])
+@pytest.mark.all(but=3)
 def test_a_factor_that_is_rounded_is_the_trainers(
     tmp_path, dtype, num_accumulated: int, at: float
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_trainer_that_does_not_fit_dies_as_on_cuda(tmp_path):
     )
 
 
+@pytest.mark.all
 def test_auto_find_batch_size_recovers(tmp_path):
     story = """
     t = trainer(llama(), per_device_train_batch_size=12, auto_find_batch_size=True)
@@ -256,6 +257,7 @@ def losses_of_one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.all(but=1)
 def test_two_ranks_train_as_one(tmp_path, launcher, losses_of_one_rank):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -332,6 +334,7 @@ def test_a_foreign_process_takes_what_we_then_lack(tmp_path):
     assert intruder == {"refused": True}, "an intruder cannot take what we hold"
 
 
+@pytest.mark.all
 def test_two_processes_share_a_card(tmp_path):
     card = SimCard.create(tmp_path / "card", 100 * MIB)
     story = """
@@ -433,6 +436,7 @@ def test_a_tensor_left_on_the_cpu_is_refused_as_on_a_card(tmp_path):
 
 
 class TestRunner:
+    @pytest.mark.all
     def test_a_script_sees_what_it_would_see_under_python(self, tmp_path):
         (tmp_path / "neighbour.py").write_text("")
         story = """
@@ -489,6 +493,7 @@ def test_importing_it_does_nothing():
     )
 
 
+@pytest.mark.all
 def test_where_it_cannot_be_built_it_says_why(tmp_path):
     code = "from trainer_plugins.testing import simgpu; print(simgpu.unavailable_reason())"
     cache = {"TRAINER_PLUGINS_CACHE": str(tmp_path / "cache")}

@@ -84,8 +84,8 @@ def ended_fork(
         "PYTHONPATH": path,
         "TRAINER_PLUGINS_DRYCUDA": "",  # it takes no memory of them
         # Not one of TRAINER_PLUGINS_*, which a server and its forks may have different: what is
-        # imported asks for the cards.
-        "DRYCUDA_SERVES": f"{len(dry.cards)} {major} {minor}",
+        # imported asks for the card.
+        "DRYCUDA_SERVES": f"{major} {minor}",
         "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
     }
     server = forks.server_for((*_IMPORTS, module, *imports), of_server)

@@ -130,11 +130,11 @@ class DryCuda:
             "TRITON_CACHE_DIR": str(self._libraries[0].parent / "triton"),
             # Threads would load weights in another order in each run: blocks would lie elsewhere.
             "HF_DEACTIVATE_ASYNC_LOAD": "1",
+            # From 128 ranks on, some wait for others to say how to begin (ProcessGroupNCCL.cpp).
+            "TORCH_NCCL_RANKS_PER_ROOT": "1000000",
         }
         if self._alone:
             ours["TRAINER_PLUGINS_DRYCUDA_ALONE"] = "1"
-            # From 128 ranks on, some wait for others to say how to begin (ProcessGroupNCCL.cpp).
-            ours["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"
         # DeepSpeed's is "cpu" where it is imported without a card.
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         return {name: text for name, text in of.items() if name not in own} | ours

@@ -44,7 +44,7 @@ def start() -> None:
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     if served := os.environ.get("DRYCUDA_SERVES"):
-        _answer_for_cards(*map(int, served.split()))  # each process that it forks begins
+        _answer_for_a_card(*map(int, served.split()))  # each process that it forks begins
     else:
         begin()
 
@@ -52,8 +52,8 @@ def start() -> None:
 _answers = Patches()
 
 
-def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
-    """Let what is imported know the cards, though this process must not touch one.
+def _answer_for_a_card(major: int, minor: int) -> None:
+    """Let what is imported know the card, though this process must not touch one.
 
     bitsandbytes looks for its library while it is imported. Functions that it marks to be compiled,
     and transformers not to be, would have torch's compiler imported.
@@ -62,7 +62,7 @@ def _answer_for_cards(num_cards: int, major: int, minor: int) -> None:
         _answers.set(owner, name, functools.partial(_mark_later, getattr(owner, name)))
     cards: Any = torch.cuda
     _answers.set(cards, "is_available", lambda: True)
-    _answers.set(cards, "device_count", lambda: num_cards)
+    _answers.set(cards, "device_count", lambda: 1)
     _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
 
 

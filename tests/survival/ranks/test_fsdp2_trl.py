@@ -76,7 +76,6 @@ OTHER: dict[str, dict[str, Any]] = {
     },
 }
 WRAPPED = ("FSDPLlamaForCausalLM", "FSDPLlamaForSequenceClassification", "FSDPPeftModel")
-SOME = ("SFT", "SFT, one rank has one row", "DPO with an adapter")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def two_ranks(request, tmp_path_factory):
     return launched(tmp_path_factory.mktemp("fsdp2_trl"), wanted(request, EXACT | OTHER), 2)
 
 
-@pytest.mark.all(unless=lambda name: name in SOME)
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXACT)
 def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsys) -> None:
     case = EXACT[name]

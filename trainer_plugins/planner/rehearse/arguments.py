@@ -13,7 +13,6 @@ from typing import Any, cast
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.launch.lint.document import ConfigError, read_mapping
 from trainer_plugins.launch.lint.training import argument_names, nearest
-from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
@@ -49,21 +48,8 @@ _REHEARSED = {
 }
 
 
-def arguments_of(source: ConfigSource | TrainerSource, num_gpus: int = 1) -> HfArguments:
-    """Return the user's TrainingArguments, as they were given, on this many ranks.
-
-    TRL counts the rows of all ranks while it reads them.
-    """
-    from transformers import TrainingArguments
-
-    if num_gpus == 1:
-        return _arguments_of(source)
-    with Patches() as patches:
-        patches.set(TrainingArguments, "world_size", property(lambda _: num_gpus))
-        return _arguments_of(source)
-
-
-def _arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
+def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
+    """Return the user's TrainingArguments, as they were given."""
     if isinstance(source, TrainerSource):
         of_trainer: Any = ship.loads(source.trainer)["args"]
         of_trainer.use_cpu = False  # without a card, transformers demands it for bf16
