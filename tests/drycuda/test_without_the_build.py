@@ -18,7 +18,7 @@ from trainer_plugins.compiled import package_site, plain_compiler
 from trainer_plugins.drycuda import unavailable_reason
 from trainer_plugins.drycuda.cuda_build import fetch, site_with_cuda
 from trainer_plugins.drycuda.smallest import smallest_room
-from trainer_plugins.inside.start import _mark_later
+from trainer_plugins.inside.start import _compile_later
 from trainer_plugins.snapshot.cards import Card, Event, Segment
 from trainer_plugins.units import MIB
 
@@ -87,7 +87,7 @@ def test_what_is_marked_to_be_compiled_is_when_it_is_called_first() -> None:
         made.append(options)
         return function
 
-    mark = functools.partial(_mark_later, compile)
+    mark = functools.partial(_compile_later, compile)
 
     def double(number: int) -> int:
         return 2 * number

@@ -263,6 +263,8 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         file = dry.folder / "request"
         file.write_bytes(pickle.dumps(run.request))
         imports = [name for name in _MAY_IMPORT if find_spec(name)]
+        if run.request.uses_deepspeed:
+            imports.append("deepspeed.compile.backend")  # as its engine does, in each run
         seconds = run.timeout_seconds
         code = ended_fork(_OF_REQUEST, [str(file)], imports, dry, environment, log, seconds)
     else:

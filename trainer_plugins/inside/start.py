@@ -55,26 +55,24 @@ _answers = Patches()
 def _answer_for_a_card(major: int, minor: int) -> None:
     """Let what is imported know the card, though this process must not touch one.
 
-    bitsandbytes looks for its library while it is imported. Functions that it marks to be compiled,
-    and transformers not to be, would have torch's compiler imported.
+    bitsandbytes looks for its library while it is imported. It and DeepSpeed mark functions to be
+    compiled, for which the whole of torch's compiler would be imported.
     """
-    for owner, name in ((torch, "compile"), (torch.compiler, "disable")):
-        _answers.set(owner, name, functools.partial(_mark_later, getattr(owner, name)))
+    _answers.set(torch, "compile", functools.partial(_compile_later, torch.compile))
     cards: Any = torch.cuda
     _answers.set(cards, "is_available", lambda: True)
     _answers.set(cards, "device_count", lambda: 1)
     _answers.set(cards, "get_device_capability", lambda *_: (major, minor))
 
 
-def _mark_later(mark: Any, model: Any = None, *args: Any, fn: Any = None, **options: Any) -> Any:
-    """Do what `torch.compile` or `torch.compiler.disable` does, when the function is called."""
-    function = model if fn is None else fn
-    if function is None:
-        return functools.partial(_mark_later, mark, **options)
-    if not isinstance(function, FunctionType):
-        return mark(function, *args, **options)
-    marked = functools.cache(functools.partial(mark, function, *args, **options))
-    return functools.wraps(function)(lambda *args, **kwargs: marked()(*args, **kwargs))
+def _compile_later(compile: Any, model: Any = None, **options: Any) -> Any:
+    """Do what `torch.compile` does, for a function when it is called first."""
+    if model is None:
+        return functools.partial(_compile_later, compile, **options)
+    if not isinstance(model, FunctionType):
+        return compile(model, **options)
+    compiled = functools.cache(functools.partial(compile, model, **options))
+    return functools.wraps(model)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 @functools.cache  # where a fork was not possible, `start` has begun already
