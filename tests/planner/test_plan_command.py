@@ -146,5 +146,22 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     # save_on_cpu pins each layer's input, in a block of a power of two
     assert found.host_pinned_bytes_per_node > 0
     assert plan(*asked, "--pinned-memory", "lots").exit_code == 2
-    in_pieces = replace(found, fits=False, host_shortage=None, failed_request_bytes=512)
+    short = replace(found, fits=False, host_shortage=None, failed_request_bytes=512)
+    in_pieces = replace(short, smallest_card_bytes=None)
     assert "t4 (14.56 GiB): no 2.0 MiB in one piece, in the" in verdict(in_pieces)
+
+
+def test_what_a_card_has_to_spare_is_without_the_cache_that_it_releases(tmp_path: Path):
+    """What a card without a limit reserves is more than a full one: that is no shortage."""
+    wide = {"n_embd": 512, "n_layer": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_GPT2, **wide}))
+    asked = ("--model", str(tmp_path), "--seq-length", "8", "--optim", "adafactor", "--json")
+    whole = MemoryPlan.from_json(plan(*asked, "--gpu", "24GiB,sm_80").stdout)
+    least, held = whole.smallest_card_bytes, whole.nvidia_smi_peak_bytes
+    assert least is not None
+    assert held - least > 4 * MIB
+    done = plan(*asked, "--gpu", f"{(least + held) // 2 // MIB}MiB,sm_80")
+    found = MemoryPlan.from_json(done.stdout)
+    assert (done.exit_code, found.fits) == (0, True)
+    assert 0 <= (found.margin_bytes or -1) < held - least
+    assert re.search(r": \d+\.\d MiB to spare, in the ", verdict(found))

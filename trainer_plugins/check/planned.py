@@ -72,7 +72,7 @@ def _too_large(plan: MemoryPlan) -> Finding | None:
         summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
         evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
         remedy="`trainer-plugins plan` with the same flags lists changes that make it fit",
-        amount=float(plan.nvidia_smi_peak_bytes),
+        amount=float(plan.needed_bytes),
         data=_data(plan),
     )
 
@@ -85,32 +85,32 @@ def _tight(plan: MemoryPlan, facts: Facts) -> Finding | None:
         summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
         remedy=f"Use {facts.fewer_rows}, or {advice.SURVIVE.flag(Door.CODE)}",
-        amount=float(plan.nvidia_smi_peak_bytes),
+        amount=float(plan.needed_bytes),
         data=_data(plan),
     )
 
 
 def _data(plan: MemoryPlan) -> Data:
-    sizes = {"needed_bytes": plan.nvidia_smi_peak_bytes, "capacity_bytes": plan.capacity_bytes}
+    sizes = {"needed_bytes": plan.needed_bytes, "capacity_bytes": plan.capacity_bytes}
     known = {name: num for name, num in sizes.items() if num is not None}
     return {**known, "moment": plan.moment}
 
 
 def _numbers(plan: MemoryPlan) -> str:
     there = "" if plan.capacity_bytes is None else f" of {size(plan.capacity_bytes)}"
-    return f"{size(plan.nvidia_smi_peak_bytes)}{there} in {plan.moment}"
+    return f"{size(plan.needed_bytes)}{there} in {plan.moment}"
 
 
 def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
     free = facts.device_free_bytes
-    if free is None or plan.nvidia_smi_peak_bytes <= free:
+    if free is None or plan.needed_bytes <= free:
         return None
     return Finding.error(
         code="card-too-full",
-        summary=f"the run needs {size(plan.nvidia_smi_peak_bytes)}, and {size(free)} is free now",
+        summary=f"the run needs {size(plan.needed_bytes)}, and {size(free)} is free now",
         evidence=f"predicted for {plan.moment}; other processes hold the rest",
         remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
-        amount=float(plan.nvidia_smi_peak_bytes),
+        amount=float(plan.needed_bytes),
         data={**_data(plan), "free_bytes": free},
     )
 
@@ -132,7 +132,7 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
         f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
         remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",
-        amount=float(streamed.nvidia_smi_peak_bytes),
+        amount=float(streamed.needed_bytes),
         data=_data(streamed),
     )
 

@@ -83,7 +83,7 @@ def choose_to_fit(
         )
         variations = Variations(asked, tell)
         if variations.fits:
-            spare = size(variations.spare_bytes(variations.plan))
+            spare = size(variations.plan.margin_bytes or 0)
             say(f"it fits as it is, {spare} to spare")
             return {}, {}
         found, failed = variations.first_that_fits(may)

@@ -9,16 +9,6 @@ from trainer_plugins.planner.tried import margin_bytes
 _OF_ROWS: tuple[Category, ...] = ("activations", "logits and loss")
 
 
-def needed_bytes(plan: MemoryPlan) -> int:
-    """Return the size of the smallest card for a run."""
-    return plan.smallest_card_bytes or plan.nvidia_smi_peak_bytes
-
-
-def error_bytes(plan: MemoryPlan) -> int:
-    """Return how far off a plan may be; its context is as uncertain as the rest."""
-    return margin_bytes(needed_bytes(plan), "quantised" in plan.planned)
-
-
 def short_moments(plan: MemoryPlan, card: Card) -> frozenset[Moment]:
     """Return the moments of a plan that need more than a card has."""
     margin = margin_bytes(card.capacity_bytes, "quantised" in plan.planned)

@@ -14,10 +14,8 @@ from itertools import islice
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.drycuda.bounds import (
-    error_bytes,
     least_bytes,
     most_rows_by,
-    needed_bytes,
     short_moments,
 )
 from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, effort, is_usual, run_with, turn
@@ -31,6 +29,7 @@ from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, r
 from trainer_plugins.planner.compare.saved import Saved, explain
 from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
 from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal, at_least
+from trainer_plugins.planner.tried import error_bytes, is_safe
 from trainer_plugins.units import size
 
 _EVALUATES: frozenset[Moment] = frozenset({"evaluation", "generation"})
@@ -92,7 +91,7 @@ class Variations:
     @property
     def fits(self) -> bool:
         """Return whether the command fits as it is, with the planner's known error to spare."""
-        return self._is_safe(self.plan)
+        return is_safe(self.plan)
 
     def search(self, show: Callable[[SearchLine], None]) -> SearchResult:
         """Find the most rows at once that fit, without and with checkpointing."""
@@ -102,7 +101,7 @@ class Variations:
             line = self._line(rows, plan, bool(changes) or self._checkpoints)
             found.append((line, plan))
             show(line)
-            if rows == self._rows and self._is_safe(plan):
+            if rows == self._rows and is_safe(plan):
                 break
         fit = [pair for pair in found if pair[0].is_safe] or [
             pair for pair in found if pair[0].fits
@@ -235,8 +234,8 @@ class Variations:
         while rows > 1 and time.monotonic() < until and short_moments(plan, card) & _EVALUATES:
             rows //= 2
             smaller = self._answer(turn(self._run, switches.eval_rows(rows))).plan
-            freed, plan = needed_bytes(plan) - needed_bytes(smaller), smaller
-            if -self.spare_bytes(plan) > freed:  # as where all outputs are kept
+            freed, plan = plan.needed_bytes - smaller.needed_bytes, smaller
+            if -(plan.margin_bytes or 0) > freed:  # as where all outputs are kept
                 return ()  # half the rows free at most half of that
         return (switches.eval_rows(rows),) if rows != given else ()
 
@@ -274,18 +273,18 @@ class Variations:
             except PlanError as error:
                 failed.append(f"{words}: {error}")
                 continue
-            if self._is_safe(tried):
+            if is_safe(tried):
                 has_found = True
                 yield changes, rows, tried
                 continue
             if all(each.subject == "evaluation" for each in changes):
                 short = tried
-            elif short and len(changes) == 1 and needed_bytes(tried) == needed_bytes(short):
+            elif short and len(changes) == 1 and tried.needed_bytes == short.needed_bytes:
                 useless += changes
             failed.append(f"{words}, {self._missing(rows, tried)}")
 
     def _missing(self, rows: int, plan: MemoryPlan) -> str:
-        left = self.spare_bytes(plan)
+        left = plan.margin_bytes or 0
         missing = f"{size(-left)} short" if left < 0 else "the margin is too small"
         return f"{rows_in_words(rows, self._rows)}: {missing}"
 
@@ -352,41 +351,32 @@ class Variations:
 
         low, high = 0, len(sizes) - 1
         best = plan_of(low)
-        if not self._is_safe(best):
+        if not is_safe(best):
             return sizes[0], best
         if not in_full:
-            likely = most_rows_by(best, sizes[0], self.spare_bytes(best) - error_bytes(best))
+            likely = most_rows_by(best, sizes[0], (best.margin_bytes or 0) - error_bytes(best))
             high = sum(each <= likely for each in sizes) - 1
         while low < high:
             middle = (low + high + 1) // 2 if in_full else high
             plan = plan_of(middle)
-            if self._is_safe(plan):
+            if is_safe(plan):
                 low, best = middle, plan
             else:
                 high = middle - 1
         return sizes[low], best
 
-    def spare_bytes(self, plan: MemoryPlan) -> int:
-        """Return what the card has beside the least that a run needs."""
-        return self._run.card.capacity_bytes - needed_bytes(plan)
-
-    def _is_safe(self, plan: MemoryPlan) -> bool:
-        """Return whether it fits, even if the plan is as far off as any was."""
-        return self.spare_bytes(plan) >= error_bytes(plan)
-
     def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
-        line = line_of(
+        return line_of(
             plan,
             gradient_checkpointing=checkpoints,
             sequence_length=self._as_given.tokens,
             micro_batch=rows,
             rows=self._rows,
         )
-        return replace(line, margin_bytes=self.spare_bytes(plan), is_safe=self._is_safe(plan))
 
     def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
         request = self._run.of_config
-        proposal = proposal_of(
+        return proposal_of(
             plan,
             changes,
             micro_batch=rows,
@@ -397,4 +387,3 @@ class Variations:
             trainer=source_of(request).trainer if request is not None else None,
             times=self._step.times(changes, self._now, rows),
         )
-        return replace(proposal, margin_bytes=self.spare_bytes(plan))

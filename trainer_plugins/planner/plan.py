@@ -212,11 +212,14 @@ class MemoryPlan:
         return self.host_ram_bytes_per_node + self.host_process_bytes_per_node
 
     @property
+    def needed_bytes(self) -> int:
+        """Return what a card has to have, context included: one that is full releases its cache."""
+        return self.smallest_card_bytes or self.nvidia_smi_peak_bytes
+
+    @property
     def margin_bytes(self) -> int | None:
-        """Return the card's free bytes at the peak, negative if short; None without a card."""
-        if self.capacity_bytes is None:
-            return None
-        return self.capacity_bytes - self.nvidia_smi_peak_bytes
+        """Return what the card has beside that, negative if short; None without a card."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.needed_bytes
 
     def to_json(self) -> str:
         """Write the plan as one JSON object, with flat keys named after the fields."""

@@ -19,9 +19,13 @@ KNOWN_ERROR_IF_QUANTISED = 0.144
 
 
 def is_safe(plan: MemoryPlan) -> bool:
-    """Return whether the run fits, even if the plan is as far off as any was."""
-    needed = margin_bytes(plan.reserved_peak_bytes, "quantised" in plan.planned)
-    return bool(plan.fits) and (plan.margin_bytes or 0) >= needed
+    """Return whether the card holds the run, even if the plan is as far off as any was."""
+    return (plan.margin_bytes or 0) >= error_bytes(plan)
+
+
+def error_bytes(plan: MemoryPlan) -> int:
+    """Return how far off a plan may be; its context is as uncertain as the rest."""
+    return margin_bytes(plan.needed_bytes, "quantised" in plan.planned)
 
 
 def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:

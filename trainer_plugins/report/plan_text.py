@@ -74,14 +74,14 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
     card = named if named[0].isdigit() else f"{named} ({size(plan.capacity_bytes)})"
     if plan.fits_card:
         return f"Fits on {card}: {size(plan.margin_bytes)} to spare, in the {moment_of(plan)}"
-    live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
-    if live_short <= 0:  # a full card releases its cache, but not in one piece
-        piece = max(plan.failed_request_bytes or 0, _LEAST_TAKEN_BYTES)
-        short = f"no {size(piece)} in one piece"
-    elif 2 * live_short < -plan.margin_bytes:
-        short = f"at least {size(live_short)} short"
-    else:
-        short = f"{size(-plan.margin_bytes)} short"
+    short = f"{size(-plan.margin_bytes)} short"
+    if plan.smallest_card_bytes is None:  # what is reserved has a cache, which a full card releases
+        live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
+        if live_short <= 0:
+            piece = max(plan.failed_request_bytes or 0, _LEAST_TAKEN_BYTES)
+            short = f"no {size(piece)} in one piece"
+        elif 2 * live_short < -plan.margin_bytes:
+            short = f"at least {size(live_short)} short"
     return f"Does not fit on {card}: {short}, in the {moment_of(plan)}"
 
 
@@ -184,7 +184,8 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
         rows = "the rows between optimizer steps stay the same"
         lines.append(Text(f"These would fit; {rows}:", style="bold"))
     for each in plan.proposals:
-        numbers = f"{size(each.nvidia_smi_peak_bytes)}, {size(each.margin_bytes)} to spare"
+        needed = (plan.capacity_bytes or 0) - each.margin_bytes
+        numbers = f"{size(needed)}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
         lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
         lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]

@@ -78,7 +78,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     found = _in_order(ours, plan, outcomes, case.record.run)
     remedies = [replace(each, cause=code) for each in found]
     remedies += [each for each in said.remedies if each.cause != code]
-    needs = f"planned as it was, it needs {_needs(plan, plan.nvidia_smi_peak_bytes)}"
+    needs = f"planned as it was, it needs {_needs(plan, plan.needed_bytes)}"
     refused = [
         f"what {do} would bring: {printable(outcome)}"
         for do, outcome in outcomes.items()
@@ -125,7 +125,7 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
         )
     if plan.fits_card is not False:
         raise PlanError(
-            f"by its config and arguments it fits ({_needs(plan, plan.nvidia_smi_peak_bytes)}), so"
+            f"by its config and arguments it fits ({_needs(plan, plan.needed_bytes)}), so"
             " something else took the rest"
         )
     if (case.record.moment == "eval") != (plan.moment == "evaluation"):
@@ -145,7 +145,7 @@ def _in_order(
     for remedy in ours:
         outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
         if isinstance(outcome, MemoryPlan):
-            known = _with_peak(remedy, plan, outcome.nvidia_smi_peak_bytes)
+            known = _with_peak(remedy, plan, outcome.needed_bytes)
             if is_safe(outcome):
                 enough[remedy.do] = known
             else:
@@ -154,9 +154,9 @@ def _in_order(
             enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
         elif remedy.do.startswith(_SURVIVE) and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
-            needs = _needs(plan, fewer.nvidia_smi_peak_bytes)
-            effect = f"{remedy.effect}; a piece of {rows} needs {needs}"
-            known = _with_peak(remedy, plan, fewer.nvidia_smi_peak_bytes)
+            needed = (plan.capacity_bytes or 0) - fewer.margin_bytes
+            effect = f"{remedy.effect}; a piece of {rows} needs {_needs(plan, needed)}"
+            known = _with_peak(remedy, plan, needed)
             enough[remedy.do] = replace(known, effect=effect)
         else:
             unknown.append(remedy)
@@ -166,7 +166,7 @@ def _in_order(
 
 def _proposed(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
     made = Remedy(do=_typed(each, run), effect="", grade="predicted", price=each.price)
-    made = _with_peak(made, plan, each.nvidia_smi_peak_bytes)
+    made = _with_peak(made, plan, (plan.capacity_bytes or 0) - each.margin_bytes)
     if "train_batch_size" not in each.flags:
         return made
     rows = each.micro_batch * each.accumulation_steps * run.world_size
@@ -199,7 +199,7 @@ def _typed(each: Proposal, run: RunFacts) -> str:
 
 
 def _effect(plan: MemoryPlan, peak_bytes: int) -> str:
-    saved = plan.nvidia_smi_peak_bytes - peak_bytes
+    saved = plan.needed_bytes - peak_bytes
     change = f"{size(saved)} less" if saved >= 0 else f"{size(-saved)} more"
     spare = (plan.capacity_bytes or 0) - peak_bytes
     if spare < 0:

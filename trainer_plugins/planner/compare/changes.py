@@ -36,7 +36,7 @@ def _engine(arguments: Mapping[str, Any], plan: MemoryPlan) -> Iterator[Switch]:
     """Yield a smaller share of the card for vLLM, and its sleep while the training computes."""
     now, capacity = float(arguments.get("vllm_gpu_memory_utilization", 0)), plan.capacity_bytes
     if now and capacity:
-        spare = plan.nvidia_smi_peak_bytes + margin_bytes(capacity) - capacity
+        spare = plan.needed_bytes + margin_bytes(capacity) - capacity
         share = advice.smaller_share(now, max(0, spare) / capacity + _SPARE_SHARE)
         yield switches.smaller_engine_share(share, 1 - share / now)
     if not arguments.get("vllm_enable_sleep_mode"):
