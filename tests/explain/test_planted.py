@@ -238,14 +238,14 @@ def test_what_a_plan_proposes_is_typed_as_this_program_takes_it(train, tmp_path)
     """No flag of a script of one's own makes an adapter."""
     wide = {"hidden_size": 1024, "intermediate_size": 8192}
     settings = {"per_device_train_batch_size": 1, "max_steps": 2}
-    assert train(700, model=tiny_llama(**wide), **settings)
+    assert train(500, model=tiny_llama(**wide), **settings)
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--json"]).stdout
     do = 'model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))'
     (adapter,) = [each for each in json.loads(said)["remedies"] if each["do"] == do]
     assert (adapter["fits"], adapter["grade"]) == (True, "predicted")
     names = {"model": tiny_llama(**wide), "peft": peft}
     exec(adapter["do"], names)
-    assert train(700, model=names["model"], **settings) is None
+    assert train(500, model=names["model"], **settings) is None
 
 
 class Keeps(TrainerCallback):
