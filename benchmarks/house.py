@@ -37,11 +37,6 @@ def trees() -> dict[Path, ast.Module]:
     }
 
 
-def room_of(path: Path) -> str:
-    """The room of a file of the package."""
-    return path.parts[0].removesuffix(".py")
-
-
 def imported(nodes: Iterator[ast.AST]) -> Iterator[list[str]]:
     """What is imported of the package, as the parts of its dotted name after `trainer_plugins`."""
     for node in nodes:

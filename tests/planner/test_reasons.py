@@ -9,55 +9,14 @@ from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.planner import NotPredicted, PlanError
 
-TOKENS = {
-    "pad_token_id": 0,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-HEARS = {
-    "d_model": 64,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-}
-HEADS = {
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "vocab_size": 512,
-    "decoder_start_token_id": 1,
-}
 REQUESTS = {
-    "modernbert": request(
-        {
-            "model_type": "modernbert",
-            "architectures": ["ModernBertForMaskedLM"],
-            "vocab_size": 512,
-            **TOKENS,
-            **SMALL,
-        },
-        sequence_length=32,
-        dtype="float32",
-    ),
     "vit": request({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL}),
-    "whisper": request(
-        {
-            "model_type": "whisper",
-            "architectures": ["WhisperForConditionalGeneration"],
-            **HEARS,
-            **HEADS,
-            **TOKENS,
-        },
-        dtype="float32",
-    ),
     "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
     "tf32": request(tiny(), "--tf32", "True", sequence_length=32),
     "tf32, t4": request(tiny(), "--tf32", "True", gpu="t4", sequence_length=32),
@@ -78,24 +37,10 @@ def outcomes() -> dict[str, MemoryPlan | PlanError]:
     return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
 
 
-def test_values_drawn_until_all_are_in_bounds_come_to_an_end(outcomes):
-    """`torch.nn.init.trunc_normal_` draws again as long as any value lies outside."""
-    plan = outcomes["modernbert"]
+def test_inputs_that_are_no_tokens_have_the_size_that_the_config_says(outcomes):
+    plan = outcomes["vit"]
     assert isinstance(plan, MemoryPlan), plan
-    assert plan.num_parameters > 512 * 64
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("vit", "a picture has 3 x 224 x 224 numbers (image_size of the config)"),
-        ("whisper", "a sound has 80 x 3000 numbers (max_source_positions of the config)"),
-    ],
-)
-def test_inputs_that_are_no_tokens_have_the_size_that_the_config_says(outcomes, name, line):
-    plan = outcomes[name]
-    assert isinstance(plan, MemoryPlan), plan
-    assert line in plan.assumptions
+    assert "a picture has 3 x 224 x 224 numbers (image_size of the config)" in plan.assumptions
     assert "length" not in plan.planned
 
 
