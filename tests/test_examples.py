@@ -51,6 +51,7 @@ def test_a_training(name: str, says: str, tmp_path: Path, capsys: pytest.Capture
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.all
 def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> None:
     if shutil.which("c++") is None and not os.environ.get("CI"):
         pytest.skip("no C++ compiler")
@@ -62,6 +63,7 @@ def test_an_evaluation_that_runs_out_of_memory_and_is_mended(tmp_path: Path) -> 
     assert (tmp_path / "_trainer_plugins" / "oom-rank0.json").exists()
 
 
+@pytest.mark.all
 def test_a_hydra_app(tmp_path: Path) -> None:
     pytest.importorskip("hydra")
     app = str(EXAMPLES / "hydra_app" / "hydra_app.py")

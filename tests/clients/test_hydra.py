@@ -60,6 +60,7 @@ def moments(job: Path) -> list[tuple[int, str]]:
     return [(entry.step, entry.moment) for entry in timeline if isinstance(entry, Sample)]
 
 
+@pytest.mark.all
 def test_each_job_of_a_multirun_has_each_callback_once(tmp_path: Path) -> None:
     done = run(tmp_path, "--multirun", "+trainer_plugins=memory_safe", "++trainer.args.seed=1,2,3")
 
@@ -97,6 +98,7 @@ def test_every_preset_reaches_every_shape(tmp_path: Path) -> None:
         assert {step for step, moment in moments(job) if moment == "eval"} == {2, 4}
 
 
+@pytest.mark.all
 def test_a_sweep_over_presets_that_attaches_nothing_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "--multirun", "+trainer_plugins=choice(observe)")
 
@@ -230,6 +232,7 @@ def test_what_cannot_be_made_ends_the_job_before_it_begins(tmp_path: Path) -> No
         ),
     ],
 )
+@pytest.mark.all(but=1)
 def test_what_hydra_refuses_by_itself(tmp_path: Path, word: str, says: str) -> None:
     done = run(tmp_path, "+trainer_plugins=memory_safe", word)
 
@@ -247,6 +250,7 @@ def test_what_hydra_refuses_by_itself(tmp_path: Path, word: str, says: str) -> N
         ("callbacks.memory_watchdog.warn_fracton=0.8", "callbacks.memory_watchdog.warn_fracton: MemoryWatchdog has no argument warn_fracton. Did you mean warn_fraction?"),
     ],
 )  # fmt: skip
+@pytest.mark.all(but=1)
 def test_a_plus_makes_any_key_but_none_that_is_passed_over(
     tmp_path: Path, word: str, says: str
 ) -> None:

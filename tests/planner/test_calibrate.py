@@ -251,6 +251,7 @@ def test_what_is_kept_belongs_to_a_card_and_what_is_damaged_is_not_used(cache):
     assert with_measured_context(card) == card
 
 
+@pytest.mark.all
 def test_the_command_compares_and_keeps(cache, make, tmp_path):
     trainer = make()
     trainer.train()

@@ -19,7 +19,6 @@ REQUESTS = {
     "vit": request({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL}),
     "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
     "tf32": request(tiny(), "--tf32", "True", sequence_length=32),
-    "tf32, t4": request(tiny(), "--tf32", "True", gpu="t4", sequence_length=32),
     "labels": request(tiny(), num_labels=7, sequence_length=32),
     "lora": request(
         tiny(),
@@ -29,6 +28,9 @@ REQUESTS = {
         peft={**LORA, "r": 4},
         sequence_length=32,
     ),
+    "tf32, t4": request(
+        tiny(), "--tf32", "True", gpu="t4", sequence_length=32
+    ),  # another card, so another server
 }
 
 
