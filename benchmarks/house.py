@@ -111,13 +111,13 @@ def files_in_circles(files: dict[Path, ast.Module], *, at_call: bool = False) ->
     return sorted(name for name in below if name in _reached(name, below))
 
 
-def come_along(files: dict[Path, ast.Module], *rooms: str) -> set[str]:
-    """Return the files that an import of rooms, and of all files in them, imports with them."""
+def come_along(files: dict[Path, ast.Module], room: str) -> set[str]:
+    """Return the files that an import of a room, and of all files in it, imports with it."""
     below = _imports(files, at_import)
     for name, found in below.items():  # the packages around a file are imported before it
         for each in (name, *found):
             found |= {each.rpartition(".")[0]} & below.keys()
-    mine = {name for name in below if name.partition(".")[0] in rooms}
+    mine = {name for name in below if name.partition(".")[0] == room}
     return mine.union(*(_reached(name, below) for name in mine))
 
 
@@ -135,11 +135,18 @@ def _imports(
     return {
         name: {
             found
-            for parts in imported(nodes_of(files[path]))
+            for parts in _imported(files[path], nodes_of)
             if (found := _module(parts, names)) not in ("", name)
         }
         for name, path in names.items()
     }
+
+
+@functools.cache
+def _imported(
+    tree: ast.Module, nodes_of: Callable[[ast.AST], Iterator[ast.AST]]
+) -> list[list[str]]:
+    return [*imported(nodes_of(tree))]
 
 
 def _reached(start: str, below: dict[str, set[str]]) -> set[str]:

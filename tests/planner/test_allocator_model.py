@@ -26,24 +26,11 @@ def sizes(chance: random.Random) -> int:
     )
 
 
-class _Falling:
-    """Places each segment below all others, as Linux places what a process maps."""
-
-    lowest = 0x7F00_0000_0000
-
-    def take(self, num_bytes: int) -> int:
-        self.lowest -= num_bytes + 2 * MIB
-        return self.lowest
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        pass
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_it_reserves_what_the_simulated_card_reserves(simgpu, seed):
     """The card counts what C++ does with real addresses, out of memory and retries included."""
     capacity = 256 * MIB
-    model = AllocatorModel(capacity, addresses=_Falling())
+    model = AllocatorModel(capacity)
     chance = random.Random(seed)
     live: list[tuple[torch.Tensor, Block]] = []
     before = torch.accelerator.memory_stats()

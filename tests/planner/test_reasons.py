@@ -15,7 +15,15 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SEPARATORS = {"cls_token_id": 1, "sep_token_id": 2}
+MODERN = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
 REQUESTS = {
+    "modernbert": request(
+        {**MODERN, "vocab_size": 512, **TOKENS, **SEPARATORS, **SMALL},
+        sequence_length=32,
+        dtype="float32",
+    ),
     "vit": request({"model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL}),
     "wav2vec2": request({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **SMALL}),
     "tf32": request(tiny(), "--tf32", "True", sequence_length=32),
@@ -37,6 +45,13 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, MemoryPlan | PlanError]:
     return dict(zip(REQUESTS, predict_all([*REQUESTS.values()]), strict=True))
+
+
+def test_values_drawn_until_all_are_in_bounds_come_to_an_end(outcomes):
+    """`torch.nn.init.trunc_normal_` draws again as long as any value lies outside."""
+    plan = outcomes["modernbert"]
+    assert isinstance(plan, MemoryPlan), plan
+    assert plan.num_parameters > 512 * 64
 
 
 def test_inputs_that_are_no_tokens_have_the_size_that_the_config_says(outcomes):

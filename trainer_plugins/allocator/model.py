@@ -17,6 +17,7 @@ from trainer_plugins.allocator.addresses import (
 )
 from trainer_plugins.allocator.settings import (
     NUM_INTERVALS,
+    SMALL_SEGMENT_BYTES,
     UNLIMITED,
     AllocatorRules,
     FirstOfASize,
@@ -27,7 +28,6 @@ __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules
 
 MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
 SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
-_SMALL_SEGMENT_BYTES = 2 * MIB
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
 
@@ -179,7 +179,7 @@ class AllocatorModel:
 
     def _segment_bytes(self, size: int) -> int:
         if size <= SMALL_BYTES:
-            return _SMALL_SEGMENT_BYTES
+            return SMALL_SEGMENT_BYTES
         if size < min(_MIN_LARGE_BYTES, self.rules.large_segment_bytes):
             return self.rules.large_segment_bytes
         return _round_up(size, _ROUND_LARGE_BYTES)
@@ -328,7 +328,7 @@ class AllocatorModel:
         return whole
 
     def _page_bytes(self, pool: Pool) -> int:
-        return _SMALL_SEGMENT_BYTES if pool.is_small else self.rules.large_segment_bytes
+        return SMALL_SEGMENT_BYTES if pool.is_small else self.rules.large_segment_bytes
 
     def _map(self, block: Block, num_bytes: int) -> bool:
         start = block.segment_start or 0

@@ -18,7 +18,7 @@ Value = bool | int | float | str | tuple[int, ...]
 # `roundup_power2_divisions`: one number for each power of 2 from 1 MiB to 32 GiB
 NUM_INTERVALS = 16
 
-LARGE_SEGMENT_BYTES = 20 * MIB
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
 UNLIMITED = 1 << 62
 
 _ENTRY = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")

@@ -18,10 +18,11 @@ import torch  # noqa: F401 - before `start`, which runs when torch has been impo
 from trainer_plugins.inside import start
 from trainer_plugins.namespaces import build_wall
 
-with suppress(ImportError):  # transformers 4 has none
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+if __name__ != "__main__":  # in the server: a table that transformers makes is made for all forks
+    with suppress(ImportError):  # transformers 4 has none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("")  # makes a table, once for all forks
+        get_checkpoint_conversion_mapping("")
 
 
 def main(wall: str, module: str, words: Sequence[str]) -> None:

@@ -221,6 +221,10 @@ class MemoryPlan:
         """Return what the card has beside that, negative if short; None without a card."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.needed_bytes
 
+    def needed_with(self, proposal: Proposal) -> int:
+        """Return what a card has to have with a proposal for the one that is named."""
+        return (self.capacity_bytes or 0) - proposal.margin_bytes
+
     def to_json(self) -> str:
         """Write the plan as one JSON object, with flat keys named after the fields."""
         return json.dumps(asdict(self), indent=2)

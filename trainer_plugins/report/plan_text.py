@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer_plugins.allocator.settings import SMALL_SEGMENT_BYTES
 from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least, peak_until_resume
 from trainer_plugins.report.page import Indented, plain_table, to_paste
 from trainer_plugins.report.words import words_of
@@ -14,7 +15,6 @@ from trainer_plugins.units import MIB, percent, size
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
 _SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # of what was planned
 SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
-_LEAST_TAKEN_BYTES = 2 * MIB  # of the card, for any request: kSmallBuffer of c10
 
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
@@ -78,7 +78,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
     if plan.smallest_card_bytes is None:  # what is reserved has a cache, which a full card releases
         live_short = plan.allocated_peak_bytes + plan.context_bytes - plan.capacity_bytes
         if live_short <= 0:
-            piece = max(plan.failed_request_bytes or 0, _LEAST_TAKEN_BYTES)
+            piece = max(plan.failed_request_bytes or 0, SMALL_SEGMENT_BYTES)
             short = f"no {size(piece)} in one piece"
         elif 2 * live_short < -plan.margin_bytes:
             short = f"at least {size(live_short)} short"
@@ -184,8 +184,7 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
         rows = "the rows between optimizer steps stay the same"
         lines.append(Text(f"These would fit; {rows}:", style="bold"))
     for each in plan.proposals:
-        needed = (plan.capacity_bytes or 0) - each.margin_bytes
-        numbers = f"{size(needed)}, {size(each.margin_bytes)} to spare"
+        numbers = f"{size(plan.needed_with(each))}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
         lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
         lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]

@@ -7,11 +7,10 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorModel
-from trainer_plugins.allocator.settings import LARGE_SEGMENT_BYTES
+from trainer_plugins.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 from trainer_plugins.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 
-_SMALL_SEGMENT_BYTES = 2 * MIB
 _CHANGES = ("alloc", "free")
 
 State = Literal["used", "free", "unmapped"]
@@ -127,7 +126,7 @@ class _Start:
         elif event.action == "segment_free" and self._expandable:
             self._mapped.add(address, address + size)
         elif event.action == "segment_free":
-            self._taken[address] = (size, event.stream, size == _SMALL_SEGMENT_BYTES)
+            self._taken[address] = (size, event.stream, size == SMALL_SEGMENT_BYTES)
 
     def segments(self) -> Iterator[StartSegment]:
         if self._expandable:

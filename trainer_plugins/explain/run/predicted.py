@@ -154,7 +154,7 @@ def _in_order(
             enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
         elif remedy.do.startswith(_SURVIVE) and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
-            needed = (plan.capacity_bytes or 0) - fewer.margin_bytes
+            needed = plan.needed_with(fewer)
             effect = f"{remedy.effect}; a piece of {rows} needs {_needs(plan, needed)}"
             known = _with_peak(remedy, plan, needed)
             enough[remedy.do] = replace(known, effect=effect)
@@ -166,7 +166,7 @@ def _in_order(
 
 def _proposed(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
     made = Remedy(do=_typed(each, run), effect="", grade="predicted", price=each.price)
-    made = _with_peak(made, plan, (plan.capacity_bytes or 0) - each.margin_bytes)
+    made = _with_peak(made, plan, plan.needed_with(each))
     if "train_batch_size" not in each.flags:
         return made
     rows = each.micro_batch * each.accumulation_steps * run.world_size
