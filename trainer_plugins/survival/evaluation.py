@@ -16,7 +16,7 @@ from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, roots_of_state
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
-from trainer_plugins.survival.exact.gathers import Gathers
+from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
 from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems, Weight
@@ -208,7 +208,7 @@ class Evaluation:
         self._certificates: dict[bool, Certificate] = {}
         self._is_over_items = False
         self._are_outputs_wanted = True
-        self._gathers = Gathers(attached.trainer)
+        self._gathers = Gathers(attached.trainer, Exchanging())
         self._roots: Roots | None = None
 
     def begin_run(self) -> None:

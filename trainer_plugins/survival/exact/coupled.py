@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,27 +22,24 @@ class Divided(NamedTuple):
     parts: tuple[Inputs, ...]
 
 
-class Coupling(Protocol):
+class Coupling:
     """Computes the loss of a part so that those of all parts add up to that of the whole."""
 
-    @property
-    def sees_all(self) -> bool:
-        """Tell whether the code of a loss gets all rows, whatever the part."""
+    sees_all = False  # whether the code of a loss gets all rows, whatever the part
 
     def prepare(self, compute: Compute, whole: Divided) -> None:
         """Compute what these parts have to know of each other."""
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
         """Compute the loss of a part; `compute` is that of inputs by themselves."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Release what was kept of a micro-batch."""
 
 
-class TwoMeans:
+class TwoMeans(Coupling):
     """Knows a loss that adds a mean over tokens to one over rows, as ORPO's."""
-
-    sees_all = False
 
     # With the mean over tokens times a part's tokens per row, over those of the whole, all of the
     # loss is a mean over rows. So is the metric that trainers log of it.
@@ -55,12 +52,6 @@ class TwoMeans:
     ) -> None:
         self._num_tokens, self._num_rows = num_tokens, num_rows
         self._scaled = scaled  # multiplies the mean over tokens by this while a loss is computed
-
-    def prepare(self, compute: Compute, whole: Divided) -> None:
-        """Compute nothing: it is known without a pass."""
-
-    def forget(self) -> None:
-        """Do nothing: nothing is kept."""
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
         of_whole = self._per_row(whole.inputs)

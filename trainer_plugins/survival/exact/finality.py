@@ -8,7 +8,7 @@ passes inside its own, and a weight used twice under reentrant checkpointing.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.advice import NON_REENTRANT, Door
+from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.wrapped import base_model
 
@@ -146,25 +147,18 @@ def _num_numbers(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-class Watch:
+class Watch(ExitStack):
     """Watches passes: how often each parameter is used in a pass, and whether under autocast."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model, self._uses, self._num_passes = model, Counter[nn.Parameter](), 0
         self.is_autocast = False
+        for module in model.modules():
+            self.enter_context(module.register_forward_pre_hook(self._see))
 
     def is_used_twice(self, parameter: nn.Parameter) -> bool:
         return self._uses[parameter] > self._num_passes
-
-    def __enter__(self) -> "Watch":
-        self._hooks = [
-            module.register_forward_pre_hook(self._see) for module in self._model.modules()
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     def _see(self, module: nn.Module, _: object) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -191,19 +185,14 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_reentry(model: nn.Module) -> Iterator[None]:
     """Replace reentrant checkpointing, through which `torch.autograd.grad` does not pass."""
-    before: list[tuple[Any, Any]] = [
-        (m, m._gradient_checkpointing_func)
-        for m in model.modules()
-        if _reenters(m) and hasattr(m, "_gradient_checkpointing_func")
-    ]
-    for module, function in before:
-        kept = {**getattr(function, "keywords", {}), "use_reentrant": False}
-        module._gradient_checkpointing_func = partial(getattr(function, "func", function), **kept)
-    try:
+    with Patches() as patches:
+        for module in filter(_reenters, model.modules()):
+            function: Any = getattr(module, "_gradient_checkpointing_func", None)
+            if function is not None:
+                kept = {**getattr(function, "keywords", {}), "use_reentrant": False}
+                instead = partial(getattr(function, "func", function), **kept)
+                patches.set(module, "_gradient_checkpointing_func", instead)
         yield
-    finally:
-        for module, function in before:
-            module._gradient_checkpointing_func = function
 
 
 def _shared(model: nn.Module, watch: Watch) -> str | None:

@@ -8,12 +8,12 @@ Ranks that divide together exchange on the CPU (`Together.exchanges`), which can
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from trainer_plugins.hf_trainer import HfAccelerator, HfTrainer
 from trainer_plugins.oom import classify
+from trainer_plugins.patched import Patches
 
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 
@@ -21,19 +21,23 @@ Merge = Callable[[list[torch.Tensor], list[float]], torch.Tensor]
 Exchange = Callable[..., torch.Tensor]
 
 
-class Exchanging(Protocol):
-    """Is how ranks exchange: `survival.ranks`."""
+class Exchanging:
+    """Is how a process exchanges that divides alone; `survival.ranks` overrides what differs."""
 
-    is_finishing: bool
-    exchanges: Mapping[str, Exchange]
+    # Whether this rank has failed, and makes only the rest of a pass's collectives.
+    is_finishing = False
+    # What replaces the accelerator's exchanges between ranks while a loss is computed, by name.
+    exchanges: Mapping[str, Exchange] = {}
 
-    def may_exchange(self) -> bool: ...
+    def may_exchange(self) -> bool:
+        """Tell, the same on all ranks, whether they exchange the next metric; all of them ask."""
+        return True
 
 
 class Gathers:
     """Stands before the exchanges of one Trainer's accelerator while its loss is computed."""
 
-    def __init__(self, trainer: HfTrainer, ranks: Exchanging | None = None) -> None:
+    def __init__(self, trainer: HfTrainer, ranks: Exchanging) -> None:
         self._trainer, self._ranks = trainer, ranks
         self._answers: list[torch.Tensor] = []  # of this micro-batch, in the order of the code
         self._pieces: list[tuple[float, list[torch.Tensor]]] = []  # share and values of each
@@ -63,18 +67,11 @@ class Gathers:
         if self._brought is None and not (self._pieces or self._accelerator.use_distributed):
             yield  # one process gets back what it gives
             return
-        before = {name: vars(self._accelerator).get(name) for name in _EXCHANGES}
-        of_ranks = self._ranks.exchanges if self._ranks is not None else {}
-        for name in _EXCHANGES:
-            exchange = of_ranks.get(name) or getattr(self._accelerator, name)
-            setattr(self._accelerator, name, partial(self._exchange, exchange))
-        try:
+        with Patches() as patches:
+            for name in _EXCHANGES:
+                exchange = self._ranks.exchanges.get(name) or getattr(self._accelerator, name)
+                patches.set(self._accelerator, name, partial(self._exchange, exchange))
             yield
-        finally:
-            for name, replaced in before.items():
-                delattr(self._accelerator, name)
-                if replaced is not None:
-                    setattr(self._accelerator, name, replaced)
 
     @contextmanager
     def piece(self, share: float, is_last: bool, *, is_idle: bool = False) -> Iterator[None]:
@@ -120,15 +117,15 @@ class Gathers:
             return value  # metrics of a piece are thrown away
         if index < len(self._answers):
             return self._answers[index].to(value.device)
-        if self._pieces and not (self._ranks is not None and self._ranks.is_finishing):
+        if self._pieces and not self._ranks.is_finishing:
             shares = [*(share for share, _ in self._pieces), self._share]
             value = self._merges[index](
                 [*(brought[index] for _, brought in self._pieces), value.detach()], shares
             )
         is_shared, device = self._accelerator.use_distributed, value.device
-        if self._ranks is not None and self._ranks.exchanges:
+        if self._ranks.exchanges:
             value = value.detach().cpu()
-        if self._ranks is not None and not self._ranks.may_exchange():
+        if not self._ranks.may_exchange():
             return value.to(device)  # a rank has failed: what is computed now is thrown away
         self._is_exchanging = True
         try:
@@ -136,17 +133,15 @@ class Gathers:
         except RuntimeError as error:
             if not (is_shared and classify(error)):
                 raise
-            said = (
-                "it failed while ranks exchanged a metric, and it is not known whether the others "
-                f"have received it ({error})"
-            )
-        else:
-            if is_shared:  # one process gets back what it gave, and the graph with it
-                self._answers.append(answer)
-            return answer.to(device)
+            raise RuntimeError(
+                "survive_oom could not help: it failed while ranks exchanged a metric, and it is "
+                f"not known whether the others have received it ({error})"
+            ) from None
         finally:
             self._is_exchanging = False
-        raise RuntimeError(f"survive_oom could not help: {said}")
+        if is_shared:  # one process gets back what it gave, and the graph with it
+            self._answers.append(answer)
+        return answer.to(device)
 
 
 def _merge(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Merge:

@@ -29,7 +29,7 @@ _LONGEST = ("max_length_q", "max_length_k")
 class Rows:
     """Knows the layout in which every tensor has one row an example."""
 
-    name, unit = "rows", "rows"  # the name of the layout, and what is counted, in the plural
+    unit = "rows"  # what is counted, in the plural
     per_example = 1
 
     def __init__(self, boundary: int | None = None) -> None:
@@ -42,7 +42,7 @@ class Rows:
         positions = inputs.get("position_ids")
         if self._boundary is not None and torch.is_tensor(positions) and positions.dim() == 2:
             _check_one_side((positions.amax(1) + 1).tolist(), self._boundary)
-        lengths = self._lengths(num_rows)
+        lengths = (num_rows, num_rows // self.per_example)
         for name, value in inputs.items():
             length = _length(value)
             if name == "position_ids" and _dims(value) > 2:
@@ -56,29 +56,25 @@ class Rows:
         return num_rows // self.per_example
 
     def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
+        return self._chosen(inputs, lambda rows: rows[start:stop])
+
+    def pick(self, inputs: Inputs, examples: list[int]) -> Batch:
+        def choose(rows: Any) -> Any:
+            return rows[examples] if torch.is_tensor(rows) else [rows[one] for one in examples]
+
+        return self._chosen(inputs, choose)
+
+    def _chosen(self, inputs: Inputs, choose: Callable[[Any], Any]) -> Batch:
         num_rows = _num_rows(inputs)
         return {
             name: value
-            if num_rows > 1 and _is_shared(name, value)
-            else self._cut(value, num_rows, start, stop)
+            if _length(value) is None or _is_shared(name, value)
+            else self._chosen_of(value, num_rows, choose)
             for name, value in inputs.items()
         }
 
-    def pick(self, inputs: Inputs, examples: list[int]) -> Batch:
-        picked: Batch = {}
-        for name, value in inputs.items():
-            length = _length(value)
-            if length is None or (length == 1 and _is_shared(name, value)):
-                picked[name] = value
-            else:
-                rows = self._rows_of(examples, length, _num_rows(inputs))
-                picked[name] = (
-                    value[rows] if torch.is_tensor(value) else [value[row] for row in rows]
-                )
-        return picked
-
-    def _rows_of(self, examples: list[int], length: int, num_rows: int) -> list[int]:
-        return examples
+    def _chosen_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
+        return choose(value)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
@@ -98,42 +94,28 @@ class Rows:
             few.update(cut_short(texts, num))
         return _with_answers(few, num)
 
-    def _lengths(self, num_rows: int) -> tuple[int, ...]:
-        return (num_rows,)
-
-    def _cut(self, value: Any, num_rows: int, start: int, stop: int) -> Any:
-        return value if _length(value) is None else value[start:stop]
-
 
 class Pairs(Rows):
     """Knows TRL's layout of pairs: all chosen rows, then all rejected; some tensors have half."""
 
-    name, unit = "pairs", "pairs"
+    unit = "pairs"
     per_example = 2
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[which] for which in (0, 1) for half in halves])
 
-    def _rows_of(self, examples: list[int], length: int, num_rows: int) -> list[int]:
-        half = num_rows // 2
-        return [*examples, *(half + one for one in examples)] if length == num_rows else examples
-
-    def _lengths(self, num_rows: int) -> tuple[int, ...]:
-        return (num_rows, num_rows // 2)
-
-    def _cut(self, value: Any, num_rows: int, start: int, stop: int) -> Any:
-        if _length(value) != num_rows:
-            return super()._cut(value, num_rows, start, stop)
-        half = num_rows // 2
-        chosen, rejected = value[:half][start:stop], value[half:][start:stop]
+    def _chosen_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
+        if len(value) != num_rows:
+            return choose(value)
+        chosen, rejected = choose(value[: num_rows // 2]), choose(value[num_rows // 2 :])
         return torch.cat([chosen, rejected]) if torch.is_tensor(value) else [*chosen, *rejected]
 
 
 class Completions(Rows):
     """Knows TRL's layout of generated rows: a prompt, padded on its left, and its completion."""
 
-    name, unit = "completions", "completions"
+    unit = "completions"
 
     def count(self, inputs: Inputs) -> int:
         return super().count(inputs) if "completion_ids" in inputs else 0
@@ -176,7 +158,7 @@ class Completions(Rows):
 class Packed:
     """Knows the layout of several sequences in one row; each begins where `position_ids` is 0."""
 
-    name, unit = "packed", "sequences"
+    unit = "sequences"
 
     def __init__(self, boundary: int | None = None) -> None:
         self._boundary = boundary

@@ -123,11 +123,6 @@ _GRPO = {
     "bnpo": shares.COMPLETION_TOKENS,
 }
 
-_NOT_ADDITIVE = {
-    "BCOTrainer": "its reward baseline is a mean over the micro-batch",
-}
-
-
 # Through these rows of CLIP, SigLIP and others pass by themselves; their embeddings are compared.
 _TOWERS = ("text_model", "vision_model")
 
@@ -177,10 +172,9 @@ def _family_behind(
 
 def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | NoFamily:
     kinds = type(trainer).__mro__
-    for kind in kinds:
-        if kind.__name__ in _NOT_ADDITIVE:
-            why = _NOT_ADDITIVE[kind.__name__]
-            return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
+    if any(kind.__name__ == "BCOTrainer" for kind in kinds):
+        why = "its reward baseline is a mean over the micro-batch"
+        return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
     if callable(trainer.compute_loss_func):  # trl's GRPO passes a string as a marker
         return _unknown(
             "compute_loss_func is a loss of your own, and whether it can be divided is not known"

@@ -8,7 +8,6 @@ axolotl do: each call is watched, and a loss that did not come from the library 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -126,20 +125,28 @@ class Delegation:
 
     def __call__(self, model: nn.Module, inputs: Inputs, **options: Any) -> Any:
         given = {name: (value, _num_changes(value)) for name, value in inputs.items()}
-        before = GradientMark(self._parameters_of(model))
+        if model not in self._parameters:  # listed once: it takes milliseconds
+            self._parameters[model] = tuple(model.parameters())
+        before = GradientMark(self._parameters[model])
         calls: list[_Call] = []
+        compute_loss: Any = vars(self._known)["compute_loss"]
+        signature = inspect.signature(compute_loss)
 
-        def note(arguments: dict[str, Any], compute: Callable[[], Any]) -> Any:
+        @functools.wraps(compute_loss)
+        def watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
+            got = signature.bind(trainer, *args, **kwargs).arguments
             is_same = (
-                arguments["model"] is model
-                and _is_same(arguments["inputs"], given)
-                and arguments.get("num_items_in_batch") is options.get("num_items_in_batch")
+                got["model"] is model
+                and _is_same(got["inputs"], given)
+                and got.get("num_items_in_batch") is options.get("num_items_in_batch")
             )
-            result = compute()
-            calls.append(_Call(is_same, _loss(result), _num_changes(_loss(result))))
+            result = compute_loss(trainer, *args, **kwargs)
+            if trainer is self._trainer:
+                calls.append(_Call(is_same, _loss(result), _num_changes(_loss(result))))
             return result
 
-        with self._watching(note):
+        with Patches(keeps_later=True) as patches:  # `super()` looks nowhere else
+            patches.set(self._known, "compute_loss", watched)
             result = self.original(model, inputs, **options)
         is_changed = any(_num_changes(value) != version for value, version in given.values())
         why = _why_not(calls, _loss(result), is_changed or bool(before.changed()))
@@ -149,28 +156,6 @@ class Delegation:
             f"{self._known.__name__}.compute_loss"
         )
         return result
-
-    @contextmanager
-    def _watching(self, note: Callable[..., Any]) -> Iterator[None]:
-        """Replace the method of the library's class for one call: `super()` looks nowhere else."""
-        compute_loss: Any = vars(self._known)["compute_loss"]
-        signature = inspect.signature(compute_loss)
-
-        @functools.wraps(compute_loss)
-        def watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
-            compute = functools.partial(compute_loss, trainer, *args, **kwargs)
-            if trainer is not self._trainer:
-                return compute()
-            return note(signature.bind(trainer, *args, **kwargs).arguments, compute)
-
-        with Patches(keeps_later=True) as patches:
-            patches.set(self._known, "compute_loss", watched)
-            yield
-
-    def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
-        if model not in self._parameters:  # listed once: it takes milliseconds
-            self._parameters[model] = tuple(model.parameters())
-        return self._parameters[model]
 
 
 def _why_not(calls: list[_Call], loss: Any, is_changed: bool) -> str:

@@ -18,12 +18,13 @@ from torch import nn
 
 from trainer_plugins.patched import Patches
 from trainer_plugins.survival.attempt.generators import Generators
-from trainer_plugins.survival.exact.coupled import ROW, Compute, Divided
+from trainer_plugins.survival.exact.coupled import ROW, Compute, Coupling, Divided
 from trainer_plugins.survival.exact.finality import frozen
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs
 from trainer_plugins.wrapped import tensors_in
 
 _Rows = tuple[int, ...]  # places in the whole
+_Passed = Callable[[Any, _Rows], Any]  # a module's outputs: those kept of all, with these rows' own
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class _Call:
     after: Generators | None = None
 
 
-class Seam:
+class Seam(Coupling):
     """Knows modules through which rows pass by themselves, in a loss that compares rows."""
 
     sees_all = True
@@ -92,55 +93,49 @@ class Seam:
         self._is_inside = True
         try:
             number, self._next = self._next, self._next + 1
-            return instead(number, forward, args, options)
+            return instead(number, partial(self._passed_by, forward, args, options))
         finally:
             self._is_inside = False
 
-    def _first(
-        self,
-        missing: list[_Rows],
-        number: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
+    def _first(self, missing: list[_Rows], number: int, passed: _Passed) -> Any:
         if number == len(self._calls):
             self._calls.append(_Call())
         call = self._calls[number]
-        assert self._whole is not None
-        num, again = len(self._whole[ROW]), call.after
-        num_each = _num_each((args, options), num)
+        again = call.after
         if again is not None:  # a piece was divided: its parts draw other numbers
             again.restore()
         for rows in missing:
             call.before[rows] = Generators(self._trainer.args.device)
-            places = _in_each(rows, num, num_each)
-            outputs = forward(*_taken(args, places, num), **_taken(options, places, num))
-            call.outputs = _joined(call.outputs, outputs, places, num * num_each)
+            call.outputs = passed(call.outputs, rows)
         call.after = again or Generators(self._trainer.args.device)
         call.after.restore()
         return _copied(call.outputs)
 
-    def _again(
-        self,
-        rows: _Rows,
-        number: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> Any:
-        assert self._whole is not None
-        call, num = self._calls[number], len(self._whole[ROW])
+    def _again(self, rows: _Rows, number: int, passed: _Passed) -> Any:
+        call = self._calls[number]
         outputs = _copied(call.outputs)
         if torch.is_grad_enabled():
             call.before[rows].restore()
-            num_each = _num_each((args, options), num)
-            places = _in_each(rows, num, num_each)
-            passed = forward(*_taken(args, places, num), **_taken(options, places, num))
-            outputs = _joined(call.outputs, passed, places, num * num_each)
+            outputs = passed(call.outputs, rows)
         assert call.after is not None
         call.after.restore()
         return outputs
+
+    def _passed_by(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        kept: Any,
+        rows: _Rows,
+    ) -> Any:
+        """Let these rows pass through a module, and put what it returns into what is kept."""
+        assert self._whole is not None
+        num = len(self._whole[ROW])
+        num_each = _num_each((args, options), num)
+        places = _in_each(rows, num, num_each)
+        outputs = forward(*_taken(args, places, num), **_taken(options, places, num))
+        return _joined(kept, outputs, places, num * num_each)
 
 
 def _places(part: Inputs, whole: Inputs) -> _Rows:

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
+from trainer_plugins.survival.exact.gathers import Exchanging
 from trainer_plugins.survival.limit.limit import SLACK, allowed_bytes, most
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
@@ -28,7 +29,7 @@ class HowToRecover(Enum):
     AGAIN = auto()  # all ranks compute all micro-batches of the step again, in equally many pieces
 
 
-class Ranks:
+class Ranks(Exchanging):
     """Handles a run of one process; each kind of several ranks overrides what differs."""
 
     recovery = HowToRecover.ALONE
@@ -38,11 +39,6 @@ class Ranks:
     measures_together = False  # whether ranks judge together; they measure gradients then
     micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
     options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
-    is_finishing = (
-        False  # whether this rank has failed, and makes only the rest of a pass's collectives
-    )
-    # What replaces the accelerator's exchanges between ranks while a loss is computed, by name.
-    exchanges: Mapping[str, Callable[..., torch.Tensor]] = {}
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         self.trainer, self.model, self.micros = trainer, model, []
@@ -82,10 +78,6 @@ class Ranks:
 
         Inside `apart` a pass exchanges no metrics.
         """
-
-    def may_exchange(self) -> bool:
-        """Tell, the same on all ranks, whether they exchange the next metric; all of them ask."""
-        return True
 
     def begin(self, micro: MicroBatch) -> None:
         """Begin a micro-batch."""
