@@ -10,11 +10,15 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
-from trainer_plugins.survival.certificate.comparison import Comparison, NotAdditiveError
-from trainer_plugins.survival.certificate.held import held
+from trainer_plugins.survival.certificate.comparison import (
+    Comparison,
+    Loss,
+    NotAdditiveError,
+    Passes,
+)
+from trainer_plugins.survival.certificate.held import Drawers, HeldAt
 from trainer_plugins.survival.certificate.neighbours import Neighbours
-from trainer_plugins.survival.certificate.passes import Loss, Measurement, Passes
-from trainer_plugins.survival.certificate.samples import SHORT
+from trainer_plugins.survival.certificate.samples import SHORT, Measurement
 from trainer_plugins.survival.exact.finality import (
     Watch,
     frozen,
@@ -40,7 +44,7 @@ logger = logging.getLogger(__name__)
 _SPARING = 300  # how many times its cost is computed in pieces before the next check
 
 Kind = tuple[str, tuple[tuple[str, torch.dtype, int, bool], ...]]
-"""A kind of batch: the name of its layout, and of each tensor name, type, dimensions and gaps."""
+"""A kind of batch: what its layout counts, and of each tensor name, type, dimensions and gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Certificate:
         self._moves_state = False
         self._looked_at: set[int] = set()  # labels of rows that were compared beside others
         self._full_state = full_state
-        self._class_weights: ClassWeights | None = None
+        self._class_weights = ClassWeights()
         self._classes: set[int] = set()  # measured next to others, if the user vouches
         self._weights: dict[str, list[Weight]] = {}  # those that fitted so far, by layout
         self._kinds: set[Kind] = set()
@@ -86,10 +90,10 @@ class Certificate:
         why = self.why_broken or self._refused.get(kind, "")
         if why or not self.knows(layout):
             raise IndivisibleError(why or "whether its parts add up was not measured")
-        return self._weights[layout.name][0]
+        return self._weights[layout.unit][0]
 
     def knows(self, layout: Layout) -> bool:
-        return layout.name in self._weights
+        return layout.unit in self._weights
 
     def wants(self, kind: Kind, inputs: Inputs) -> bool:
         return self.is_new(kind, inputs) or (
@@ -133,9 +137,8 @@ class Certificate:
             with self._passes(loss, put_back, scale) as passes:
                 comparison = Comparison(self._ranks, weights, passes, lent)
                 if self._family.is_vouched and torch.is_tensor(inputs.get("labels")):
-                    self._class_weights = self._class_weights or ClassWeights()
                     comparison.look(self._class_weights, layout.take(inputs, 0, 1))
-                known = self._weights.get(layout.name) or comparison.weights
+                known = self._weights.get(layout.unit) or comparison.weights
                 known = [weight for weight in known if weight in comparison.weights]
                 comparison.likely = known or comparison.likely
                 asked = _Asked(layout, inputs, kind, num_fit, known)
@@ -156,7 +159,7 @@ class Certificate:
         self._next = self._computed + _SPARING * cost
         if layout.count(inputs) < 2:
             return  # the rank was lent, and shows nothing of its own
-        self._weights[layout.name] = remaining
+        self._weights[layout.unit] = remaining
         self._kinds.add(kind)
         self._classes |= self.new_classes(inputs)
         self.known = _known(told)
@@ -221,7 +224,8 @@ class Certificate:
             frozen(unwatched),
             Watch(model) as watch,
             without_reentry(model),
-            held(model) as drawers,
+            HeldAt(),
+            Drawers(model) as drawers,
         ):
             try:
                 yield Passes(loss, scale, parameters, watch, state, drawers, put_back)
@@ -243,10 +247,10 @@ class Certificate:
             return [], []
         for one in told:
             if self._ranks.on_any(not _fits(asked, one)):
-                raise NotAdditiveError(comparison.said(one, is_vouched=self._family.is_vouched))
+                raise NotAdditiveError(comparison.said(one))
         remaining = _remaining(asked, told)
         if self._ranks.on_any(not remaining):
-            raise NotAdditiveError(comparison.said(told[-1], is_vouched=self._family.is_vouched))
+            raise NotAdditiveError(comparison.said(told[-1]))
         if comparison.why_moved:
             raise NotAdditiveError(comparison.why_moved)
         return told, remaining
@@ -328,4 +332,4 @@ def batch_kind(layout: Layout, inputs: Inputs) -> Kind:
             has_gaps = name.endswith("mask") and bool((value == 0).any())
             has_gaps |= name.endswith("labels") and bool((value == IGNORED).any())
             tensors.append((name, value.dtype, value.dim(), has_gaps))
-    return layout.name, tuple(tensors)
+    return layout.unit, tuple(tensors)

@@ -1,18 +1,20 @@
 """Comparison: compute a sample and its parts, and say how far apart they are."""
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import GROWN, Moved, is_same, why_not_divided
-from trainer_plugins.survival.certificate.held import rounded_differently
-from trainer_plugins.survival.certificate.passes import Measurement, Passes
-from trainer_plugins.survival.certificate.samples import Sample
+from trainer_plugins.survival.attempt.state import GROWN, Moved, State, is_same, why_not_divided
+from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
+from trainer_plugins.survival.certificate.samples import Measurement, Sample
 from trainer_plugins.survival.exact.coupled import Divided
+from trainer_plugins.survival.exact.finality import Watch
 from trainer_plugins.survival.exact.shares import (
     ClassWeights,
     IndivisibleError,
@@ -44,6 +46,30 @@ _Measured = list[torch.Tensor]  # one tensor a parameter or a reduction, or the 
 
 class NotAdditiveError(IndivisibleError):
     """Raised when the parts of a micro-batch were measured, and do not add up."""
+
+
+Loss = Callable[[Inputs, Divided | None], torch.Tensor]  # of inputs, which may be a part
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Holds what it takes that passes can be compared: each begins from the same state."""
+
+    loss: Loss
+    scale: float  # what training multiplies the loss by before its backward pass
+    parameters: list[nn.Parameter]  # the parameters whose gradient is measured
+    watch: Watch
+    state: State
+    drawers: Drawers
+    put_back: Callable[[], object]  # restores random numbers and metrics
+
+    def begin(self, *, goes_on: bool = False, notes: Container[str] = ()) -> None:
+        """Begin a pass: with the state, or the `notes`, that the one before has left."""
+        if not goes_on and not notes:
+            self.put_back()
+        if not goes_on:
+            self.state.restore(notes)
+        self.drawers.begin()
 
 
 class Comparison:
@@ -91,7 +117,7 @@ class Comparison:
         for place in range(self._ranks.highest(len(samples))):
             yield samples[min(place, len(samples) - 1)] if samples else self._lent
 
-    def said(self, told: Measurement, *, is_vouched: bool) -> str:
+    def said(self, told: Measurement) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
         self._is_gradient = told.is_gradient
         first, second = (self._pass(told.sample.whole) for _ in range(2))
@@ -111,29 +137,9 @@ class Comparison:
             tried.append(f"{off} if it is {weight.name}")
         said = (
             f"its {self._what} is not the sum of its parts': measured on {told.words}, it is off "
-            f"by {', '.join(tried)}{self._said_of_weights(told) if is_vouched else ''}"
+            f"by {', '.join(tried)}"
         )
         return f"{said}; {self.why_moved}" if self.why_moved else said
-
-    def _said_of_weights(self, told: Measurement) -> str:
-        passed = []
-        for some in (told.sample.whole, *told.sample.parts):
-            one = self._pass(some)
-            passed += [] if isinstance(one, DidNotFit) else [torch.cat(one)]
-        if len(passed) < 3 or not all(bool(one.isfinite().all()) for one in passed):
-            return ""
-        whole, *parts = passed
-        first, second = (
-            torch.linalg.lstsq(torch.stack(parts, 1), whole[:, None]).solution[:, 0].tolist()
-        )
-        off = float((first * parts[0] + second * parts[1] - whole).norm() / whole.norm())
-        if off > told.tolerance or abs(first + second - 1) > told.tolerance:
-            return ""
-        return (
-            f"; it is a mean with weights of your own, here {first:.3g} and {second:.3g}: those of "
-            "torch.nn.functional.cross_entropy(weight=...) are known, and a sum that is divided by "
-            "num_items_in_batch needs none"
-        )
 
     @property
     def _what(self) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -26,53 +26,29 @@ _MOST_DIGITS = 64  # last digits between the numbers of rows: far less than a to
 _Named = dict[str, Any]  # the arguments of an operation, by name
 
 
-@contextmanager
-def held(model: nn.Module) -> Iterator["Drawers"]:
-    """Draw nothing inside: dropout keeps all, and noise is a fixed point within its bounds."""
-    # In training mode, where batch statistics couple rows. Draws are caught in the dispatcher, in
-    # the forward passes of checkpointing too; `Drawers` finds what other generators draw.
-    with HeldAt(), Drawers(model) as drawers:
-        yield drawers
-
-
-class Drawers:
+class Drawers(ExitStack):
     """Finds the modules that draw by Python's or numpy's generators, as SpecAugment does."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        super().__init__()
         self._open: list[nn.Module] = []
-        self._found: dict[nn.Module, bool] = {}
+        self._found: list[nn.Module] = []
         self._last = pythons_and_numpys()
-
-    def __enter__(self) -> "Drawers":
-        self._hooks = [
-            hook
-            for module in self._model.modules()
-            for hook in (
-                module.register_forward_pre_hook(self._enter, prepend=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            )
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for module, training in self._found.items():
-            module.training = training
+        self.in_eval: list[nn.Module] = []  # what `to_eval` has put into eval mode
+        for module in model.modules():
+            self.enter_context(module.register_forward_pre_hook(self._enter, prepend=True))
+            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
 
     def begin(self) -> None:
         self._open, self._last = [], pythons_and_numpys()
-
-    @property
-    def in_eval(self) -> list[nn.Module]:
-        return [module for module, training in self._found.items() if training]
 
     def to_eval(self) -> bool:
         """Put the modules found since into eval mode, without their children; False if none."""
         found = [module for module in self._found if module.training]
         for module in found:
             module.training = False
+            self.callback(setattr, module, "training", True)
+        self.in_eval += found
         return bool(found)
 
     def _enter(self, module: nn.Module, _: object) -> None:
@@ -86,13 +62,18 @@ class Drawers:
 
     def _look(self) -> None:
         now = pythons_and_numpys()
-        if self._open and not all(map(is_, now, self._last)):
-            self._found.setdefault(self._open[-1], self._open[-1].training)
+        has_drawn = not all(map(is_, now, self._last))
+        if has_drawn and self._open and self._open[-1] not in self._found:
+            self._found.append(self._open[-1])
         self._last = now
 
 
 class HeldAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch draw the same numbers for each row: near a level of [0, 1), or spread evenly."""
+
+    # Dropout keeps all, and noise is a fixed point within its bounds, in training mode, where batch
+    # statistics couple rows. Draws are caught in the dispatcher, in the forward passes of
+    # checkpointing too; `Drawers` finds what other generators draw.
 
     supports_higher_order_operators = True  # such as flex_attention, which is passed on
 
@@ -213,16 +194,11 @@ _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items(
 @contextmanager
 def rounded_differently(model: nn.Module) -> Iterator[None]:
     """Move what each innermost module returns by its last digit: what changes much is rounding."""
-    hooks = [
-        module.register_forward_hook(_move)
-        for module in model.modules()
-        if next(module.children(), None) is None
-    ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                hooks.enter_context(module.register_forward_hook(_move))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _move(_: nn.Module, __: object, output: object) -> object:

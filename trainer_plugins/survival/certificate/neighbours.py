@@ -6,11 +6,11 @@ so a row that nothing mixes is the same to the last digit, in any type.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import Generators, draw_all
-from trainer_plugins.survival.attempt.state import Moved, State, why_rows_differ
+from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_rows_differ
 from trainer_plugins.survival.certificate.held import HeldAt, rounded_differently, signs
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
 from trainer_plugins.survival.ranks.alone import Ranks
+from trainer_plugins.wrapped import tensors_in
 
 _MOST_EXAMPLES = 16
 _NUM_SEEDS = 6
@@ -103,7 +104,7 @@ class Neighbours:
             if self.ranks.on_any(not (one and other)) or not (one and other):
                 return ""  # it raises with such numbers
             # How many numbers are drawn may depend on the rows: then they are arranged otherwise.
-            if self.ranks.on_any(not all(map(_is_same_state, one.drawn, other.drawn))):
+            if self.ranks.on_any(not is_same(one.drawn, other.drawn)):
                 continue
             pairs = len(one.rows) == len(other.rows) and bool(one.rows)
             if not self.ranks.on_any(pairs and one.rows[-1].off(other.rows[-1]) > 0):
@@ -119,15 +120,14 @@ class Neighbours:
     def _pass(self, some: Inputs, batches: _Arranged, draw: Draw) -> _Passed | None:
         self.put_back()
         self.state.restore()
-        passed: list[_Passed] = []
 
-        def work() -> torch.Tensor:
+        def work() -> _Passed:
             with _watched(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
-                loss = self.loss(some)
-            drawn, moved = self._drawn(), self.state.moved()
+                self.loss(some)
+            drawn = [*Generators(self.ranks.device).state(), *self.state.drawn()]
+            moved = self.state.moved()
             self.moves_state |= bool(moved)
-            passed[:] = [_Passed(rows, drawn, moved)]
-            return loss
+            return _Passed(rows, drawn, moved)
 
         try:
             outcome = attempt(work, device=self.ranks.device)
@@ -138,10 +138,7 @@ class Neighbours:
             return None
         if isinstance(outcome, DidNotFit):
             raise _DoesNotFitError
-        return passed[0]
-
-    def _drawn(self) -> list[object]:
-        return [*Generators(self.ranks.device).state(), *self.state.drawn()]
+        return outcome
 
     def _draws(self) -> list[Draw]:
         levels = [partial(_at_level, level) for level in _LEVELS]
@@ -187,7 +184,7 @@ def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterat
 
     def note(name: str, module: nn.Module, _: object, output: object) -> None:
         words = f"`{name}` ({type(module).__name__})" if name else type(module).__name__
-        for value in _tensors(output):
+        for value in tensors_in(output):
             if value.dim() > 1 and len(value) == len(is_alike) and value.is_floating_point():
                 kept = value.detach()[is_alike.to(value.device)].flatten(1)
                 kept = kept.to(torch.promote_types(kept.dtype, torch.float32))
@@ -196,24 +193,11 @@ def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterat
                 least = max(_LEAST_CHANGE, _NUM_DIGITS * torch.finfo(value.dtype).eps)
                 rows.append(_Rows(words, torch.stack(marks, 1).cpu(), least))
 
-    hooks = [
-        module.register_forward_hook(partial(note, name))
-        for name, module in model.named_modules()
-        if name or not sees_all
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name or not sees_all:
+                hooks.enter_context(module.register_forward_hook(partial(note, name)))
         yield rows
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, list | tuple | Mapping):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(value)
 
 
 def _said(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
@@ -235,13 +219,3 @@ def _said(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> s
                 "random numbers" + (f"; {kept}" if kept else "")
             )
     return ""
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one):
-        return bool(torch.equal(one, other))
-    if isinstance(one, tuple):
-        return all(map(_is_same_state, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same_state(one[k], other[k]) for k in one)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

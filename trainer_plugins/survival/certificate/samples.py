@@ -38,6 +38,24 @@ class Sample:
         return [weight.share(weight.of(part, num), total) for part, num in pairs]
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Holds what a sample has shown."""
+
+    sample: Sample
+    errors: dict[Weight, float]  # by each weight tried, on the rank where parts are farthest
+    tolerance: float
+    how: str  # how it was measured: "in training mode"
+    is_gradient: bool
+
+    @property
+    def words(self) -> str:
+        return f"{self.sample.words}, {self.how}"
+
+    def fits(self, weight: Weight) -> bool:
+        return self.errors.get(weight, math.inf) <= self.tolerance
+
+
 def _divided(layout: Layout, whole: Inputs, first: int, num: int, words: str) -> Sample:
     parts = (layout.take(whole, 0, first), layout.take(whole, first, num))
     return Sample(whole, parts, (first, num - first), f"{words} ({first} + {num - first})")
