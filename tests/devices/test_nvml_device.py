@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from tests.testing.alone import alone, needs_scripted_nvml
-from trainer_plugins.devices.base import Device, GpuProcess
+from trainer_plugins.devices.base import GpuProcess
 from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, NvmlErrorKind
 from trainer_plugins.testing.nvml import ScriptedNvml
 from trainer_plugins.units import GIB, MIB
@@ -36,32 +36,22 @@ def error_of(function: Callable[..., object], *arguments: object) -> NvmlError:
 
 
 @alone
-def test_it_reads_the_card_and_what_this_process_holds(tmp_path):
+def test_it_reads_the_card_and_who_holds_memory_there(tmp_path):
     card = ScriptedNvml(tmp_path).card(CARD)
     card.process(os.getpid(), 2 * GIB).process(4_000_000, 3 * GIB, name="infer").write().preload()
-    device: Device = NvmlDevice.open(CARD, name="cuda:0")
+    device = NvmlDevice.open(CARD, name="cuda:0")
     reading = device.read()
     assert (device.name, device.uuid, reading.device) == ("cuda:0", CARD, "cuda:0")
     assert reading.total_bytes == USABLE_BYTES
     assert reading.free_bytes == USABLE_BYTES - 5 * GIB
-    assert (
-        reading.reserved_bytes == reading.allocated_bytes == reading.peak_allocated_bytes == 2 * GIB
-    )
-    assert reading.non_torch_bytes == 3 * GIB
+    assert reading.non_torch_bytes == 5 * GIB
     assert NvmlDevice.open(CARD).memory() == (reading.total_bytes, reading.free_bytes)
-    assert device.release_cached() == 0
     mine, other = device.processes() or ()
     assert (mine.pid, mine.used_bytes) == (os.getpid(), 2 * GIB)
     assert mine.name == psutil.Process().name()  # the system knows it
     assert other == GpuProcess(4_000_000, 3 * GIB, "infer")  # only the driver does
-
-    # The peak is the most that this object has seen since it was last reset.
-    card.process(os.getpid(), GIB).write()
-    assert device.read().peak_allocated_bytes == 2 * GIB
-    device.reset_peak()
-    assert device.read().peak_allocated_bytes == GIB
     card.write()
-    assert (device.read().reserved_bytes, device.processes()) == (0, ())
+    assert device.processes() == ()
 
 
 @alone
@@ -83,7 +73,6 @@ def test_a_card_is_found_by_its_uuid_however_it_is_written(tmp_path):
     device = NvmlDevice.open(BARE)
     assert (device.uuid, device.is_mig) == (SLICE, True)
     assert device.memory() == (10 * GIB, 8 * GIB)
-    assert device.read().reserved_bytes == GIB
     assert [process.pid for process in device.processes() or ()] == [os.getpid(), 4_000_000]
 
     # The bare text of a card that is cut into slices names none of them.
@@ -135,10 +124,8 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     )
     skewed = three.process(os.getpid(), 3 * GIB).write()
     assert [process.pid for process in device.processes() or ()] == [100, 200, os.getpid()]
-    assert device.read().reserved_bytes == 3 * GIB
     skewed.fault(PROCESSES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND).write()
     assert device.processes() is None
-    assert device.read().reserved_bytes == 0
     card.process(100, GIB).fault(PROCESSES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND).write()
     assert [process.pid for process in device.processes() or ()] == [100]
 

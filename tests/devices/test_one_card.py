@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Callable
 
 import pynvml
 import pytest
@@ -110,52 +111,24 @@ FAULTS = {
 def test_no_failure_of_the_driver_reaches_training(tmp_path):
     import logging
 
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from tests.models import tiny_llama, token_rows
-    from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
-    from trainer_plugins.record.timeline import Remark, Sample, Timeline
-
     card, driver = one_card(tmp_path)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer_plugins").addHandler(handler)
     logging.getLogger("trainer_plugins").setLevel(logging.INFO)
 
     for name, code in FAULTS.items():
-        said.clear()
         starts = name in ("not loaded", "mismatch")
         broken = driver.cannot_start(code) if starts else driver
         for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
             broken = broken.fault(function, code)
         (broken if starts else driver).write()
 
-        class Break(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                if state.global_step == 2:
-                    broken.write()  # noqa: B023 - used up within the loop
-                if state.global_step == 4:
-                    card.hold(4242, 80 * MIB, "python infer.py")
-
-        timeline = Timeline()
-        args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
-        callbacks = [
-            Break(),
-            CudaCacheCallback(1),
-            EvalGenerateCleanup(),
-            MemoryWatchdog(timeline=timeline),
-        ]
-        trainer = Trainer(tiny_llama(), args, train_dataset=token_rows(), callbacks=callbacks)
-        trainer.train()
+        said, readings, findings = train_while(
+            broken, tmp_path, lambda: card.hold(4242, 80 * MIB, "python infer.py")
+        )
         card.release(4242)
 
-        assert trainer.state.global_step == 6, name
-        samples = [entry.reading for entry in timeline if isinstance(entry, Sample)]
-        assert {reading.total_bytes for reading in samples} == {CAPACITY_BYTES}, (
+        assert {reading.total_bytes for reading in readings} == {CAPACITY_BYTES}, (
             name
         )  # torch counts the same bytes
-        findings = [entry.finding for entry in timeline if isinstance(entry, Remark)]
         assert [finding.code for finding in findings] == ["foreign-memory"], (name, findings)
         assert sum("NVML does not answer" in message for message in said) == 1, (name, said)
         assert not any("failed; training goes on" in message for message in said), (name, said)
@@ -190,7 +163,7 @@ def test_numbers_that_cannot_be_are_refused_once(tmp_path):
         broken = ScriptedNvml(tmp_path / "driver").card(
             card.uuid, total_bytes=total_bytes, reserved_bytes=reserved_bytes
         )
-        said, readings = train_while(broken, tmp_path)
+        said, readings, _ = train_while(broken, tmp_path)
 
         assert (
             sum("bytes of GPU-" in message and "cannot be" in message for message in said) == 1
@@ -207,7 +180,7 @@ def test_a_driver_that_hangs_is_waited_for_once(tmp_path):
     healthy = ScriptedNvml(tmp_path / "driver").card_from_file(
         tmp_path / "card", reserved_bytes=8 * MIB
     )
-    said, readings = train_while(healthy.hang("nvmlDeviceGetMemoryInfo_v2"), tmp_path)
+    said, readings, _ = train_while(healthy.hang("nvmlDeviceGetMemoryInfo_v2"), tmp_path)
 
     assert sum("the driver hangs: no answer within 5 s" in message for message in said) == 1, said
     assert len(said) == 1, said
@@ -228,15 +201,17 @@ def test_a_forked_child_asks_the_driver_itself(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
-    """What is said, and read, in a training in whose step 3 the driver breaks."""
+def train_while(
+    broken: ScriptedNvml, tmp_path, at_step_4: Callable[[], object] = lambda: None
+) -> tuple[list[str], list, list]:
+    """What is said, read and found in a training in whose step 2 the driver breaks."""
     import logging
 
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from tests.models import tiny_llama, token_rows
     from trainer_plugins import CudaCacheCallback, EvalGenerateCleanup, MemoryWatchdog
-    from trainer_plugins.record.timeline import Sample, Timeline
+    from trainer_plugins.record.timeline import Remark, Sample, Timeline
 
     said: list[str] = []
     handler = logging.Handler()
@@ -247,6 +222,8 @@ def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 broken.write()
+            if state.global_step == 4:
+                at_step_4()
 
     timeline = Timeline()
     args = TrainingArguments(str(tmp_path), max_steps=6, report_to="none", disable_tqdm=True)
@@ -260,7 +237,8 @@ def train_while(broken: ScriptedNvml, tmp_path) -> tuple[list[str], list]:
     trainer.train()
     assert trainer.state.global_step == 6
     logging.getLogger("trainer_plugins").removeHandler(handler)
-    return said, [entry.reading for entry in timeline if isinstance(entry, Sample)]
+    readings = [entry.reading for entry in timeline if isinstance(entry, Sample)]
+    return said, readings, [entry.finding for entry in timeline if isinstance(entry, Remark)]
 
 
 @alone

@@ -1,10 +1,10 @@
 """NvmlDevice: a card's memory as the driver reports it through NVML, and the driver's errors."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pynvml  # importing it reads and starts nothing
@@ -51,8 +51,7 @@ def explained(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
     kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
     for known_kind, texts in _EXPLANATIONS.items():
         for code, known_text in texts.items():
-            # Earlier versions of pynvml lack some of these codes.
-            if error.value == getattr(pynvml, f"NVML_ERROR_{code}", None):
+            if error.value == getattr(pynvml, f"NVML_ERROR_{code}"):
                 kind, text = known_kind, known_text
     bare_uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")
     return NvmlError(kind, text.format(what=what, uuid=uuid, bare_uuid=bare_uuid, error=error))
@@ -107,20 +106,6 @@ _EXPLANATIONS: Mapping[NvmlErrorKind, Mapping[str, str]] = {
 }  # what each code of pynvml means for the user, by kind; `NVML_ERROR_` is left out
 
 
-class _MemoryInfo(Protocol):
-    """Names what we use of pynvml's answer about memory, in bytes."""
-
-    total: int
-    free: int
-
-
-class _ProcessRow(Protocol):
-    """Names what we use of one row of pynvml's list of processes."""
-
-    pid: int
-    usedGpuMemory: int | None  # noqa: N815 - pynvml's name; in bytes, None if not available
-
-
 class NvmlDevice:
     """Reads one card, or one MIG slice, from its driver; a failure is an `NvmlError`."""
 
@@ -130,7 +115,6 @@ class NvmlDevice:
         """Open the card with exactly this UUID; `open` also accepts torch's bare form."""
         self.uuid = uuid
         self.name = name or uuid
-        self._peak_bytes = 0
         self._memory_version: int | None = pynvml.nvmlMemory_v2
         self._handle: object = None
         self._opened_in_pid: int | None = None
@@ -179,43 +163,22 @@ class NvmlDevice:
         return total_bytes, free_bytes
 
     def read(self) -> MemoryReading:
-        """Take a reading; `reserved_bytes` is what the driver lists for us, with the context."""
+        """Take a reading as before a run: none of what is used is this process's."""
         total_bytes, free_bytes = self.memory()
-        processes = self._processes(total_bytes, named=False) or ()
-        own_bytes = sum(each.used_bytes or 0 for each in processes if each.pid == os.getpid())
-        self._peak_bytes = max(self._peak_bytes, own_bytes)
         return MemoryReading(
             device=self.name,
             total_bytes=total_bytes,
             free_bytes=free_bytes,
-            reserved_bytes=own_bytes,
-            allocated_bytes=own_bytes,
-            peak_allocated_bytes=self._peak_bytes,
+            reserved_bytes=0,
+            allocated_bytes=0,
+            peak_allocated_bytes=0,
         )
-
-    def reset_peak(self) -> None:
-        self._peak_bytes = 0
-
-    def release_cached(self) -> int:
-        return 0
 
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card; None if not permitted, or impossible."""
         # Drivers leave out processes outside the container. A question for graphics processes would
         # hold the driver's lock for milliseconds (MangoHud #2104).
-        return self._processes(self.memory()[0], named=True)
-
-    def close(self) -> None:
-        """End this device's use of NVML, which counts its users; the next question reopens it."""
-        if self._opened_in_pid == os.getpid():
-            self._opened_in_pid = None
-            with suppress(pynvml.NVMLError):  # other code has shut it down already
-                pynvml.nvmlShutdown()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
-
-    def _processes(self, total_bytes: int, *, named: bool) -> tuple[GpuProcess, ...] | None:
+        total_bytes, _ = self.memory()
         try:
             rows = self._ask("processes", self._ask_processes)
         except NvmlError as error:
@@ -232,43 +195,40 @@ class NvmlDevice:
             # The largest, not the sum: a process may be listed several times with all its memory,
             # since the driver compares pids of different namespaces (open-gpu-kernel-modules,
             # gpu_rmapi.c).
-            listed = (used_bytes.get(row.pid), row.usedGpuMemory)
+            listed = (used_bytes.get(row.pid), row.usedGpuMemory)  # None: not available
             used_bytes[row.pid] = max((each for each in listed if each is not None), default=None)
         return tuple(
-            GpuProcess(pid, num_bytes, self._process_name(pid) if named else None)
-            for pid, num_bytes in used_bytes.items()
+            GpuProcess(pid, num_bytes, _process_name(pid)) for pid, num_bytes in used_bytes.items()
         )
 
-    def _process_name(self, pid: int) -> str | None:
-        with suppress(psutil.Error):  # it ended or is outside the container; the driver may know it
-            return str(psutil.Process(pid).name())
-        # pynvml decodes strictly, and a name may be any bytes.
-        with suppress(pynvml.NVMLError, UnicodeDecodeError):
-            return pynvml.nvmlSystemGetProcessName(pid) or None
-        return None
+    def close(self) -> None:
+        """End this device's use of NVML, which counts its users; the next question reopens it."""
+        if self._opened_in_pid == os.getpid():
+            self._opened_in_pid = None
+            with suppress(pynvml.NVMLError):  # other code has shut it down already
+                pynvml.nvmlShutdown()
 
-    def _ask_memory(self, handle: object) -> _MemoryInfo:
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
+
+    def _ask_memory(self, handle: object) -> Any:
         # Version 2 reports the driver's own reserve separately. Without it, use version 1 (None).
-        info: _MemoryInfo
         try:
-            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
+            return pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
         except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
             if self._memory_version is None:
                 raise
             self._memory_version = None
-            info = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return info
+            return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
-    def _ask_processes(self, handle: object) -> Sequence[_ProcessRow]:
+    def _ask_processes(self, handle: object) -> Any:
         # Version 2 has one layout in all drivers; 3, pynvml's unversioned one, had two (535.43 to
         # 535.86, gpustat #161), and raises no NVMLError if missing. The detail list of pynvml
         # 13.615 raises TypeError for bytes that are N/A.
-        rows: Sequence[_ProcessRow]
         try:
-            rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
+            return pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
         except pynvml.NVMLError_FunctionNotFound:
-            rows = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
-        return rows
+            return pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
     def _has_slices(self) -> bool:
         try:
@@ -306,3 +266,12 @@ class NvmlDevice:
             return query(self._handle)
         except pynvml.NVMLError as error:
             raise explained(what, self.uuid, error) from error
+
+
+def _process_name(pid: int) -> str | None:
+    with suppress(psutil.Error):  # it ended or is outside the container; the driver may know it
+        return str(psutil.Process(pid).name())
+    # pynvml decodes strictly, and a name may be any bytes.
+    with suppress(pynvml.NVMLError, UnicodeDecodeError):
+        return pynvml.nvmlSystemGetProcessName(pid) or None
+    return None
