@@ -61,6 +61,7 @@ KILLED = (
 _allocator = partial(Rule, "allocator")
 _driver = partial(Rule, "driver")
 _ended = partial(Rule, "host", fatal=_ENDED)
+_ended_anywhere = partial(_ended, follows_anything=True)
 _engine = partial(Rule, "engine", fatal=_NOT_STARTED)
 _host = partial(Rule, "host")
 _killed = partial(Rule, "host", fatal=KILLED_FROM_OUTSIDE, is_certain=False, follows_anything=True)
@@ -236,27 +237,22 @@ RULES = (
         r"|Memory on the node \(IP: ",
         "real-stanford/flingbot#11, OpenRLHF/OpenRLHF#1013",
     ),
-    _ended(
+    _ended_anywhere(
         r"\b[1-9]\d{0,8} Workers \(tasks / actors\) killed due to memory pressure"
         r"|address the out of memory issue: https://docs\.ray\.io",
         "WM-PO/WMPO#3, TideDra/lmm-r1#71",
-        follows_anything=True,
     ),
     _host(r"\b(?:[\w.]{1,100}\.)?(?:_Array|Arrow)?MemoryError(?:: |$)", "numpy, pyarrow, Python"),
-    _ended(
+    _ended_anywhere(
         r"\bOut of memory: Killed process \d|\binvoked oom-killer: |\boom-kill:constraint=",
         "equinor/ert#7797, gensyn-ai/rl-swarm#463",
-        follows_anything=True,
     ),
-    _ended(
+    _ended_anywhere(
         r"slurmstepd: error: Detected \d{1,9} oom[-_]kill event"
         r"|(?:slurmstepd|srun)[^\n]{0,80}[Ee]xceeded (?:job |step )?memory limit",
         "ArjunaCluster/ArjunaUsers#52, openbabel/openbabel#2658",
-        follows_anything=True,
     ),
-    _ended(
-        r"srun: error: .{0,200}?: Out Of Memory", "brain-score/vision#950", follows_anything=True
-    ),
+    _ended_anywhere(r"srun: error: .{0,200}?: Out Of Memory", "brain-score/vision#950"),
     _ended(r"terminate called after throwing an instance of 'std::bad_alloc'", "Parskatt/RoMa#134"),
     _ended(r"memory allocation of \d{1,20} bytes failed", "deepspeedai/DeepSpeedExamples#321"),
     _host(
@@ -270,11 +266,10 @@ RULES = (
         fatal="Windows' commit limit is reached, and freeing device memory does not raise it",
         follows_anything=True,
     ),
-    _ended(
+    _ended_anywhere(
         r"\bOOM ?Kill(?:ed)?\b|\bMemory cgroup out of memory: Kill"
         r"|node was low on resource: memory",
         "alauda/kubeflow-chart#45, docker/for-linux#1001, kubeflow/trainer#301",
-        follows_anything=True,
     ),
     # An inference engine that refuses to start. vLLM raises a ValueError.
     _engine(r"(?:ValueError: )?Free memory on device.{0,60} on startup", "pytorch/pytorch#175666"),

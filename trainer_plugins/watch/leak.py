@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -55,33 +55,28 @@ class Growth:
         return self.kind != "cache"
 
 
-class _Kind(NamedTuple):
-    what: str  # with its verb
-    remedy: str
-
-
 KINDS = {
-    "tensors": _Kind(
+    "tensors": (
         "live tensors rise",
         f"Keep numbers ({advice.KEEP_NUMBERS.flag(Door.CODE)}). Look for what is kept from step to"
         " step: losses or outputs appended to a list, hooks that store activations.",
     ),
-    "cache": _Kind("reserved but unused memory rises", ""),
-    "non_torch": _Kind(
+    "cache": ("reserved but unused memory rises", ""),
+    "non_torch": (
         "memory outside torch rises",
         "A library takes it (NCCL communicators, CUDA graphs, a second context): look for what is"
         " created in every step.",
     ),
-    "host": _Kind(
+    "host": (
         "main memory of this process rises",
         "Look at the dataset and the callbacks: lists that grow, caches.",
     ),
-    "workers": _Kind(
+    "workers": (
         "main memory of the dataloader's workers rises",
         "Look at the dataset: caches that each worker fills, Python objects of which each makes a"
         " copy.",
     ),
-}  # the kinds of memory that can leak, by the field of `Footprint`
+}  # what of each kind of memory rises, and the remedy, by the field of `Footprint`
 
 
 class Teller(Protocol):
@@ -124,14 +119,14 @@ class AtMoments:
 
 def leak_at(moment: str, rises: Sequence[int], reading: MemoryReading, step: int) -> Finding:
     """Report a leak of one moment."""
+    what, remedy = KINDS["tensors"]
     each_bytes = int(median(rises))
     num_left = reading.headroom_bytes // each_bytes
     return Finding.warning(
         code="leak-tensors",
-        summary=f"{KINDS['tensors'].what} with each {moment}: out of memory after about"
-        f" {num_left} more",
+        summary=f"{what} with each {moment}: out of memory after about {num_left} more",
         evidence=f"{size(each_bytes)} with each {moment}, {len(rises)} times until step {step}",
-        remedy=KINDS["tensors"].remedy,
+        remedy=remedy,
         amount=_nearness(num_left),
         data={f"bytes_a_{moment}": each_bytes, "num_rises": len(rises), "step": step},
     )
