@@ -46,71 +46,42 @@ _HOMES = {
     "survive_oom": "survival",
 }
 
-__all__ = [
-    "CudaCacheCallback",
-    "EvalGenerateCleanup",
-    "EvaluationGuard",
-    "Finding",
-    "Headroom",
-    "KVCacheGuard",
-    "MemoryArguments",
-    "MemoryPlan",
-    "MemoryWatchdog",
-    "NotPredicted",
-    "OOMReporter",
-    "PlanError",
-    "Preflight",
-    "PreflightError",
-    "ReleaseEarlierRuns",
-    "ResumeGuard",
-    "StrategyInForce",
-    "StreamBase",
-    "SurviveOOM",
-    "attach",
-    "attached",
-    "callbacks_from_args",
-    "classify",
-    "detach",
-    "draw",
-    "generation_memory",
-    "plan_run",
-    "protect",
-    "read_timeline",
-    "released",
-    "report_oom",
-    "stream_base",
-    "survive_oom",
-]
+__all__ = list(_HOMES)
 
-if TYPE_CHECKING:
-    from trainer_plugins.callbacks import (
-        CudaCacheCallback,
-        EvalGenerateCleanup,
-        EvaluationGuard,
-        Headroom,
-        KVCacheGuard,
-        MemoryWatchdog,
-        OOMReporter,
-        Preflight,
-        PreflightError,
-        ReleaseEarlierRuns,
-        ResumeGuard,
-        StrategyInForce,
-        StreamBase,
-    )
-    from trainer_plugins.drycuda.predict import plan_run
-    from trainer_plugins.finding import Finding
-    from trainer_plugins.oom import classify
-    from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
-    from trainer_plugins.plug_in.attachment import attach, attached, detach, protect
-    from trainer_plugins.plug_in.options import MemoryArguments, callbacks_from_args
-    from trainer_plugins.record.timeline import read_timeline
-    from trainer_plugins.report.html.run_page import draw
-    from trainer_plugins.streaming.attach import stream_base
-    from trainer_plugins.survival import SurviveOOM, survive_oom
-    from trainer_plugins.upkeep.generation import generation_memory
-    from trainer_plugins.upkeep.post_mortem import report_oom
-    from trainer_plugins.upkeep.released import released
+if TYPE_CHECKING:  # the same names, as type checkers read them
+    from trainer_plugins.callbacks import CudaCacheCallback as CudaCacheCallback
+    from trainer_plugins.callbacks import EvalGenerateCleanup as EvalGenerateCleanup
+    from trainer_plugins.callbacks import EvaluationGuard as EvaluationGuard
+    from trainer_plugins.callbacks import Headroom as Headroom
+    from trainer_plugins.callbacks import KVCacheGuard as KVCacheGuard
+    from trainer_plugins.callbacks import MemoryWatchdog as MemoryWatchdog
+    from trainer_plugins.callbacks import OOMReporter as OOMReporter
+    from trainer_plugins.callbacks import Preflight as Preflight
+    from trainer_plugins.callbacks import PreflightError as PreflightError
+    from trainer_plugins.callbacks import ReleaseEarlierRuns as ReleaseEarlierRuns
+    from trainer_plugins.callbacks import ResumeGuard as ResumeGuard
+    from trainer_plugins.callbacks import StrategyInForce as StrategyInForce
+    from trainer_plugins.callbacks import StreamBase as StreamBase
+    from trainer_plugins.drycuda.predict import plan_run as plan_run
+    from trainer_plugins.finding import Finding as Finding
+    from trainer_plugins.oom import classify as classify
+    from trainer_plugins.planner import MemoryPlan as MemoryPlan
+    from trainer_plugins.planner import NotPredicted as NotPredicted
+    from trainer_plugins.planner import PlanError as PlanError
+    from trainer_plugins.plug_in.attachment import attach as attach
+    from trainer_plugins.plug_in.attachment import attached as attached
+    from trainer_plugins.plug_in.attachment import detach as detach
+    from trainer_plugins.plug_in.attachment import protect as protect
+    from trainer_plugins.plug_in.options import MemoryArguments as MemoryArguments
+    from trainer_plugins.plug_in.options import callbacks_from_args as callbacks_from_args
+    from trainer_plugins.record.timeline import read_timeline as read_timeline
+    from trainer_plugins.report.html.run_page import draw as draw
+    from trainer_plugins.streaming.attach import stream_base as stream_base
+    from trainer_plugins.survival import SurviveOOM as SurviveOOM
+    from trainer_plugins.survival import survive_oom as survive_oom
+    from trainer_plugins.upkeep.generation import generation_memory as generation_memory
+    from trainer_plugins.upkeep.post_mortem import report_oom as report_oom
+    from trainer_plugins.upkeep.released import released as released
 
 
 def __getattr__(name: str) -> object:

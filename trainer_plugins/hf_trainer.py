@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 class HfArguments(Protocol):
     """Lists the fields and properties of `TrainingArguments`."""
 
-    accelerator_config: Any  # accelerate's settings of data loaders
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
     batch_eval_metrics: bool
-    bf16: bool
     ddp_timeout: int
     deepspeed: object
     device: torch.device
@@ -30,12 +28,9 @@ class HfArguments(Protocol):
     eval_do_concat_batches: bool
     eval_on_start: bool
     eval_strategy: object
-    fp16: bool
     fsdp: object
     gradient_accumulation_steps: int
     include_for_metrics: list[str]
-    label_smoothing_factor: float
-    learning_rate: float
     local_process_index: int
     max_steps: int
     n_gpu: int
@@ -43,7 +38,6 @@ class HfArguments(Protocol):
     output_dir: str
     per_device_eval_batch_size: int
     per_device_train_batch_size: int
-    prediction_loss_only: bool
     process_index: int
     push_to_hub: bool
     save_only_model: bool
@@ -75,31 +69,21 @@ class HfCallbackHandler(Protocol):
     train_dataloader: Any
 
 
-class HfBackward(Protocol):
-    """Describes `Accelerator.backward`: a loss, and options that depend on the kind of run."""
-
-    def __call__(self, loss: torch.Tensor, **options: object) -> None: ...
-
-
 class HfAccelerator(Protocol):
     """Lists the names of accelerate's `Accelerator`."""
 
-    backward: HfBackward
+    backward: Callable[..., None]  # of a loss, with options that depend on the kind of run
     ddp_handler: object
     distributed_type: object
     free_memory: Callable[[], None]
-    get_state_dict: Callable[[object], dict[str, torch.Tensor]]
     mixed_precision: str
     num_processes: int
     parallelism_config: Any  # none unless the run uses accelerate's parallelism config
     prepare_data_loader: Callable[[object], object]
     state: Any  # its plugins: `fsdp_plugin` is only there under FSDP
     sync_gradients: bool
+    unwrap_model: Callable[..., torch.nn.Module]
     use_distributed: bool
-
-    def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True
-    ) -> torch.nn.Module: ...
 
 
 class HfTrainer(Protocol):
@@ -116,7 +100,7 @@ class HfTrainer(Protocol):
     current_gradient_accumulation_steps: int  # the micro-batches of this step; set by training
     eval_dataset: Any
     evaluate: Callable[[], object]
-    get_batch_samples: Callable[[Any, int, torch.device], tuple[list[Any], Any]]
+    get_eval_dataloader: Callable[..., Any]  # takes another data set than `eval_dataset`
     get_train_dataloader: Callable[[], Any]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
@@ -138,5 +122,3 @@ class HfTrainer(Protocol):
 
     _prepare_inputs: Callable[[Any], Any]
     _train_batch_size: int
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...

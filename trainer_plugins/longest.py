@@ -137,26 +137,22 @@ def _of_columns(dataset: Any, names: list[str]) -> Lengths:
 def _num(column: Any) -> _Numbers:
     """Count the numbers and characters in each value of an Arrow array, however it is nested."""
     types: Any = importlib.import_module("pyarrow.types")
+    compute: Any = importlib.import_module("pyarrow.compute")
     column = getattr(column, "storage", column)  # of an extension, as `Array2D` is
-    kind, found = column.type, np.ones(len(column), np.int64)
-    if types.is_fixed_size_list(kind):
-        width = kind.list_size
-        inner = column.values.slice(column.offset * width, len(column) * width)
-        found = _num(inner).reshape(len(column), width).sum(axis=1)
-    elif len(column) and (types.is_list(kind) or types.is_large_list(kind)):
-        offsets = column.offsets.to_numpy().astype(np.int64)
-        if not types.is_primitive(kind.value_type):
-            inner = column.values.slice(offsets[0], offsets[-1] - offsets[0])
-            before = np.concatenate([[0], np.cumsum(_num(inner))])
-            offsets = before[offsets - offsets[0]]
-        found = np.diff(offsets)
-    elif types.is_struct(kind):
+    kind, num = column.type, len(column)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if types.is_struct(kind):
         fields = [_num(column.field(at)) for at in range(kind.num_fields)]
-        found = np.sum(fields, axis=0, dtype=np.int64)
-    elif types.is_string(kind) or types.is_large_string(kind):
-        lengths = importlib.import_module("pyarrow.compute").binary_length(column)
-        found = lengths.fill_null(0).to_numpy(False).astype(np.int64)
-    return found
+        return np.asarray(np.sum(fields, axis=0), np.int64)
+    if is_text or (is_list and types.is_primitive(kind.value_type)):
+        lengths = (compute.binary_length if is_text else compute.list_value_length)(column)
+        return np.asarray(lengths.fill_null(0), np.int64)
+    if is_list:
+        rows = compute.list_parent_indices(column).to_numpy()
+        inner = _num(compute.list_flatten(column))
+        return np.bincount(rows, inner, minlength=num).astype(np.int64)
+    return np.ones(num, np.int64)
 
 
 def _of_rows(dataset: Any, seconds: float) -> Lengths:

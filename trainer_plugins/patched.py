@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 _ABSENT = object()
@@ -42,17 +41,6 @@ class Patches(contextlib.ExitStack):
             self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
         else:
             self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
-
-    def surround(
-        self, owner: object, name: str, context: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        """Let a function run inside a context that is made for each call."""
-
-        def inside(original: Callable[..., object], *args: object, **kwargs: object) -> object:
-            with context():
-                return original(*args, **kwargs)
-
-        self.wrap(owner, name, inside)
 
     def restore(self, owner: object) -> None:
         """Restore the attributes of one owner now, the latest first."""

@@ -38,7 +38,6 @@ class Advice:
 
     effect: str  # one clause: "only the inputs of layers are kept for the backward pass"
     price: str = ""  # what it costs; empty if nothing
-    when: str = ""  # where it applies, if that is not everywhere
     only_on: tuple[str, ...] = ()  # the vendors for whose cards it is; empty if for all
     keeps_result: bool = True  # whether the run computes the same as before, except for rounding
     unfilled: str = ""  # what to write at its first door where the values are not known

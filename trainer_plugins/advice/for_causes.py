@@ -1,8 +1,8 @@
 # ruff: noqa: F405 (the names of the table come in whole)
-"""FOR_CAUSE lists the remedies of each cause in order, and where a room begins with another."""
+"""FOR_CAUSE lists the remedies of each cause in order, FIRST_IN where a room begins."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from trainer_plugins.advice.entry import Advice
 from trainer_plugins.advice.of_machine import *  # noqa: F403
@@ -12,7 +12,7 @@ from trainer_plugins.advice.of_training import *  # noqa: F403
 # Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]
 
-_LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
+LESS_OF_THE_BATCH = (SMALLER_MICRO_BATCH, SURVIVE, CHECKPOINTING, PLAN_THE_RUN)
 _LESS_MAIN_MEMORY = (
     FEWER_WORKERS,
     LIGHTER_SAMPLES,
@@ -22,12 +22,12 @@ _LESS_MAIN_MEMORY = (
     LOAD_ONCE,
     MORE_MAIN_MEMORY,
 )
-_SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
+SMALLER_STATES = (FUSED_ADAMW, OFFLOAD_OPTIMIZER, EIGHT_BIT_ADAMW, ADAFACTOR)
 
 # What helps where a micro-batch has one row, which cannot be divided.
 ONE_ROW = (CHECKPOINTING, REDUCED_EACH_TIME, SURVIVE, SHORTER_ROWS, PRINT_THE_OOM, PLAN_THE_RUN)
 
-# The first that applies leads. An entry without `when` always applies.
+# The first that applies leads.
 FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "adapter-delta": (NO_DORA, NEWER_PEFT, NO_EXPERTS),
     "adapter-merge": (SAVE_THE_ADAPTER, RELEASED, MERGE_IN_MAIN_MEMORY),
@@ -57,7 +57,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "eval-logits": (ARGMAX_LOGITS, OUTPUTS_TO_MAIN_MEMORY, SMALLER_EVAL_BATCH, LOSS_ONLY),
     "eval-metrics": (METRICS_ON_CPU,),
     "foreign": (SHOW_HOLDERS, LIST_PROCESSES, OTHER_CARD, END_PROCESS),
-    "fragmentation": (EXPANDABLE_SEGMENTS, PAD_TO_FEW_LENGTHS, *_LESS_OF_THE_BATCH),
+    "fragmentation": (EXPANDABLE_SEGMENTS, PAD_TO_FEW_LENGTHS, *LESS_OF_THE_BATCH),
     "generate-cache": (SMALLER_EVAL_BATCH, SHORTER_ANSWERS, OFFLOADED_CACHE),
     "host-alloc": (
         SEARCH_BY_FAISS,
@@ -74,7 +74,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
     "image-size": (FEWER_PATCHES, FLASH_ATTENTION),
     "impossible-size": (PRINT_SHAPES,),
     "leak": (EMPTY_CACHE_AFTER_EXCEPT, KEEP_NUMBERS),
-    "leftover": (RELEASE_EARLIER_RUNS, RELEASED, RESTART_KERNEL, SMALLER_MICRO_BATCH),
+    "leftover": (RELEASE_EARLIER_RUNS, RESTART_KERNEL, RELEASED, SMALLER_MICRO_BATCH),
     "load-too-large": (
         BF16_CHECKPOINT,
         QUANTISED_EXPERTS,
@@ -98,9 +98,9 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         MEMORY_FRACTION,
         SMALLER_NCCL_BUFFERS,
     ),
-    "optimizer-state": (*_SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
+    "optimizer-state": (*SMALLER_STATES, MORE_CARDS, PLAN_THE_RUN),
     "pinned": (NO_PINNED_OFFLOAD, NO_PINNED_ACTIVATIONS, NO_PINNED_BATCHES),
-    "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *_LESS_OF_THE_BATCH),
+    "quadratic-attention": (SDPA_ATTENTION, FLASH_ATTENTION, SHORTER_ROWS, *LESS_OF_THE_BATCH),
     "resume-load": (RESUME_GUARD, LOAD_INTO_MAIN_MEMORY, DROP_THE_COPY, RESUME_WITHOUT_STATES),
     "save-gather": (
         COPY_IN_MAIN_MEMORY,
@@ -108,9 +108,9 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         SAVE_WITHOUT_GATHER,
         SAVE_ONLY_MODEL,
         EMPTY_CACHE_BEFORE_SAVE,
-        *_SMALLER_STATES,
+        *SMALLER_STATES,
     ),
-    "second-copy": (PRECOMPUTED_REFERENCE, SECOND_MODEL_IN_16_BITS, *_LESS_OF_THE_BATCH),
+    "second-copy": (PRECOMPUTED_REFERENCE, SECOND_MODEL_IN_16_BITS, *LESS_OF_THE_BATCH),
     "shm": (FEWER_WORKERS, LARGER_SHM),
     "zero3-gather": (
         NO_GATHER_TO_GENERATE,
@@ -118,7 +118,7 @@ FOR_CAUSE: Mapping[str, tuple[Advice, ...]] = {
         GATHER_BY_MODULE,
         FEWER_LIVE_PARAMETERS,
         WRAP_LAYERS,
-        *_LESS_OF_THE_BATCH,
+        *LESS_OF_THE_BATCH,
     ),
 }
 # What helps where torch releases its cache again and again, and no OOM ends the run.
@@ -126,54 +126,29 @@ CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
 ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
 
 
-class Otherwise(NamedTuple):
-    """Says why one room begins with another remedy than the table."""
-
-    first: Advice
-    why: str
-
-
-OTHERWISE: Mapping[tuple[Room, str], Otherwise] = {
-    ("record", "foreign"): Otherwise(
-        END_PROCESS, "the driver has listed the process, and that it belongs to the user"
-    ),
-    ("record", "eval-logits"): Otherwise(
-        OUTPUTS_TO_MAIN_MEMORY,
-        "it shows how large the outputs are, and one flag is done sooner than a function",
-    ),
-    ("record", "logits-loss"): Otherwise(
-        SMALLER_MICRO_BATCH,
-        "it knows the rows, and counts how many of them fit; no package has to be installed",
-    ),
-    ("record", "host-kill"): Otherwise(
-        FEWER_WORKERS, "a dead worker or the kernel's counter has shown the kill already"
-    ),
-    ("watch", "foreign"): Otherwise(
-        OTHER_CARD, "where the driver lists the processes, its finding lists them too"
-    ),
-    ("check", "shm"): Otherwise(
-        LARGER_SHM,
-        "it counts how large /dev/shm has to be, before the container is started for the run",
-    ),
-    ("check", "quadratic-attention"): Otherwise(
-        CHECKPOINTING,
-        "it knows that attention is sdpa already, and that the card has no other kernel for it",
-    ),
-    ("text", "leftover"): Otherwise(
-        RESTART_KERNEL, "it does not show which object holds the memory"
-    ),
-    ("snapshot", "logits-loss"): Otherwise(
-        SMALLER_MICRO_BATCH, "it names only what fits when its trace is repeated"
-    ),
-    ("snapshot", "long-sample"): Otherwise(
-        SMALLER_MICRO_BATCH, "it names only what fits when its trace is repeated"
-    ),
+# A room that knows more, or less, begins with another remedy.
+FIRST_IN: Mapping[tuple[Room, str], Advice] = {
+    # The driver has listed the process, and that it belongs to the user.
+    ("record", "foreign"): END_PROCESS,
+    # It shows how large the outputs are, and one flag is done sooner than a function.
+    ("record", "eval-logits"): OUTPUTS_TO_MAIN_MEMORY,
+    # It knows the rows, and counts how many of them fit; no package has to be installed.
+    ("record", "logits-loss"): SMALLER_MICRO_BATCH,
+    # A dead worker or the kernel's counter has shown the kill already.
+    ("record", "host-kill"): FEWER_WORKERS,
+    # Where the driver lists the processes, its finding lists them too.
+    ("watch", "foreign"): OTHER_CARD,
+    # It counts how large /dev/shm has to be, before the container is started for the run.
+    ("check", "shm"): LARGER_SHM,
+    # It knows that attention is sdpa already, and that the card has no other kernel for it.
+    ("check", "quadratic-attention"): CHECKPOINTING,
+    # It names only what fits when its trace is repeated.
+    ("snapshot", "logits-loss"): SMALLER_MICRO_BATCH,
+    ("snapshot", "long-sample"): SMALLER_MICRO_BATCH,
 }
 
 
 def in_order(cause: str, room: Room) -> tuple[Advice, ...]:
     """Return the remedies of a cause, with what a room begins with at the front."""
-    order, other = FOR_CAUSE[cause], OTHERWISE.get((room, cause))
-    if other is None:
-        return order
-    return (other.first, *(each for each in order if each is not other.first))
+    order, first = FOR_CAUSE[cause], FIRST_IN.get((room, cause))
+    return order if first is None else (first, *(each for each in order if each is not first))

@@ -10,7 +10,6 @@ from trainer_plugins.advice.entry import Advice
 EXPANDABLE_SEGMENTS = Advice(
     effect="free pieces of the allocator's segments can be joined",
     price="none as a rule; it does not go with vLLM's sleep mode",
-    when="on Linux without WSL, where it is not on already",
     environment="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
 )
 MAX_SPLIT_SIZE = Advice(
@@ -30,36 +29,30 @@ EXPORT_SETTINGS = Advice(
 )
 EXPORT_SETTINGS_FOR_VLLM = Advice(
     effect="the allocator settings of the training process go with vLLM",
-    when="where vLLM runs in the training process",
     shell='eval "$(trainer-plugins env --vllm)"',
 )
 # Its limit is what set_per_process_memory_fraction sets, and it is taken back after training.
 HEADROOM = Advice(
     effect="torch releases its cache earlier, and leaves NCCL 1 to 2 GiB of a large card",
     price="what is left free is lost for tensors",
-    when="where a Trainer trains",
     code="trainer.add_callback(trainer_plugins.Headroom(leave_fraction=0.05))",
 )
 MEMORY_FRACTION = replace(
     HEADROOM,
-    when="where no Trainer trains",
     code="torch.cuda.set_per_process_memory_fraction(0.95)",
 )
 # NCCL 2.24 and later register it by cuMem, which WSL2 and some containers refuse.
 NO_CUMEM_HOST = Advice(
     effect="NCCL shares main memory in the older way, which WSL2 and containers allow",
-    when="where NCCL fails in its shared memory",
     environment="NCCL_CUMEM_HOST_ENABLE=0",
 )
 NO_NCCL_SHM = Advice(
     effect="NCCL sends between the cards without shared memory",
     price="slower collectives",
-    when=NO_CUMEM_HOST.when,
     environment="NCCL_SHM_DISABLE=1",
 )
 NEWER_NCCL = Advice(
     effect="later versions go back to the older way by themselves",
-    when=NO_CUMEM_HOST.when,
     shell="pip install -U nvidia-nccl-cu12   # as your torch allows, or a newer torch",
 )
 SMALLER_NCCL_BUFFERS = Advice(
@@ -73,7 +66,6 @@ LIST_PROCESSES = Advice(
 )
 SHOW_HOLDERS = Advice(
     effect="lists who has the card open, also in other containers; on the host, not in a container",
-    when="where nvidia-smi lists no process",
     shell="sudo fuser -v /dev/nvidia*",
 )
 SHOW_CARDS = Advice(
@@ -87,13 +79,11 @@ LARGER_CARD = Advice(
 )
 OTHER_CARD = Advice(
     effect="takes another card",
-    when="where there is another card",
     environment="CUDA_VISIBLE_DEVICES=CARD",
     shell="CUDA_VISIBLE_DEVICES=CARD COMMAND",
 )
 ONE_CARD = Advice(
     effect="one card, with per_device_train_batch_size rows instead of that many times the cards",
-    when="where one process drives several cards",
     keeps_result=False,
     environment="CUDA_VISIBLE_DEVICES=0",
     shell="CUDA_VISIBLE_DEVICES=0 COMMAND",
@@ -101,7 +91,6 @@ ONE_CARD = Advice(
 END_PROCESS = Advice(
     effect="frees the card, if the process is a dead run of your own",
     price="whatever that process was doing",
-    when="where the process is yours",
     shell="kill PID",
 )
 WATCH_THE_CARD = Advice(
@@ -117,7 +106,6 @@ MAPPING_LIMITS = Advice(
 )
 WSL_MEMORY = Advice(
     effect="gives WSL more of main memory, half of which is the most it can pin",
-    when="under Windows and WSL",
     shell="wsl --shutdown, then memory=... in .wslconfig",
 )
 ROCM_MEMORY = Advice(
@@ -134,7 +122,6 @@ ROCM_LOG = Advice(
 NEWER_XPU = Advice(
     effect="later builds for Intel's cards allocate more than 4 GiB at once",
     only_on=("XPU",),
-    when="where the card allocates 4 GiB at most",
     shell="pip install -U torch   # 2.8 or later, from the index for xpu",
 )
 CLOSE_OTHER_PROGRAMS = Advice(
@@ -147,7 +134,6 @@ CLOSE_OTHER_PROGRAMS = Advice(
 SMALLER_ENGINE_SHARE = Advice(
     effect="the engine reserves this share of the card, for weights and KV cache together",
     price="fewer sequences at once in the engine",
-    when="where the engine takes too much",
     trl="--vllm_gpu_memory_utilization SHARE",
     arguments="vllm_gpu_memory_utilization=SHARE",
     code="gpu_memory_utilization=SHARE",
@@ -160,12 +146,10 @@ LARGER_ENGINE_SHARE = replace(
     SMALLER_ENGINE_SHARE,
     effect="what weights and graphs leave of this share is the KV cache",
     price="less room for everything else on the card",
-    when="where the share leaves the engine no KV cache",
 )
 SHORTER_REQUESTS = Advice(
     effect="the longest request that the KV cache holds as it is",
     price="longer requests are refused",
-    when="where the engine says which length fits",
     keeps_result=False,
     trl="--vllm_max_model_length LENGTH",
     vllm="--max-model-len LENGTH",
@@ -173,21 +157,18 @@ SHORTER_REQUESTS = Advice(
 FEWER_SEQUENCES = Advice(
     effect="the sampler and the graphs are warmed up for fewer sequences",
     price="fewer sequences at once",
-    when="where an engine runs as a server",
     vllm="--max-num-seqs SEQUENCES",
     sglang="--cuda-graph-max-bs SEQUENCES",
 )
 TENSOR_PARALLEL = Advice(
     effect="half of the weights on each of two cards; a quantised checkpoint helps too",
     price="another card",
-    when="where the weights leave the engine no room",
     vllm="--tensor-parallel-size 2",
     sglang="--tp 2",
 )
 SLEEP_MODE = Advice(
     effect="vLLM releases its memory while the training computes",
     price="it loads weights again for each generation",
-    when="where vLLM runs in the training process",
     trl="--vllm_enable_sleep_mode True",
 )
 _SHARE_STEP = 0.05
@@ -203,7 +184,6 @@ def smaller_share(share: float, missing: float = 0.0) -> float:
 FEWER_WORKERS = Advice(
     effect="each worker holds batches, libraries, a copy of the data set and /dev/shm",
     price="loading does not overlap with training",
-    when="where dataloader workers run",
     trainer="--dataloader_num_workers WORKERS",
     unfilled="lower --dataloader_num_workers",
     code="DataLoader(..., num_workers=WORKERS)",
@@ -216,53 +196,43 @@ NO_PINNED_BATCHES = Advice(
 )
 LARGER_SHM = Advice(
     effect="/dev/shm is no longer docker's 64 MiB (Kubernetes: an emptyDir with medium: Memory)",
-    when="where the run is in a container",
     shell="docker run --shm-size=SIZE",
     unfilled="docker run --shm-size=16g",
 )
 MORE_MAIN_MEMORY = Advice(
     effect="the container or the job may take more",
-    when="where a container or a job limits it",
     shell="docker run --memory=SIZE (Slurm: --mem=SIZE; Kubernetes: resources.limits.memory)",
 )
 MORE_SLURM_MEMORY = Advice(
     effect="the job's limit is higher",
-    when="where Slurm started the job",
     shell="#SBATCH --mem=0   # all of the node, or a number above MaxRSS of sacct",
 )
 LARGER_PAGING_FILE = Advice(
     effect="raises the limit; little of it is written",
-    when="on Windows",
     shell="a larger paging file (System, Advanced, Performance, Virtual memory)",
 )
 LOCK_MORE_MEMORY = Advice(
     effect="a process may lock as much as it asks for",
-    when="where the limit of locked memory is low",
     shell="ulimit -l unlimited; in Docker: --ulimit memlock=-1",
 )
 FIND_THE_KILL = Advice(
     effect="says whether it was main memory, and how much the process had",
-    when="where nothing shows what took main memory",
     shell="sudo dmesg -T | grep -i 'killed process'",
 )
 ASK_SLURM = Advice(
     effect="shows whether the job was preempted, cancelled, timed out or out of memory",
-    when="where Slurm started the job",
     shell="sacct -j JOB --format=State,ExitCode,MaxRSS,ReqMem",
 )
 LIGHTER_SAMPLES = Advice(
     effect="one sample, not the number of workers, fills main memory",
-    when="where no dataloader workers run",
     code="build less in one sample (dataset, collate_fn): masks, decoded pictures, sound or video",
 )
 SHOW_MAIN_MEMORY = Advice(
     effect="shows how much main memory is left",
-    when="where no line of the script is known",
     shell="free -h   # while it runs",
 )
 CHECK_LAUNCH_FILE = Advice(
     effect="compares what the offload needs of main memory with what there is",
-    when="where DeepSpeed offloads to main memory",
     shell="trainer-plugins configs check your_launch_file.yaml",
 )
 
@@ -276,7 +246,6 @@ PLAN_THE_RUN = Advice(
 )
 PRINT_THE_OOM = Advice(
     effect="prints the OOM itself, which says where it fails and what it asked for",
-    when="where auto_find_batch_size has caught it",
     trainer="--auto_find_batch_size False --per_device_train_batch_size 1",
 )
 PRINT_SHAPES = Advice(
@@ -286,19 +255,16 @@ PRINT_SHAPES = Advice(
 PRINT_BATCH = Advice(
     effect="a request this large is a length or a number of rows; it went to main memory, so the"
     " model is not on a card",
-    when="where one huge tensor was asked of main memory",
     code="print(model.device, {name: rows.shape for name, rows in batch.items()})",
 )
 # sentence_transformers/util/hard_negatives.py
 SEARCH_BY_FAISS = Advice(
     effect="the scores of all queries with all documents are never in memory at once",
     price="needs faiss; or pip install -U sentence-transformers, which makes them in parts",
-    when="where sentence-transformers mines hard negatives",
     code="mine_hard_negatives(..., use_faiss=True)",
 )
 LOOK_AT = Advice(
     effect="shows what was made there",
-    when="where a line of the script is known",
     code="look at PLACE",
 )
 
@@ -306,22 +272,18 @@ LOOK_AT = Advice(
 WAIT_FOR_KERNELS = Advice(
     effect="each call waits for its kernel, so the traceback names the one that fails",
     price="much slower",
-    when="where a kernel fails for another reason than memory",
     code='os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # before torch is imported',
 )
 REBOOT = Advice(
     effect="the system loads the driver that its libraries belong to",
     price="every process of the machine ends",
-    when="where the driver was updated while it was in use",
     shell="sudo reboot",
 )
 FREE_DISK = Advice(
     effect="shows which disk is full; HF_HOME and TMPDIR move caches to another",
-    when="where a disk is full",
     shell="df -h . ~/.cache /tmp",
 )
 SMALLER_BLOCKS = Advice(
     effect="a kernel's blocks are then small enough for this card's multiprocessors",
-    when="where a Triton kernel does not fit",
     code="smaller block sizes or num_stages=1 in the kernel, or another attention backend",
 )

@@ -7,7 +7,6 @@ from trainer_plugins.advice.entry import Advice
 SMALLER_EVAL_BATCH = Advice(
     effect="metrics stay the same; the default is 8 rows",
     price="the evaluation takes a little longer",
-    when="where an evaluation batch has more than one row",
     trainer="--per_device_eval_batch_size ROWS",
     unfilled="halve --per_device_eval_batch_size",
     code="halve the rows of an evaluation batch, and keep outputs with .cpu()",
@@ -17,7 +16,6 @@ SMALLER_EVAL_BATCH = Advice(
 ARGMAX_LOGITS = Advice(
     effect="one number is kept a token instead of one for each word of the vocabulary",
     price="compute_metrics gets predictions instead of logits",
-    when="where metrics need no logits",
     # T5 and others return a tuple.
     code="Trainer(..., preprocess_logits_for_metrics=lambda logits, labels: "
     "(logits[0] if isinstance(logits, tuple) else logits).argmax(-1))",
@@ -28,19 +26,16 @@ EVALUATION_GUARD = replace(
 OUTPUTS_TO_MAIN_MEMORY = Advice(
     effect="outputs go to main memory after each batch",
     price="main memory has to hold them all; a slower evaluation",
-    when="where the outputs fit in main memory",
     trainer="--eval_accumulation_steps STEPS",
     unfilled="--eval_accumulation_steps 1",
 )
 LOSS_ONLY = Advice(
     effect="no logits are kept; only the loss is reported",
-    when="where no metric is needed",
     keeps_result=False,
     trainer="--prediction_loss_only True",
 )
 NO_GRAD = Advice(
     effect="without it all activations are kept for a backward pass",
-    when="where a custom loop evaluates",
     code="with torch.no_grad():  # around the evaluation",
 )
 METRICS_ON_CPU = Advice(
@@ -51,7 +46,6 @@ METRICS_ON_CPU = Advice(
 SHORTER_ANSWERS = Advice(
     effect="fewer tokens are in the cache of keys and values",
     price="shorter answers",
-    when="where an evaluation of a Trainer generates",
     keeps_result=False,
     trainer="--generation_max_length LENGTH",
     unfilled="--generation_max_length 256",
@@ -59,7 +53,6 @@ SHORTER_ANSWERS = Advice(
 FEWER_BEAMS = Advice(
     effect="the cache of keys and values grows with the beams",
     price="a narrower search",
-    when="where generation uses several beams",
     keeps_result=False,
     trainer="--generation_num_beams 1",
 )
@@ -71,30 +64,25 @@ OFFLOADED_CACHE = Advice(
 FEWER_INPUTS = Advice(
     effect="activations shrink with rows x length",
     price="more passes",
-    when="where a model is used and not trained",
     code="pass fewer rows at once, or shorter ones",
 )
 SHARDED_SAVE = Advice(
     effect="each rank saves its own part (in accelerate's file); nothing is gathered on a card",
     price="`accelerate merge-weights` joins the parts afterwards",
-    when="where FSDP runs",
     accelerate="fsdp_state_dict_type: SHARDED_STATE_DICT",
 )
 SAVE_WITHOUT_GATHER = Advice(
     effect="each rank saves its own part, and nothing is gathered (in DeepSpeed's file)",
     price="`zero_to_fp32.py` joins the parts on the CPU",
-    when="where DeepSpeed runs ZeRO-3",
     deepspeed='"stage3_gather_16bit_weights_on_model_save": false',
 )
 COPY_IN_MAIN_MEMORY = Advice(
     effect="the copy is made in main memory",
-    when="where a line of the script copies tensors",
     code=".cpu() HOW at PLACE",
 )
 SAVE_ONLY_MODEL = Advice(
     effect="the optimizer states are not saved",
     price="the run cannot be resumed from there",
-    when="where optimizer states are saved",
     trainer="--save_only_model True",
 )
 FEWER_CHECKPOINTS = Advice(
@@ -104,51 +92,42 @@ FEWER_CHECKPOINTS = Advice(
 )
 EMPTY_CACHE_BEFORE_SAVE = Advice(
     effect="saving needs a copy; what training has cached makes room for it",
-    when="where nothing is sharded",
     code="gc.collect(); torch.cuda.empty_cache()  # before saving",
 )
 SAVE_THE_ADAPTER = Advice(
     effect="the adapter alone is some MB, and what was trained is safe before anything is merged",
-    when="where an adapter is merged",
     code='model.save_pretrained("adapter")',
 )
 RESUME_THE_RUN = Advice(
     effect="goes on from the last checkpoint",
-    when="where a run was stopped from outside",
     code="trainer.train(resume_from_checkpoint=True)",
 )
 NO_GATHER_TO_GENERATE = Advice(
     effect="each layer is gathered when it generates, instead of the whole model on each card",
     price="much slower generation",
-    when="where ZeRO-3 gathers the model to generate",
     trl="--ds3_gather_for_generation False",
     arguments="ds3_gather_for_generation=False",
 )
 GENERATE_ON_ITS_OWN_CARD = Advice(
     effect="vLLM generates on a card of its own, and the training cards gather nothing",
     price="another card",
-    when=NO_GATHER_TO_GENERATE.when,
     shell="trl vllm-serve ...   # on its own card; in the training use_vllm, as a server",
 )
 GATHER_BY_MODULE = Advice(
     effect="one module is gathered at a time; stage3_max_live_parameters does not bound this",
-    when="where the script gathers all parameters under ZeRO-3",
     code="for module in model.modules():"
     " with GatheredParameters(module.parameters(recurse=False)): ...",
 )
 LOAD_INTO_MAIN_MEMORY = Advice(
     effect="the checkpoint waits in main memory instead of on the card it was saved from",
-    when="where the script loads it",
     code='torch.load(..., map_location="cpu")',
 )
 DROP_THE_COPY = Advice(
     effect="the copy that was loaded does not stay on the card",
-    when="where the script loads it",
     code="del checkpoint; gc.collect(); torch.cuda.empty_cache()  # after load_state_dict",
 )
 RESUME_GUARD = Advice(
     effect="FSDP2 does not hold the optimizer states twice while it loads them",
-    when="where FSDP2 loads a checkpoint in a Trainer",
     code="callbacks=[trainer_plugins.ResumeGuard()]",
 )
 RESUME_WITHOUT_STATES = Advice(
@@ -161,33 +140,28 @@ LOAD_ON_ONE_RANK = Advice(
     effect="one rank loads the model into main memory, and the others get their shards (in"
     " accelerate's file); do not move the model to a card before",
     price="a slower start",
-    when="where FSDP shards the weights, with transformers 4; 5 reads in each (transformers#43749)",
     accelerate="fsdp_cpu_ram_efficient_loading: true   # with fsdp_sync_module_states: true",
 )
 LOAD_ONCE = Advice(
     effect="a rank does not hold the weights twice while it loads (the default in transformers 5);"
     " each rank still holds them once",
-    when="where from_pretrained fills main memory",
     code="from_pretrained(..., low_cpu_mem_usage=True)",
 )
 CONVERT_IN_MAIN_MEMORY = Advice(
     effect="what transformers 5 stacks and joins of a checkpoint is made in main memory",
     price="main memory for the full model; a slower load",
-    when="where transformers 5 converts a checkpoint",
     code='from_pretrained(..., device_map="cpu").to("cuda")',
 )
 # transformers#47404: accelerate counts the weights alone
 ROOM_IN_THE_MAP = Advice(
     effect="the weights leave each card room for what else is made there",
     price="all cards together have to hold the weights in less",
-    when="where device_map spreads a model over several cards",
     code='from_pretrained(..., device_map="auto",'
     ' max_memory=dict.fromkeys(range(torch.cuda.device_count()), "SIZE"))',
 )
 READ_BY_ONE_RANK = Advice(
     effect="ZeRO-3: the first rank alone reads and stacks a checkpoint, and the others get parts",
     price="more traffic between the cards",
-    when="where each rank loads the whole model; not if the checkpoint is quantised",
     accelerate="distributed_type: DEEPSPEED   # with zero_stage: 3",
     deepspeed="zero_optimization.stage: 3",
 )
@@ -196,14 +170,12 @@ BF16_CHECKPOINT = Advice(
     effect="a checkpoint in bf16 is read as it lies, and ZeRO-3 divides it meanwhile; of one in"
     " mxfp4 each rank makes all of the weights in bf16 first",
     price="a download three times as large",
-    when="where the checkpoint is in mxfp4, as those of gpt-oss",
     code='from_pretrained("unsloth/gpt-oss-20b-BF16")   # for openai/gpt-oss-20b',
 )
 # axolotl#3374 and #3439, bitsandbytes#1849
 QUANTISED_EXPERTS = Advice(
     effect="experts, which transformers 5 stores as one tensor, are quantised as well",
     price="other code; transformers 4 has no newer models",
-    when="where bitsandbytes quantises a mixture of experts",
     keeps_result=False,
     code="quantize_moe_experts: true   # in the YAML of axolotl",
     shell='pip install "transformers<5"   # Mixtral, Qwen3-MoE, GLM-4.5: experts are layers there',
@@ -211,21 +183,17 @@ QUANTISED_EXPERTS = Advice(
 RELEASED = Advice(
     effect="empties the card of a Trainer of this process, and names what holds the rest",
     price="main memory of their size, until the Trainer is gone",
-    when="where the earlier Trainer has a name",
     code="from trainer_plugins import released; released(trainer)",
 )
 RESTART_KERNEL = Advice(
     effect="frees what is left from before",
-    when="where no trials run",
     code="restart the kernel, and run the cells once",
 )
 RELEASE_EARLIER_RUNS = Advice(
     effect="what a trial has left is released before the next one",
-    when="where trials share a process",
     code="callbacks=[trainer_plugins.ReleaseEarlierRuns()]",
 )
 EMPTY_CACHE_AFTER_EXCEPT = Advice(
     effect="the exception's frames hold the tensors as long as the block runs",
-    when="where the script catches the OOM",
     code="empty the cache after the `except` block, not in it",
 )

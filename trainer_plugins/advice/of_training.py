@@ -6,7 +6,6 @@ from trainer_plugins.checkpointing import spelled
 SMALLER_MICRO_BATCH = Advice(
     effect="activations shrink with the rows; the effective batch stays the same",
     price="smaller steps keep the card less busy",
-    when="where a micro-batch has more than one row; first see the finding `gradient-summed`",
     trainer="--per_device_train_batch_size ROWS --gradient_accumulation_steps STEPS",
     unfilled="halve --per_device_train_batch_size and double --gradient_accumulation_steps",
     code="halve the rows of a micro-batch and double the accumulation steps",
@@ -14,7 +13,6 @@ SMALLER_MICRO_BATCH = Advice(
 SURVIVE = Advice(
     effect="a micro-batch that does not fit is finished in pieces, with the same gradient",
     price="time for the micro-batches that are divided; nothing for the others",
-    when="where a Trainer trains and survive_oom has not refused the run",
     shell="trainer-plugins exec --preset survive -- COMMAND",
     code="trainer_plugins.survive_oom(trainer)",
     hydra="+trainer_plugins=survive",
@@ -23,14 +21,12 @@ CHECKPOINTING = Advice(
     effect="only the inputs of layers are kept for the backward pass",
     # A backward pass costs two forward passes: 4 instead of 3 (arXiv:1604.06174, section 4.1).
     price="each forward pass is computed twice, about a third more time",
-    when="where it is not on already",
     trainer=spelled("--gradient_checkpointing True"),
     code=spelled("model.gradient_checkpointing_enable()"),
 )
 OFFLOADED_ACTIVATIONS = Advice(
     effect="the inputs of layers wait in pinned main memory for the backward pass",
     price="each forward pass is computed twice, and these inputs go over the bus and back",
-    when="with transformers 5, where long rows fill the card although checkpointing is on",
     trainer=spelled(
         "--gradient_checkpointing True --gradient_checkpointing_kwargs '{\"offload\": true}'"
     ),
@@ -40,20 +36,17 @@ OFFLOADED_ACTIVATIONS = Advice(
 )
 NON_REENTRANT = Advice(
     effect="checkpointing works with frozen inputs and with DDP",
-    when="where checkpointing is reentrant",
     trainer=spelled("--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'"),
     arguments=spelled('gradient_checkpointing_kwargs={"use_reentrant": False}'),
 )
 INPUTS_REQUIRE_GRADS = Advice(
     effect="reentrant checkpointing reaches the adapters behind frozen embeddings",
-    when="where checkpointing is reentrant",
     code="model.enable_input_require_grads()",
 )
 REDUCED_EACH_TIME = Advice(
     effect="each card keeps its part of the gradients alone, also between the micro-batches of a"
     " step",
     price="gradients are reduced for each micro-batch",
-    when="where FSDP accumulates gradients, which it keeps whole until the step",
     trainer='--accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\'',
     arguments='accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}',
 )
@@ -69,7 +62,6 @@ SHORTER_ROWS = Advice(
 PAD_TO_FEW_LENGTHS = Advice(
     effect="few different lengths leave few odd pieces",
     price="some padding",
-    when="where the lengths of batches vary",
     arguments="pad_to_multiple_of=64",
     code="DataCollatorForSeq2Seq(..., pad_to_multiple_of=64)",
 )
@@ -77,14 +69,12 @@ GROUP_BY_LENGTH = Advice(
     effect="the longest rows come first, so an OOM happens in the first steps or not at all"
     " (transformers 4: --group_by_length True)",
     price="another order of the rows",
-    when="where the lengths of rows vary",
     keeps_result=False,
     trainer="--train_sampling_strategy group_by_length",
 )
 LIGER = Advice(
     effect="the logits are never in memory all at once",
     price="needs liger-kernel and a model that it supports; rounding differs a little",
-    when="where a Trainer trains, and liger-kernel can be installed",
     trainer="--use_liger_kernel True",
 )
 # sdpa comes with torch, takes every dtype and is transformers' default. FlashAttention-2 needs a
@@ -92,14 +82,12 @@ LIGER = Advice(
 SDPA_ATTENTION = Advice(
     effect="the table of length x length scores is never made",
     price="rounding differs a little",
-    when="where attention is eager",
     arguments='model_init_kwargs={"attn_implementation": "sdpa"}',
     code='from_pretrained(..., attn_implementation="sdpa")',
 )
 FLASH_ATTENTION = Advice(
     effect=SDPA_ATTENTION.effect,
     price="needs flash-attn, and 16 bits; rounding differs a little",
-    when="where attention is sdpa already",
     arguments='model_init_kwargs={"attn_implementation": "flash_attention_2"}',
     code='from_pretrained(..., attn_implementation="flash_attention_2")',
 )
@@ -111,7 +99,6 @@ FEWER_PATCHES = Advice(
 )
 FUSED_ADAMW = Advice(
     effect="the step makes no temporaries of the size of the weights",
-    when="where a foreach step of AdamW runs",
     trainer="--optim adamw_torch_fused",
     code="torch.optim.AdamW(..., fused=True)",
 )
@@ -120,7 +107,6 @@ FUSED_ADAMW = Advice(
 EIGHT_BIT_ADAMW = Advice(
     effect="optimizer states take 2 instead of 8 bytes a parameter",
     price="needs bitsandbytes; states are rounded to 8 bits",
-    when="where AdamW keeps its states in 32 bits",
     keeps_result=False,
     trainer="--optim adamw_bnb_8bit",
     code="bitsandbytes.optim.AdamW8bit(...)",
@@ -128,7 +114,6 @@ EIGHT_BIT_ADAMW = Advice(
 ADAFACTOR = Advice(
     effect="optimizer states are a row and a column of each weight",
     price="another optimizer: the learning rate may have to change",
-    when="where the optimizer keeps a state for each weight",
     keeps_result=False,
     trainer="--optim adafactor",
     code="torch.optim.Adafactor(...)",
@@ -136,7 +121,6 @@ ADAFACTOR = Advice(
 HALF_PRECISION_WEIGHTS = Advice(
     effect="weights take 2 bytes a parameter; float32, transformers 4's default, takes 4",
     price="they are rounded: train an adapter, or keep a copy in float32 elsewhere",
-    when="where weights are in float32",
     keeps_result=False,
     code="from_pretrained(..., dtype=torch.bfloat16)",
     plan="--dtype bfloat16",
@@ -144,7 +128,6 @@ HALF_PRECISION_WEIGHTS = Advice(
 FOUR_BITS = Advice(
     effect="weights take about 0.6 bytes a parameter, except experts stored as one tensor",
     price="an adapter is trained on rounded weights; needs bitsandbytes and peft",
-    when="where weights are not quantised",
     keeps_result=False,
     trl="--load_in_4bit True --use_peft True",
     code="from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
@@ -156,7 +139,6 @@ UNPREPARED = Advice(
     price=spelled(
         "norms compute in 16 bits; pass --gradient_checkpointing True, which it had switched on"
     ),
-    when="where prepare_model_for_kbit_training is called",
     keeps_result=False,
     code="leave out prepare_model_for_kbit_training(model)",
     plan="--no-prepare-kbit",
@@ -164,7 +146,6 @@ UNPREPARED = Advice(
 ADAPTER = Advice(
     effect="only an adapter has gradients and optimizer states",
     price="an adapter is trained instead of the weights",
-    when="where all weights are trained",
     keeps_result=False,
     trl="--use_peft True --lora_r 16 --lora_target_modules all-linear",
     code='model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))',
@@ -173,21 +154,18 @@ ADAPTER = Advice(
 PRECOMPUTED_REFERENCE = Advice(
     effect="the reference model is asked before the training, and leaves the card",
     price="one pass over all rows before the first step",
-    when="where TRL's DPO has a reference model",
     trl="--precompute_ref_log_probs True",
     arguments="precompute_ref_log_probs=True",
 )
 SECOND_MODEL_IN_16_BITS = Advice(
     effect="a second model that is not trained takes half of what it takes in float32",
     price="its outputs are rounded",
-    when="where it is in float32",
     keeps_result=False,
     code="PLACE.to(torch.bfloat16)",
 )
 STREAM_BASE = Advice(
     effect="the frozen base waits in main memory, except a few layers",
     price="copies to the card in each step",
-    when="where a frozen base carries an adapter",
     trainer="--memory_stream_base always",
     code="callbacks=[trainer_plugins.StreamBase()]",
     plan="--stream-base LAYERS",
@@ -195,26 +173,22 @@ STREAM_BASE = Advice(
 MERGE_IN_MAIN_MEMORY = Advice(
     effect="a new process merges in main memory, with nothing of the training beside it",
     price="some minutes, and main memory for the model in 16 bits",
-    when="where an adapter is merged",
     code='PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE, device_map="cpu"),'
     ' "adapter").merge_and_unload()',
 )
 NO_DORA = Advice(
     effect="only DoRA needs the full delta in each forward pass",
     price="another adapter",
-    when="where the adapter is DoRA",
     keeps_result=False,
     code="LoraConfig(..., use_dora=False)",
 )
 NEWER_PEFT = Advice(
     effect="since peft#3577 (2026-08) one adapter's delta of experts is never made",
-    when="where target_parameters names experts",
     shell="pip install -U peft",
 )
 NO_EXPERTS = Advice(
     effect="attention and dense layers are adapted, and no expert: linear layers need no delta",
     price="another adapter",
-    when="where target_parameters names experts",
     keeps_result=False,
     code="LoraConfig(..., target_modules=[...], target_parameters=None)",
 )
@@ -222,60 +196,50 @@ SHARD_THE_RUN = Advice(
     effect="weights, gradients and optimizer states are divided among the cards; DDP keeps all on"
     " each",
     price="more traffic between the cards",
-    when="where DDP runs on several cards",
     shell="trainer-plugins configs show fsdp2 > accelerate.yaml",
 )
 MORE_CARDS = Advice(
     effect="ZeRO divides the optimizer states among more cards",
     price="more cards",
-    when="where DeepSpeed runs",
     shell="launch on more cards than now",
 )
 OFFLOAD_OPTIMIZER = Advice(
     effect="optimizer states of 12 bytes a parameter go to main memory",
     price="a slower step; the host needs that memory",
-    when="where DeepSpeed runs",
     shell="trainer-plugins configs show zero3_offload_optimizer > accelerate.yaml",
 )
 OFFLOAD_TO_DISK = Advice(
     effect="optimizer states (12 bytes a parameter) and parameters go to a disk",
     price="much slower steps; needs a fast local disk",
-    when="where DeepSpeed offloads to main memory",
     shell="trainer-plugins configs show zero3_offload_nvme > accelerate.yaml",
 )
 NO_PINNED_OFFLOAD = Advice(
     effect="what is offloaded is not page-locked (the same for offload_param)",
     price="slower copies",
-    when="where DeepSpeed offloads",
     deepspeed='"offload_optimizer": {"device": "cpu", "pin_memory": false}',
 )
 FEWER_LIVE_PARAMETERS = Advice(
     effect="fewer parameters are gathered at once than DeepSpeed's default of 1e9, which are 2 GB"
     " in half precision (in its file)",
     price="they are gathered more often, with less overlap of sending and computing",
-    when="where DeepSpeed runs ZeRO-3",
     deepspeed='"stage3_max_live_parameters": 1e8, "stage3_prefetch_bucket_size": 1e7',
 )
 WRAP_LAYERS = Advice(
     effect="one layer is gathered at a time, not the model (in accelerate's file)",
-    when="where FSDP runs",
     accelerate="fsdp_transformer_layer_cls_to_wrap: LAYER",
     unfilled="fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer  # your model's layer",
 )
 ONE_PROCESS_A_CARD = Advice(
     effect="one process a card (DDP): outputs and losses stay where they are made",
-    when="where one process drives several cards",
     accelerate="distributed_type: MULTI_GPU",
     shell="torchrun --nproc_per_node CARDS COMMAND",
 )
 OWN_CARD_FIRST = Advice(
     effect="each rank opens a context on its own card only",
-    when="where ranks hold memory on the first card",
     code='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before any other CUDA call',
 )
 OWN_DEVICE_MAP = Advice(
     effect="each rank loads the weights onto its own card",
-    when="where ranks hold memory on the first card",
     code='from_pretrained(..., device_map={"": int(os.environ["LOCAL_RANK"])})',
 )
 EMPTY_CACHE_EACH_STEP = Advice(
@@ -290,12 +254,10 @@ KEEP_NUMBERS = Advice(
 )
 NO_CACHE_IN_TRAINING = Advice(
     effect="no training forward pass returns keys and values",
-    when="where training forward passes keep keys and values",
     code="model.config.use_cache = False",
 )
 NO_PINNED_ACTIVATIONS = Advice(
     effect='activations stay on the card; with "unsloth" each is kept in pinned main memory',
     price="more of the card; or pip install -U unsloth_zoo, which pins less (unsloth-zoo#1257)",
-    when="where Unsloth's own checkpointing is on",
     code='use_gradient_checkpointing=True   # in get_peft_model, not "unsloth"',
 )

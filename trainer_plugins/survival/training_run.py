@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.hf_trainer import HfBackward, HfTrainer
+from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import bytes_left_over, left_over
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
@@ -50,7 +50,7 @@ class Attached:
     is_strict: bool
     is_vouched: bool  # whether the user vouches for a loss that is not known to add up
     compute_loss: Callable[..., Any]
-    backward: HfBackward
+    backward: Callable[..., None]
     prediction_step: Callable[..., Any]
 
     @property

@@ -79,9 +79,9 @@ def _names_a_program(words: Sequence[str]) -> bool:
 def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
     main = next((one for one in frames if one.function == "<module>"), None)
     is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
-    if any("runpy" in one.path for one in frames) and not is_ours:
+    if any("runpy" in one.file for one in frames) and not is_ours:
         return _UNKNOWN
-    if not main or not main.is_users or not re.fullmatch(r"[\w./-]+\.py", main.path):
+    if not main or not main.is_users or not re.fullmatch(r"[\w./-]+\.py", main.file):
         return f"{launcher} train.py"
-    path = main.path.rsplit("/", 1)[-1] if main.path.startswith("/") else main.path
+    path = main.file.rsplit("/", 1)[-1] if main.file.startswith("/") else main.file
     return f"{launcher} {path}"

@@ -12,7 +12,6 @@ from dataclasses import astuple
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
-from trainer_plugins.explain.text.notebook import is_notebook, printed_by
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.oom.rules import KILLED
 from trainer_plugins.units import size
@@ -24,6 +23,7 @@ _MOST_BYTES = 1 << 29  # what gzip has packed may unpack to any size
 _MOST_OOMS, _MOST_JUDGED = 300, 1 << 19  # OOMs that are compared, and characters read to find them
 _KEPT_CHARACTERS = 1 << 16  # of the head of the log, of what precedes the OOM and what follows it
 _LONGEST_LINE = 4000
+_LINE = re.compile(rf"[^\r\n]{{1,{_LONGEST_LINE}}}")
 # Words without which no line is an OOM.
 _HINTS = re.compile(
     r"ut of memory|utOfMemory|MemoryError|OOM ?Kill|ALLOC_FAILED"
@@ -38,7 +38,6 @@ _HINTS = re.compile(
     r"|on the node|memory limit|OOM killer|EL0004|/dev/shm/"
     rf"|{KILLED}"
 )
-_LONGEST_HINT = 32
 _MOST_UNKNOWN = 0.3  # of a text's characters that are invalid in UTF-8, even in another encoding
 # In a sentence, where `classify` takes it for no error: someone who pastes it means an OOM.
 _TRIED = re.compile(
@@ -103,6 +102,8 @@ _SPOKEN = re.compile(
 )
 _SKIPPED = "\n\0\n"
 _GZIP = b"\x1f\x8b"
+_NOTEBOOK = re.compile(rb'^\s*\{.*?"cell_type"\s*:\s*"', re.DOTALL)  # of Jupyter, Colab, Kaggle
+_OUTPUTS = re.compile(r'"outputs"\s*:\s*(?=\[)')
 
 
 class Line(NamedTuple):
@@ -181,9 +182,9 @@ def _text(stream: BinaryIO) -> tuple[str, str]:
     wide = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not wide and b"\0" in first[:_KEPT_CHARACTERS]:
         raise ValueError("it is not text")
-    if is_notebook(first):
+    if _NOTEBOOK.match(first):
         whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
-        printed = printed_by(whole.decode("utf-8", "replace"))
+        printed = _printed_by(whole.decode("utf-8", "replace"))
         if printed is not None:
             return printed, ""
         first, blocks = whole, iter(())
@@ -225,6 +226,41 @@ def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
         block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 
+def _printed_by(notebook: str) -> str | None:
+    """Return what a notebook's cells have printed, without their code; None if it has no outputs.
+
+    Each list of outputs is read for itself, so a notebook whose end is missing is read as well.
+    """
+    decoder, has_outputs = json.JSONDecoder(), False
+    printed: list[str] = []
+    end = 0
+    while match := _OUTPUTS.search(notebook, end):
+        try:
+            outputs, end = decoder.raw_decode(notebook, match.end())
+        except (ValueError, RecursionError):  # the end is missing, or it is no notebook
+            break
+        has_outputs = True
+        for output in outputs:
+            printed += _printed(output) if isinstance(output, dict) else ()
+    return "\n".join(printed) if has_outputs else None
+
+
+def _printed(output: dict[str, object]) -> Iterator[str]:
+    """Yield the text of one output: of a stream, of an error, or beside a picture or a table."""
+    data = output.get("data")
+    shown = data.get("text/plain") if isinstance(data, dict) else None
+    for text in (output.get("text"), shown):
+        if isinstance(text, list):
+            yield "".join(map(str, text))
+        elif isinstance(text, str):
+            yield text
+    traceback = output.get("traceback")
+    if isinstance(traceback, list) and traceback:
+        yield "\n".join(map(str, traceback))
+    elif "ename" in output:
+        yield f"{output['ename']}: {output.get('evalue', '')}"
+
+
 def _last_attempt(text: str) -> tuple[int, int] | None:
     """Return where the first OOM of the last attempt begins, and where that attempt does.
 
@@ -258,28 +294,13 @@ def _ooms(text: str) -> list[tuple[int, str, OutOfMemory]]:
     Lines are read from the end, up to a number of characters: each costs far more than the search
     for those that may be one.
     """
-    begins: dict[int, int] = {}
-    seen = 0
-    for match in _HINTS.finditer(text):
-        if match.start() < seen:
-            continue
-        earliest = max(0, match.start() - _LONGEST_LINE)
-        begin = 1 + max(text.rfind(end_of, earliest, match.start()) for end_of in "\n\r")
-        begins.setdefault(begin or earliest, match.end() + _LONGEST_LINE)
-        ends = [
-            at
-            for end_of in "\n\r"
-            if (at := text.find(end_of, match.end(), match.end() + _LONGEST_LINE)) >= 0
-        ]
-        seen = min(ends, default=match.end() + _LONGEST_LINE)
+    hinted = [line for line in _LINE.finditer(text) if _HINTS.search(line[0])]
     found: list[tuple[int, str, OutOfMemory]] = []
     judged = 0
-    for begin in sorted(begins, reverse=True):
-        line = re.match(r"[^\r\n]*", text[begin : begins[begin]])
-        raw = line[0] if line else ""
-        judged += len(raw)
-        if (oom := _oom_in(raw)) is not None:
-            found.append((begin, _clean_line(raw).writer, oom))
+    for line in reversed(hinted):
+        judged += len(line[0])
+        if (oom := _oom_in(line[0])) is not None:
+            found.append((line.start(), _clean_line(line[0]).writer, oom))
         if len(found) == _MOST_OOMS or judged > _MOST_JUDGED:
             break
     return found[::-1]

@@ -7,14 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
-from trainer_plugins.advice import (
-    ASK_SLURM,
-    FREE_DISK,
-    REBOOT,
-    RESUME_THE_RUN,
-    SMALLER_BLOCKS,
-    WAIT_FOR_KERNELS,
-)
+from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
@@ -22,12 +15,12 @@ from trainer_plugins.explain.shared import cause, quoted, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
-from trainer_plugins.explain.text.remedies import no_oom_remedies, remedies_of, vendor_of
+from trainer_plugins.explain.text.remedies import in_turn, remedies_of, vendor_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
-from trainer_plugins.record.oom_record import Frame, Process
+from trainer_plugins.record.oom_record import Process
 from trainer_plugins.units import size
 
 # How a run says that it was asked to end. A launcher that ends the others writes "closing signal".
@@ -45,27 +38,27 @@ _LOOKALIKES = (
     (
         _STOPPED,
         "the run was asked to end (SIGTERM), as preemption, scancel or a time limit do",
-        (ASK_SLURM, RESUME_THE_RUN),
+        (advice.ASK_SLURM, advice.RESUME_THE_RUN),
     ),
     (
         r"(?i:no space left on device|disk quota exceeded)",
         "a disk is full, not the card",
-        (FREE_DISK,),
+        (advice.FREE_DISK,),
     ),
     (
         r"out of resource: shared memory",
         "a Triton kernel asks for more shared memory than a multiprocessor has",
-        (SMALLER_BLOCKS,),
+        (advice.SMALLER_BLOCKS,),
     ),
     (
         r"an illegal memory access was encountered|Memory access fault by GPU",
         "a kernel read or wrote outside its tensors",
-        (WAIT_FOR_KERNELS,),
+        (advice.WAIT_FOR_KERNELS,),
     ),
     (
         r"device-side assert triggered|\.(?:cu|hip):\d{1,5}: .{0,300}\bAssertion `",
         "an index is out of range in a kernel",
-        (WAIT_FOR_KERNELS,),
+        (advice.WAIT_FOR_KERNELS,),
     ),
     (
         r"allocator cache flushes since last step",
@@ -78,12 +71,12 @@ _LOOKALIKES = (
         r"|\bsynStatus \d{1,3} \[(?![^\]]*memory)|Memory critical error by agent"
         r"|RESULT_ERROR_DEVICE_LOST|\[METAL\] Command buffer execution failed: (?!Insuff)",
         "a kernel or a call of the driver failed, for another reason than memory",
-        (WAIT_FOR_KERNELS,),
+        (advice.WAIT_FOR_KERNELS,),
     ),
     (
         r"Driver/library version mismatch",
         "the driver that runs and its libraries, which were updated since, are of two versions",
-        (REBOOT,),
+        (advice.REBOOT,),
     ),
     (
         r"Watchdog caught collective operation timeout",
@@ -159,9 +152,10 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         if re.search(pattern, line.text):
             evidence = f"The words are: {quoted(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
-            doubt = vendor_of(facts).translated(said)
+            vendor = vendor_of(facts)
+            doubt = vendor.translated(said)
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
-            remedies = no_oom_remedies(helps, facts)
+            remedies = tuple(in_turn("not-an-oom", helps, facts, vendor))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     if found_in_words := told(excerpt):
         return explain_excerpt(found_in_words, subject)
@@ -180,10 +174,7 @@ def _numbers(facts: TextFacts) -> Numbers:
         rank=int(facts.writer) if facts.writer.isdecimal() else None,
         card=facts.oom.device,
         **facts.stated,
-        frames=tuple(
-            Frame(file=one.path, line=one.line or 0, function=one.function, code=one.source)
-            for one in reversed(facts.frames)
-        ),
+        frames=facts.frames[::-1],
         processes=tuple(
             Process(pid=pid, used_bytes=used, name=None, is_own=False)
             for pid, used in facts.neighbours

@@ -27,6 +27,10 @@ _DONE_BEHIND = (
 _NO_HELP = r"(?:(?:did|does|do)(?:n't| not) (?:help|change)|(?:made|makes|make) no difference)"
 _NOT = r"(?:\bno\b|\bnot\b|n't\b|\bwithout\b|\bdisabl|\boff\b|[Ff]alse\b)"
 _LESS = r"(?:lower|reduc|halv|decreas|dropp|shrink|shorten|cut)"
+_MADE_LESS = (
+    rf"\b(?:{_LESS}(?:e?d|t)?\b(?<=[dt])|(?:after|tried|despite) \w{{0,12}}ing"
+    r"|(?:tried|with|even)\b[^.\n]{0,20}\b(?:smaller|fewer|lower))\b"
+)
 # Words for what has no single value: these were made smaller, or are as small as they get.
 _SMALLER = {
     advice.SMALLER_MICRO_BATCH: r"(?<!eval )(?<!eval_)(?:batch(?:es|[ _-]?size)?|\bbs)",
@@ -91,10 +95,7 @@ def _words_of(one: Advice) -> Iterator[str]:
     if other := _OTHER_NAMES.get(one):
         yield from (other,) if one in _WITHOUT_A_NAME else _told(other)
     if what := _SMALLER.get(one):
-        yield rf"(?i:{_LESS}(?:e?d|t)?\b(?<=d|t)[^.\n]{{0,40}}?{what})"
-        yield rf"(?i:\b(?:after|tried|despite) \w{{0,12}}ing\b[^.\n]{{0,40}}?{what})"
-        fewer = r"\b(?:tried|with|even)\b[^.\n]{0,20}\b(?:smaller|fewer|lower)\b"
-        yield rf"(?i:{fewer}[^.\n]{{0,20}}?{what})"
+        yield rf"(?i:{_MADE_LESS}[^.\n]{{0,40}}?{what})"
         yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
         least = "0|zero" if one is advice.FEWER_WORKERS else "1|one"
         end = r"\b(?!['\w]|[.,]\d|[/:|]| ?(?:of|loss|/|\|))"

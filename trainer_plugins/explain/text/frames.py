@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from trainer_plugins.explain.shared import quoted
 from trainer_plugins.explain.text.excerpt import Line
+from trainer_plugins.record import oom_record
 from trainer_plugins.snapshot.owners import is_ours, is_users
 
 _MOST_LINES = 600
@@ -21,28 +22,24 @@ _MARKS = re.compile(r"^\s*(?:[\^~ ]+|\.\.\.<\d+ lines>\.\.\.)$")
 _HEAD = re.compile(r"Traceback \(most recent call last\)")
 
 
-class Frame(NamedTuple):
-    """Names one call of a traceback."""
-
-    path: str
-    line: int | None
-    function: str
-    source: str  # the line of code, as far as the traceback shows it; empty if it does not
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame(oom_record.Frame):
+    """Names one call of a traceback; its line is 0 and its code empty if they are not shown."""
 
     @property
     def is_users(self) -> bool:
-        return is_users(self.path)
+        return is_users(self.file)
 
     @property
     def words(self) -> str:
         """Return all that the traceback shows of this call, for a search."""
-        return f"{self.path} {self.function} {self.source}"
+        return f"{self.file} {self.function} {self.code}"
 
     def __str__(self) -> str:
-        if not self.path:
-            return f"'{quoted(self.source, 100)}'"
-        place = re.split(r"[/\\]", self.path)[-1] + (f":{self.line}" if self.line else "")
-        source = f": {quoted(self.source, 100)}".rstrip(" ,(") if self.source else ""
+        if not self.file:
+            return f"'{quoted(self.code, 100)}'"
+        place = re.split(r"[/\\]", self.file)[-1] + (f":{self.line}" if self.line else "")
+        source = f": {quoted(self.code, 100)}".rstrip(" ,(") if self.code else ""
         return f"{place} in {self.function}{source}"
 
 
@@ -87,16 +84,15 @@ def _frames(texts: Sequence[str]) -> list[Frame]:
             named = found.groupdict()
             frames.append(
                 Frame(
-                    named["path"],
-                    int(named["line"]) if named["line"] else None,
-                    (named.get("name") or "<module>").strip(),
-                    _source(following) if found.re is _PYTHON else "",
+                    file=named["path"],
+                    line=int(named["line"] or 0),
+                    function=(named.get("name") or "<module>").strip(),
+                    code=_source(following) if found.re is _PYTHON else "",
                 )
             )
         elif arrow and frames:
-            source = arrow["source"].replace("│", "").strip()
-            frames[-1] = frames[-1]._replace(source=source)
-    return [frame for frame in frames if not is_ours(frame.path)]
+            frames[-1] = replace(frames[-1], code=arrow["source"].replace("│", "").strip())
+    return [frame for frame in frames if not is_ours(frame.file)]
 
 
 def _source(following: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer_plugins.explain.answer import Stated
+from trainer_plugins.explain.shared import quoted
 from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import Frame, frames_around
@@ -111,6 +112,11 @@ class TextFacts:
             "unused_bytes": self.unused,
             "others_bytes": self.others,
         }
+
+    @property
+    def words(self) -> str:
+        """Quote the error in a sentence."""
+        return f"The words are: {quoted(self.oom.text)}"
 
     @property
     def hides_processes(self) -> bool:
@@ -263,7 +269,7 @@ def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
     words = [*before, re.split(_MESSAGE, texts[at])[0]]
     return tuple(
-        Frame("", None, "", one.strip())
+        Frame(file="", line=0, function="", code=one.strip())
         for one in words
         if re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
     )

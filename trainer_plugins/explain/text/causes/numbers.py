@@ -5,13 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import (
-    Said,
-    cause,
-    is_in_pieces,
-    quoted,
-    said,
-)
+from trainer_plugins.explain.shared import Said, cause, is_in_pieces, said
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
@@ -264,7 +258,7 @@ def capacity(facts: TextFacts) -> Cause:
     masked += ", a driver that was updated)"
     return cause(
         "capacity",
-        *(evidence or [f"The words are: {quoted(facts.oom.text)}"]),
+        *(evidence or [facts.words]),
         summary=masked if "NVML_SUCCESS" in facts.oom.text else "",
         grade="likely" if fills else "possible",
         doubt=doubt,

@@ -5,13 +5,9 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import (
-    Said,
-    cause,
-    quoted,
-    said,
-)
+from trainer_plugins.explain.shared import Said, cause, said
 from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.units import GIB
 
 _SMALL_BYTES = 4 * GIB
@@ -43,7 +39,7 @@ def shm(facts: TextFacts) -> Cause | None:
     goes = "What ranks of one host send goes" if "nccl" in facts.oom.text else _BATCHES
     return cause(
         "shm",
-        _words(facts),
+        facts.words,
         f"{goes} through /dev/shm; a container has 64 MiB of it.",
         doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
         is_sure=facts.oom.is_certain,
@@ -57,7 +53,7 @@ def nccl(facts: TextFacts) -> Cause | None:
     by_host = facts.says(NCCL_ON_THE_HOST)
     return cause(
         "nccl",
-        _words(facts),
+        facts.words,
         f"The text has `{by_host[0]}`: ranks exchange data there through main memory."
         if by_host
         else "NCCL allocates outside torch, and torch's cache does not make room for it.",
@@ -69,23 +65,6 @@ def nccl(facts: TextFacts) -> Cause | None:
     )
 
 
-def host_limit(facts: TextFacts) -> Cause | None:
-    """A container or a job exceeded its limit of main memory."""
-    if facts.oom.source != "host":
-        return None
-    is_named = re.search(_LIMITED, facts.oom.text)
-    is_limited = facts.says(_LIMITING) and shows_main_memory(facts)
-    if not is_named and not (is_limited and _is_killed(facts)):
-        return None
-    return cause(
-        "host-limit",
-        _words(facts),
-        _host_use(facts),
-        doubt=f"SIGKILL does not say who sent it: {who_killed(facts)} settles it",
-        is_sure=is_named and facts.oom.is_certain,
-    )
-
-
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
 _IN_LOAD = "the process was killed because main memory ran out in the load, when each rank reads"
 _IN_LOAD += " the model"
@@ -93,32 +72,35 @@ _IN_LOAD += " the model"
 
 # DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
-_IN_SAVE = "the process was killed because main memory ran out while a checkpoint was saved"
 
 
-def host_kill(facts: TextFacts) -> Cause | None:
-    """The kernel killed the process for main memory, or another sender did."""
+def host_end(facts: TextFacts) -> Cause | None:
+    """A limit or the kernel ended the process for main memory, or another sender did."""
     if facts.oom.source != "host":
         return None
+    by_limit = re.search(_LIMITED, facts.oom.text)
     by_kernel = re.search(
         r"Out of memory: Killed process|invoked oom-killer|oom-kill:|low on memory"
         r"|ray\.exceptions\.OutOfMemory|docs\.ray|memory pressure|Memory on the node",
         facts.oom.text,
     )
-    if not by_kernel and not _is_killed(facts):
+    is_killed, is_memory = facts.oom.fatal == KILLED_FROM_OUTSIDE, shows_main_memory(facts)
+    if not by_limit and not by_kernel and not is_killed:
         return None
-    if by_kernel or shows_main_memory(facts):
-        summary = _killed_in(facts)
-    else:
+    is_limited = by_limit or (is_killed and is_memory and facts.says(_LIMITING))
+    summary = ""
+    if not is_limited and not by_kernel and not is_memory:
         summary = "killed by a signal (SIGKILL): by the kernel for main memory, preemption, scancel"
+    elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
+        summary = _IN_LOAD
     return cause(
-        "host-kill",
-        _words(facts),
+        "host-limit" if is_limited else "host-kill",
+        facts.words,
         _host_use(facts),
         summary=summary,
-        grade=None if by_kernel or shows_main_memory(facts) else "possible",
+        grade=None if is_limited or by_kernel or is_memory else "possible",
         doubt=f"SIGKILL does not say who sent it: {who_killed(facts)} settles it",
-        is_sure=by_kernel,
+        is_sure=(by_limit and facts.oom.is_certain) or (by_kernel and not is_limited),
     )
 
 
@@ -148,12 +130,6 @@ def shows_main_memory(facts: TextFacts) -> bool:
     )
 
 
-def _killed_in(facts: TextFacts) -> str:
-    if facts.says(SAVE_LINE):
-        return _IN_SAVE
-    return _IN_LOAD if not facts.progress and facts.says(LOAD_BAR) else ""
-
-
 def host_commit(facts: TextFacts) -> Cause | None:
     """Windows refuses memory that its paging file cannot back."""
     by_code = re.search(r"[Ee]rror 1455|paging file is too small", facts.oom.text)
@@ -164,7 +140,7 @@ def host_commit(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "host-commit",
-        _words(facts),
+        facts.words,
         doubt="The text does not show whether main memory or the paging file is the limit: Task"
         " Manager, Performance, Memory, 'Committed' settles it",
         is_sure=by_code,
@@ -177,7 +153,7 @@ def host_alloc(facts: TextFacts) -> Cause | None:
         return None
     words = "It asked for {requested_bytes} of main memory."
     asked = said(words, **facts.stated) if facts.asked else ""
-    return cause("host-alloc", _words(facts), asked, facts.users_line, _host_use(facts))
+    return cause("host-alloc", facts.words, asked, facts.users_line, _host_use(facts))
 
 
 def pinned(facts: TextFacts) -> Cause | None:
@@ -190,7 +166,7 @@ def pinned(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "pinned",
-        f"It failed in {frame}." if frame else _words(facts),
+        f"It failed in {frame}." if frame else facts.words,
         "The text speaks of WSL, which can pin half of its memory at most." if is_wsl else "",
         "The driver's words have no numbers of torch's, as for pinned memory.",
         doubt="The driver's words do not say which memory: if `nvidia-smi` shows room on the card"
@@ -199,24 +175,12 @@ def pinned(facts: TextFacts) -> Cause | None:
     )
 
 
-def _is_killed(facts: TextFacts) -> bool:
-    return "killed from outside" in facts.oom.fatal
-
-
-def _words(facts: TextFacts) -> str:
-    return f"The words are: {quoted(facts.oom.text)}"
-
-
 def _host_use(facts: TextFacts) -> str | Said:
     used = list(re.finditer(_USED, facts.text))
     if not used:
         return ""
-    gib, share = float(used[-1][1]), float(used[-1][2])
-    total = ", so it has about {host_total_bytes}" if share else ""
     return said(
-        "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of the"
-        f" host{total}.",
-        host_used_bytes=int(gib * GIB),  # psutil's bytes by 2**30, in what it calls GB
-        host_total_bytes=int(gib / share * 100 * GIB) if share else None,
-        host_used_fraction=share / 100,
+        "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of it.",
+        host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, which it calls GB
+        host_used_fraction=float(used[-1][2]) / 100,
     )

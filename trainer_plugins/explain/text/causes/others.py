@@ -1,18 +1,11 @@
 """Causes outside this run: neighbours on the card, engines, ranks, frameworks, earlier runs."""
 
 import re
-from collections import defaultdict
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import (
-    Said,
-    are_alike,
-    cause,
-    quoted,
-    said,
-)
+from trainer_plugins.explain.shared import Said, are_alike, cause, quoted, said
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
@@ -21,7 +14,6 @@ _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
-_DESERIALISES = r"_cuda_deserialize|restore_location"
 _ENGINE = (
     r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|RayWorkerWrapper|EngineCore|cumem_allocator"
 )
@@ -58,9 +50,9 @@ def own_ranks(facts: TextFacts) -> Cause | None:
 
 def ddp_gpu0(facts: TextFacts) -> Cause | None:
     """Processes of other cards hold a context on the first card."""
-    cards_of = _cards_of(facts)
     first = min((one.card for one in facts.processes), default=0)
-    stray = [one for one in facts.processes if one.card == first and len(cards_of[one.pid]) > 1]
+    elsewhere = {one.pid for one in facts.processes if one.card != first}
+    stray = [one for one in facts.processes if one.card == first and one.pid in elsewhere]
     if len(stray) < 2:
         return None
     return cause(
@@ -82,16 +74,16 @@ def data_parallel(facts: TextFacts) -> Cause | None:
     """One process drives several cards, and gathers what they make on the first."""
     frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
     evidence: list[str | Said] = [f"It failed in {frame}."] if frame else []
-    for pid, cards in _cards_of(facts).items():
+    for pid in dict.fromkeys(one.pid for one in facts.processes):
         held = sorted((one.card, one.num_bytes) for one in facts.processes if one.pid == pid)
         rest = max((num_bytes for _, num_bytes in held[1:]), default=0)
-        if len(cards) > 1 and held[0][1] > _UNEVEN * rest:
+        if held[0][0] != held[-1][0] and held[0][1] > _UNEVEN * rest:
             evidence.append(
                 said(
                     "nvidia-smi shows one process (pid {pid}) on {num_cards} cards, with"
                     " {first_bytes} on card {card} and at most {rest_bytes} on the others.",
                     pid=str(pid),
-                    num_cards=len(cards),
+                    num_cards=len(held),
                     first_bytes=held[0][1],
                     card=str(held[0][0]),
                     rest_bytes=rest,
@@ -105,13 +97,6 @@ def data_parallel(facts: TextFacts) -> Cause | None:
         doubt="A model that device_map spreads over the cards looks alike in nvidia-smi: print"
         " type(trainer.model_wrapped), or see whether torchrun started the script",
     )
-
-
-def _cards_of(facts: TextFacts) -> dict[int, set[int]]:
-    cards: dict[int, set[int]] = defaultdict(set)
-    for one in facts.processes:
-        cards[one.pid].add(one.card)
-    return cards
 
 
 def engine_share(facts: TextFacts) -> Cause | None:
@@ -159,7 +144,7 @@ def gave_up(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "capacity",
-        f"The words are: {quoted(facts.oom.text)}",
+        facts.words,
         summary="not even one row fits: auto_find_batch_size has tried all sizes down to it",
         doubt="The text has neither the OOM that was caught nor what the tries before it left: the"
         f" run prints it with {advice.PRINT_THE_OOM.flag(Door.TRAINER)}",
@@ -172,7 +157,7 @@ def refused_load(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "load-too-large",
-        f"The words are: {quoted(facts.oom.text)}",
+        facts.words,
         doubt="The text does not show how much of the card was free: `nvidia-smi` before the start"
         " settles it",
     )
@@ -183,10 +168,9 @@ def foreign(facts: TextFacts) -> Cause | None:
     if facts.others is None or not facts.total:
         return _by_table(facts) or _at_first_touch(facts)
     room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
-    if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
+    is_load = facts.called(r"_cuda_deserialize|restore_location", innermost=12)
+    if is_load or not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
         return None
-    if facts.called(_DESERIALISES, innermost=12):
-        return _ranks_on_one_card(facts)
     is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
     is_sure = is_sure and not facts.has_ranks
     return cause(
@@ -197,17 +181,6 @@ def foreign(facts: TextFacts) -> Cause | None:
         doubt="Other ranks of this run, or memory of this process outside torch, would look alike:"
         f" `{advice.LIST_PROCESSES.flag(Door.SHELL)}` shows which it is",
         is_sure=is_sure,
-    )
-
-
-def _ranks_on_one_card(facts: TextFacts) -> Cause:
-    return cause(
-        "ddp-gpu0",
-        sum_of(facts),
-        f"It failed in {facts.called(_DESERIALISES)}.",
-        summary="a checkpoint is loaded onto the card it was saved from, on which others are",
-        doubt="The text does not show whether the others are ranks of this run that load onto the"
-        " same card: `nvidia-smi` settles it",
     )
 
 
@@ -229,13 +202,10 @@ def _names(facts: TextFacts) -> str:
 
 def _by_table(facts: TextFacts) -> Cause | None:
     """Judge by a pasted nvidia-smi table, where the message has no numbers."""
-    device = facts.oom.device or 0
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:
         return None
-    used, total = facts.cards[device] if device < len(facts.cards) else full[0]
-    if used < _FULL_FRACTION * total:
-        used, total = full[0]
+    used, total = full[0]
     return cause(
         "foreign",
         said(

@@ -1,16 +1,13 @@
 """Causes that the place of the failure shows: what the run was doing, and for which tensor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import (
-    Said,
-    cause,
-    quoted,
-    said,
-)
+from trainer_plugins.explain.shared import Said, cause, quoted, said
+from trainer_plugins.explain.text.causes.others import leftover
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import GIB, MIB
 
@@ -33,10 +30,6 @@ SHARDING = (
     r"|shards\[.{1,40}\]\.clone\(\)|_shard_tensor|distribute_tensor|_init_sharded_param"
     r"|_sync_module_params|sync_params_and_buffers|load_full_state_dict|_move_states_to_device"
     r"|_materialize_meta_module"
-)
-_MOVING = (
-    r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
-    r"|set_module_tensor"
 )
 _LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
@@ -74,215 +67,33 @@ class ByFrame:
 
     code: str
     pattern: str
-    doubt: str
+    unknown: str  # what the text does not show, and what settles it
     summary: str = ""
     innermost: int | None = _DEEP
     unless: str = ""  # frames with which it is something else
     unless_within: str = ""  # frames that it must not have called: then those were what failed
-    within: str = ""  # a frame that must be there as well
     words: str = ""  # a person's words for it, where no frame shows the place
 
     def __call__(self, facts: TextFacts) -> Cause | None:
         if self.words and not facts.frames and (sentence := facts.told(self.words)):
-            told = f"The text says: {quoted(sentence)}"
-            return cause(self.code, told, summary=self.summary, doubt=self.doubt)
+            return self._found(f"The text says: {quoted(sentence)}")
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
-            return None
-        if self.within and not facts.called(self.within):
             return None
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.called(self.unless_within, deeper):
             return None
-        place = f"It failed in {frame}."
-        return cause(self.code, place, summary=self.summary, doubt=self.doubt)
+        return self._found(f"It failed in {frame}.")
+
+    def _found(self, evidence: str) -> Cause:
+        doubt = f"The text does not show {self.unknown}"
+        return cause(self.code, evidence, summary=self.summary, doubt=doubt)
 
 
 def _moment(words: str) -> str:
     """Make a pattern for the moment in which it happens, as a person says it."""
     when = r"\b(?:during|when(?:ever)?|while|once|if|at|on|in|upon|after|before|each|every|by)\b"
     return rf"{when}[^.!?]{{0,40}}?\b(?:{words})|^\W*(?:{words})\W?[:-]"
-
-
-adapter_merge = ByFrame(
-    code="adapter-merge",
-    pattern=r"_merge_lora|merge_lora|merge_and_unload|merge_adapter|_unload_and_optionally_merge"
-    r"|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf)|unsloth_save_model"
-    r"|export_model\b|tuners[/\\]\S+ (?:un)?merge(?= |$)|\bmerged? = .*merge",
-    innermost=None,
-    unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
-    words=_moment(
-        r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
-        r"|(?:adapter|lora)\W{1,3}merg\w+|gguf"
-    )
-    + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
-    doubt="The text does not show what else is on the card: the trainer, its optimizer and a base"
-    " in 4 bits, whose weights are made 16 bits to be merged",
-)
-eval_logits = ByFrame(
-    code="eval-logits",
-    pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
-    r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
-    within=EVALUATION,
-    innermost=10,
-    words=_moment(
-        r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
-    )
-    + r"|\b\w*metrics?\b[^.!?]{0,40}?\beval|\beval\w*\b[^.!?]{0,40}?\b\w*metrics?\b",
-    doubt="The text does not show how many batches had been kept: with no compute_metrics, or with"
-    f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
-)
-eval_batch = ByFrame(
-    code="eval-batch",
-    pattern=EVALUATION,
-    innermost=None,
-    unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
-    words=_moment(r"eval(?:s|uat\w+)?\b|validat(?:ion|ing|e)\b|predict(?:s|ion|ing)?\b"),
-    summary="evaluation does not fit: its batch, or what training and earlier batches left",
-    doubt="The text does not show whether the batch or kept outputs are too large: see whether it"
-    f" fails with {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
-)
-save_gather = ByFrame(
-    code="save-gather",
-    pattern=r"(?<!load_)state_dict(?:_hook|_utils|\()|get_state_dict|summon_full_params"
-    r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
-    r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
-    innermost=20,
-    unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
-    r"|from_pretrained|\bevaluate\b|evaluation_loop",
-    words=_moment(
-        r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"
-    ),
-    doubt="The text does not show how large the gathered state is: weights in fp32 take 4 bytes a"
-    " parameter",
-)
-resume_load = ByFrame(
-    code="resume-load",
-    pattern=r"torch[/\\]serialization\.py|torch\.load\(|load_state_dict|_load_optimizer_and"
-    r"|load_checkpoint\b|restore_location|_load_from_checkpoint|_load_best_model|load_universal"
-    r"|\brestore\b",
-    innermost=20,
-    unless=LOADING + r"|safetensors",
-    words=_moment(
-        r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"
-    ),
-    doubt="The text does not show whether the checkpoint or the run itself is too large: see"
-    " whether it fits without resuming",
-)
-load_too_large = ByFrame(
-    code="load-too-large",
-    pattern=LOADING + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
-    r"|materialize|prepare_model_for_kbit_training",
-    innermost=None,
-    unless=r"training_step|\bforward\b|backward",
-    words=_moment(r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained"),
-    doubt="The text does not show whether something else was on the card already: compare"
-    " parameters x bytes with what `nvidia-smi` shows as free before the start",
-)
-shard_too_large = ByFrame(
-    code="load-too-large",
-    pattern=SHARDING,
-    unless=r"training_step|\bforward\b|backward|_unshard|save",
-    summary="the full weights do not fit on the card, on which they are before they are sharded",
-    doubt="The text does not show whether each rank loads the full model onto its card or only one"
-    " does: `nvidia-smi` while it starts shows which cards are full",
-)
-adapter_delta = ByFrame(
-    code="adapter-delta",
-    pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py"
-    r"|get_weight_norm",
-    doubt="The text does not show how large the delta is: all experts of a layer at once if"
-    " target_parameters names them, however few rows there are",
-)
-move_too_large = ByFrame(
-    code="load-too-large",
-    pattern=_MOVING,
-    innermost=4,
-    unless=r"training_step|\bforward\b|backward|collat|load_state_dict",
-    summary="the model does not fit when it is moved to the card",
-    doubt="The text does not show whether something else was on the card already: `nvidia-smi`"
-    " before the start settles it",
-)
-before_training = ByFrame(
-    code="load-too-large",
-    pattern=r"prepare_model\b|_configure_distributed_model"
-    r"|_wrap_model|DistributedDataParallel\(|resize_token_embeddings|get_peft_model"
-    r"|inject_adapter|deepcopy\(",
-    innermost=8,
-    unless=r"training_step|\bforward\b|backward|[/\\]optim|[Oo]ptim\w*(?:\.step|\.py|\()",
-    summary="the weights, or a copy of them, do not fit before the first step",
-    doubt="The text does not show what is copied, and in which dtype: print"
-    " model.get_memory_footprint() before that line",
-)
-image_size = ByFrame(
-    code="image-size",
-    pattern=r"Vision[A-Z]\w+|vision_(?:tower|model|encoder)|\.visual\b|image_encoder|[Ss]iglip"
-    r"|patch_embed|pixel_values|image_tower",
-    innermost=12,
-    unless=r"backward",
-    doubt="The text does not show the sizes of the pictures: print pixel_values.shape of the batch",
-)
-generate_cache = ByFrame(
-    code="generate-cache",
-    pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
-    r"|KVCache|[/\\]cache\.py",
-    summary="the cache of keys and values of generation has grown too large",
-    doubt="The text does not show how long prompts and answers were: print input_ids.shape",
-)
-generation = ByFrame(
-    code="generate-cache",
-    words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b"),
-    pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
-    innermost=None,
-    unless=r"backward",
-    doubt="The text does not show which of them it is: see whether it fits with one prompt, and"
-    " with a small max_new_tokens",
-)
-optimizer_state = ByFrame(
-    code="optimizer-state",
-    pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\("
-    r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
-    r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
-    r"|_optimizer_step|_take_model_step|_sub_group\b|stage(?:3|_1_and_2)\.py \w*step\b"
-    r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py"
-    r"|_initialize_state",
-    unless_within=r"\bforward\b|training_step|backward",
-    words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
-    doubt="The text does not show whether the states or the temporaries of a foreach step are too"
-    " large: if the first step fails it is usually the states",
-)
-zero3_gather = ByFrame(
-    code="zero3-gather",
-    pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into"
-    r"|partitioned_param|GatheredParameters|_unshard\b|\bunshard",
-    doubt="The text does not show whether one layer or many prefetched ones are too large: see"
-    " whether it fits without prefetching",
-)
-
-
-def ddp_buckets(facts: TextFacts) -> Cause | None:
-    """DDP copies all gradients into buckets when it wraps the model."""
-    frame = facts.called(r"\bReducer\(|_ddp_init_helper", innermost=4)
-    if not frame:
-        return None
-    asked = facts.asked
-    of = "{requested_bytes} are the gradients of {num_parameters:,} parameters in float32."
-    return cause(
-        "ddp-buckets",
-        f"It failed in {frame}.",
-        said(of, num_parameters=asked // 4, **facts.stated) if asked else "",
-        "DDP keeps weights, gradients, buckets and optimizer states whole on each card.",
-        doubt="The text does not show in which dtype the trained weights are: print"
-        " next(model.parameters()).dtype",
-    )
-
-
-def eval_outputs(facts: TextFacts) -> Cause | None:
-    """The evaluation itself asked, not the model in it: it may be what it keeps."""
-    frame = facts.called(EVALUATION, innermost=2)
-    if not frame:
-        return None
-    return cause("eval-logits", f"It failed in {frame}.", grade="possible", doubt=eval_logits.doubt)
 
 
 def logits_loss(facts: TextFacts) -> Cause | None:
@@ -314,7 +125,7 @@ def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
     named = facts.called(r"modeling_\w+\.py")
     if not named:
         return _USUAL_VOCABULARIES
-    return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.path), ())
+    return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.file), ())
 
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:
@@ -350,3 +161,163 @@ def long_sample(facts: TextFacts) -> Cause | None:
         doubt="A longer batch, memory that grows from step to step, and what an evaluation left"
         f" look alike here: `{advice.OBSERVE.flag(Door.SHELL)}` records which it is",
     )
+
+
+PLACES: tuple[Callable[[TextFacts], Cause | None], ...] = (
+    ByFrame(
+        code="adapter-merge",
+        pattern=r"_merge_lora|merge_lora|merge_and_unload|merge_adapter|_unload_and_optionally_merge"
+        r"|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf)|unsloth_save_model"
+        r"|export_model\b|tuners[/\\]\S+ (?:un)?merge(?= |$)|\bmerged? = .*merge",
+        innermost=None,
+        unless=r"training_step|_inner_training_loop|_to_vllm|sync_weights",
+        words=_moment(
+            r"merg(?:e|es|ed|ing)\b[^.!?]{0,30}?(?:adapter|lora|model|weights|base)"
+            r"|(?:adapter|lora)\W{1,3}merg\w+|gguf"
+        )
+        + r"|\b(?:merge_and_unload|save_pretrained_(?:merged|gguf)|push_to_hub_(?:merged|gguf))",
+        unknown="what else is on the card: the trainer, its optimizer and a base in 4 bits, whose"
+        " weights are made 16 bits to be merged",
+    ),
+    ByFrame(
+        code="eval-logits",
+        pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
+        r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
+        innermost=10,
+        words=_moment(
+            r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"
+        )
+        + r"|\b\w*metrics?\b[^.!?]{0,40}?\beval|\beval\w*\b[^.!?]{0,40}?\b\w*metrics?\b",
+        unknown="how many batches had been kept: with no compute_metrics, or with"
+        f" {advice.OUTPUTS_TO_MAIN_MEMORY.flag(Door.TRAINER)}, it should not come back",
+    ),
+    ByFrame(
+        code="eval-batch",
+        pattern=EVALUATION,
+        innermost=None,
+        unless=r"past_key_value|cache_utils|torch[/\\]optim[/\\]",
+        words=_moment(r"eval(?:s|uat\w+)?\b|validat(?:ion|ing|e)\b|predict(?:s|ion|ing)?\b"),
+        summary="evaluation does not fit: its batch, or what training and earlier batches left",
+        unknown="whether the batch or kept outputs are too large: see whether it fails with"
+        f" {advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=1)} at the first batch too",
+    ),
+    ByFrame(
+        code="save-gather",
+        pattern=r"(?<!load_)state_dict(?:_hook|_utils|\()|get_state_dict|summon_full_params"
+        r"|save_pretrained|save_checkpoint|_save_checkpoint|save_model|save_16bit|consolidated_16bit"
+        r"|fsdp_save|save_state|_full_post_state_dict|\bsafe_save",
+        innermost=20,
+        unless=r"load_(?:full_)?state_dict|torch\.load|load_checkpoint|load_model"
+        r"|from_pretrained|\bevaluate\b|evaluation_loop",
+        words=_moment(
+            r"(?:checkpoint )?sav(?:e|es|ed|ing)\b|(?:writ\w+|stor\w+) (?:a |the )?checkpoint"
+        ),
+        unknown="how large the gathered state is: weights in fp32 take 4 bytes a parameter",
+    ),
+    ByFrame(
+        code="resume-load",
+        pattern=r"torch[/\\]serialization\.py|torch\.load\(|load_state_dict|_load_optimizer_and"
+        r"|load_checkpoint\b|restore_location|_load_from_checkpoint|_load_best_model|load_universal"
+        r"|\brestore\b",
+        innermost=20,
+        unless=LOADING + r"|safetensors",
+        words=_moment(
+            r"resum(?:e|es|ed|ing)\b|(?:load|restor)\w* (?:from )?(?:an? |the )?checkpoint\b"
+        ),
+        unknown="whether the checkpoint or the run itself is too large: see whether it fits"
+        " without resuming",
+    ),
+    ByFrame(
+        code="ddp-buckets",
+        pattern=r"\bReducer\(|_ddp_init_helper",
+        innermost=4,
+        unknown="in which dtype the trained weights are: print next(model.parameters()).dtype",
+    ),
+    ByFrame(
+        code="load-too-large",
+        pattern=SHARDING,
+        unless=r"training_step|\bforward\b|backward|_unshard|save",
+        summary="the full weights, before they are sharded, do not fit on the card",
+        unknown="whether each rank loads the full model onto its card or only one does:"
+        " `nvidia-smi` while it starts shows which cards are full",
+    ),
+    ByFrame(
+        code="load-too-large",
+        pattern=LOADING
+        + r"|load_weights|create_weights|initialize_model|load_model\b|from_single_file"
+        r"|materialize|prepare_model_for_kbit_training",
+        innermost=None,
+        unless=r"training_step|\bforward\b|backward",
+        words=_moment(
+            r"load(?:s|ed|ing)?\b[^.!?]{0,24}?(?:model|weights|shards|base)|from_pretrained"
+        ),
+        unknown="whether something else was on the card already: compare parameters x bytes with"
+        " what `nvidia-smi` shows as free before the start",
+    ),
+    ByFrame(
+        code="adapter-delta",
+        pattern=r"get_delta_weight|_LoraParameterProxy|_low_prec_add|baddbmm\(W|\bdora\.py"
+        r"|get_weight_norm",
+        unknown="how large the delta is: all experts of a layer at once if target_parameters names"
+        " them, however few rows there are",
+    ),
+    logits_loss,
+    ByFrame(
+        code="image-size",
+        pattern=r"Vision[A-Z]\w+|vision_(?:tower|model|encoder)|\.visual\b|image_encoder|[Ss]iglip"
+        r"|patch_embed|pixel_values|image_tower",
+        innermost=12,
+        unless=r"backward",
+        unknown="the sizes of the pictures: print pixel_values.shape of the batch",
+    ),
+    quadratic_attention,
+    ByFrame(
+        code="generate-cache",
+        pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
+        r"|KVCache|[/\\]cache\.py",
+        summary="the cache of keys and values of generation has grown too large",
+        unknown="how long prompts and answers were: print input_ids.shape",
+    ),
+    ByFrame(
+        code="optimizer-state",
+        pattern=r"torch[/\\]optim[/\\]|optim(?:izer)?\.step\("
+        r"|[/\\]\w*optim(?:izers?)?[/\\]|adam\w*\.py|_multi_tensor"
+        r"|_init_group|initialize_optimizer_states|_setup_for_real_optimizer|_foreach_|_configure_zero"
+        r"|_optimizer_step|_take_model_step|_sub_group\b|stage(?:3|_1_and_2)\.py \w*step\b"
+        r"|\bopt\w*\.step\(|_create_fp32|fused_optimizer|DeepSpeedZeroOptimizer|zero_optimizer\.py"
+        r"|_initialize_state",
+        unless_within=r"\bforward\b|training_step|backward",
+        words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
+        unknown="whether the states or the temporaries of a foreach step are too large: if the"
+        " first step fails it is usually the states",
+    ),
+    ByFrame(
+        code="zero3-gather",
+        pattern=r"all_gather_params|_all_gather|partition_parameters|fetch_sub_module|all_gather_into"
+        r"|partitioned_param|GatheredParameters|_unshard\b|\bunshard",
+        unknown="whether one layer or many prefetched ones are too large: see whether it fits"
+        " without prefetching",
+    ),
+    leftover,
+    ByFrame(
+        code="load-too-large",
+        pattern=r"module\.py .*(?:_apply|convert|to|cuda)\b|(?:model|net)\w*\.(?:to|cuda)\(|_move_m"
+        r"|set_module_tensor|prepare_model\b|_configure_distributed_model|_wrap_model"
+        r"|DistributedDataParallel\(|resize_token_embeddings|get_peft_model|inject_adapter|deepcopy\(",
+        innermost=8,
+        unless=r"training_step|\bforward\b|backward|[/\\]optim|[Oo]ptim\w*(?:\.step|\.py|\()|collat"
+        r"|load_state_dict",
+        summary="the weights, or a copy of them, do not fit before the first step",
+        unknown="what is moved or copied, and whether something else was on the card already: print"
+        " model.get_memory_footprint() before that line, and see `nvidia-smi` before the start",
+    ),
+    ByFrame(
+        code="generate-cache",
+        words=_moment(r"generat(?:e|es|ed|ing|ion)\b|rollouts?\b|decoding\b"),
+        pattern=r"\bgenerate(?= |$|\()|_greedy_search|beam_search|\b_sample\b|generation[/\\]utils",
+        innermost=None,
+        unless=r"backward",
+        unknown="which of them it is: see whether it fits with one prompt, and with a small"
+        " max_new_tokens",
+    ),
+)

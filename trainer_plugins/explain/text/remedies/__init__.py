@@ -6,12 +6,7 @@ from itertools import islice
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.advice.for_causes import (
-    FOR_CAUSE,
-    ONE_ROW,
-    ONLY_RUN,
-    in_order,
-)
+from trainer_plugins.advice.for_causes import FOR_CAUSE, ONE_ROW, ONLY_RUN
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
@@ -31,18 +26,16 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts, vendor: Vendor) -> tu
     """Collect the remedies of the answer, then the first one of each other possible cause."""
     found: dict[str, Remedy] = {}
     for number, cause in enumerate(causes):
-        offered = _for(cause.code, _order(cause.code, facts), facts, vendor)
+        offered = in_turn(cause.code, _order(cause.code, facts), facts, vendor)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
     return tuple(found.values())
 
 
-def no_oom_remedies(order: Iterable[Advice], facts: TextFacts) -> tuple[Remedy, ...]:
-    """Collect what helps where words are taken for an OOM."""
-    return tuple(_for("not-an-oom", order, facts, vendor_of(facts)))
-
-
-def _for(code: str, order: Iterable[Advice], facts: TextFacts, vendor: Vendor) -> Iterator[Remedy]:
+def in_turn(
+    code: str, order: Iterable[Advice], facts: TextFacts, vendor: Vendor
+) -> Iterator[Remedy]:
+    """Yield what applies to a text of the advice against a cause."""
     return remedies_for(code, order, lambda each: _made(each, code, facts), vendor)
 
 
@@ -59,7 +52,7 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
     if code in ("capacity", "long-sample") and _is_last_straw(facts):
         return (advice.OBSERVE, *(each for each in FOR_CAUSE[code] if each is not advice.OBSERVE))
     if code != "capacity":
-        return in_order(code, "text")
+        return FOR_CAUSE[code]
     if facts.has_tried_one_row:
         return ONE_ROW
     uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")

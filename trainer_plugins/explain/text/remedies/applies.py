@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
+from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH, SMALLER_STATES
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
 from trainer_plugins.explain.text.causes.off_card import (
@@ -61,10 +62,6 @@ def _is_large(facts: TextFacts) -> bool:
     return (facts.asked or 0) >= LEAST_QUADRATIC_BYTES
 
 
-def _has_refused_survival(facts: TextFacts) -> bool:
-    return SURVIVAL_REFUSED.search(facts.command + facts.text) is not None
-
-
 def _has_workers(facts: TextFacts) -> bool:
     """Return whether dataloader workers may have filled main memory, all at once or in time."""
     if facts.says(r"DataLoader worker|dataloader"):
@@ -86,6 +83,7 @@ _SLURM = _says(SLURM)
 _CONTAINER = _says(CONTAINER)
 _ON_THE_HOST = _says(NCCL_ON_THE_HOST)
 _REGISTERS_FOR_IB = _says("ibv_reg_mr")
+_SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
 _GATHERS_ALL = _called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
 _GENERATES = _any_of(_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
 _NO_PLACE = _none_of(lambda facts: facts.frames)
@@ -107,13 +105,12 @@ _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
 # Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
 _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
-_FSDP2_STATES = _called("load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict")
 _IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
 _TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
 _SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
-    advice.SURVIVE: _all_of(uses_trainer, _none_of(_has_refused_survival)),
+    advice.SURVIVE: lambda facts: uses_trainer(facts) and not SURVIVAL_REFUSED.search(facts.whole),
     advice.CHECKPOINTING: _none_of(
         _says(r"(?:gradient|activation)_checkpointing[\"']?[ =:]{1,4}[Tt]rue")
     ),
@@ -121,7 +118,6 @@ APPLIES: Mapping[Advice, Test] = {
         _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),
     advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.called(LOADING),
-    advice.PRINT_THE_OOM: lambda facts: facts.has_tried_one_row,
     advice.NO_GRAD: _none_of(uses_trainer),
     advice.EXPANDABLE_SEGMENTS: _none_of(
         _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
@@ -144,9 +140,10 @@ APPLIES: Mapping[Advice, Test] = {
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
     advice.SEARCH_BY_FAISS: _called("mine_hard_negatives"),
     advice.SHOW_HOLDERS: _HIDES_HOLDERS,
-    advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
     advice.OWN_CARD_FIRST: _none_of(_called(r"torch\.load|serialization\.py")),
-    advice.RESUME_GUARD: _FSDP2_STATES,
+    advice.RESUME_GUARD: _called(
+        "load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict"
+    ),
     advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
     advice.COPY_IN_MAIN_MEMORY: _never,
     advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
@@ -154,10 +151,9 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_called("generat"))),
-    **dict.fromkeys(
-        (advice.NO_CUMEM_HOST, advice.NO_NCCL_SHM, advice.NEWER_NCCL),
-        _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB)),
-    ),
+    advice.NO_CUMEM_HOST: _SHARES_THE_HOST,
+    advice.NO_NCCL_SHM: _SHARES_THE_HOST,
+    advice.NEWER_NCCL: _SHARES_THE_HOST,
     advice.LOCK_MORE_MEMORY: _REGISTERS_FOR_IB,
     advice.SMALLER_NCCL_BUFFERS: _none_of(_ON_THE_HOST),
     advice.MORE_CARDS: _DEEPSPEED,
@@ -168,6 +164,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
     advice.FUSED_ADAMW: _all_of(_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
     advice.OFFLOAD_OPTIMIZER: _DEEPSPEED,
+    advice.EXPORT_SETTINGS_FOR_VLLM: engine.is_in_training,
     advice.EIGHT_BIT_ADAMW: _none_of(_DEEPSPEED),
     advice.ADAFACTOR: _none_of(_DEEPSPEED),
     advice.FEWER_LIVE_PARAMETERS: _all_of(_DEEPSPEED, _none_of(_GATHERS_ALL)),
@@ -187,15 +184,11 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NO_PINNED_BATCHES: _none_of(_UNSLOTH),
     advice.HEADROOM: _all_of(shows_trainer, _none_of(_ON_THE_HOST)),
     advice.MEMORY_FRACTION: _none_of(shows_trainer, _ON_THE_HOST),
-    advice.KEEP_NUMBERS: lambda facts: facts.num_skipped < 2,
-    advice.EMPTY_CACHE_AFTER_EXCEPT: lambda facts: facts.num_skipped >= 2,
     advice.RELEASE_EARLIER_RUNS: _TRIAL,
-    advice.RELEASED: _never,
     advice.RESTART_KERNEL: _none_of(_TRIAL),
 }  # what is not here applies everywhere
 
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
-    ("adapter-merge", advice.RELEASED): _none_of(_never),
     ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
     ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
         _called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
@@ -216,18 +209,9 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
     # transformers 5, which alone converts, loads the dtype of the checkpoint
     ("load-too-large", advice.HALF_PRECISION_WEIGHTS): _none_of(_KBIT, _MXFP4, _CONVERTS, _REFUSED),
-    **{
-        ("zero3-gather", each): _none_of(_GATHERS_ALL)
-        for each in (advice.SMALLER_MICRO_BATCH, advice.SURVIVE, advice.PLAN_THE_RUN)
-    },
-    ("zero3-gather", advice.CHECKPOINTING): _none_of(_GATHERS_ALL),
+    **{("zero3-gather", each): _none_of(_GATHERS_ALL) for each in LESS_OF_THE_BATCH},
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
-    ("resume-load", advice.LOAD_INTO_MAIN_MEMORY): _none_of(_FSDP2_STATES),
-    ("resume-load", advice.DROP_THE_COPY): _none_of(_FSDP2_STATES),
-    ("save-gather", advice.ADAFACTOR): _never,
-    ("save-gather", advice.EIGHT_BIT_ADAMW): _never,
-    ("save-gather", advice.FUSED_ADAMW): _never,
-    ("save-gather", advice.OFFLOAD_OPTIMIZER): _never,
+    **{("save-gather", each): _never for each in SMALLER_STATES},
     ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),
 }  # where it depends on the cause too; it counts instead of `APPLIES`

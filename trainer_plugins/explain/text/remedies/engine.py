@@ -40,18 +40,16 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
     refuses_to_start = facts.oom.source == "engine"
     if refuses_to_start and not is_startup(facts):
         return None
-    share, default = _share(facts)
-    total, free, asked = _total(facts), facts.free, facts.asked
+    (share, default), total = _share(facts), _total(facts)
+    free, asked = facts.free, facts.asked
     if refuses_to_start and total and free is not None:
         new = floor(round(free / total * 100, 3)) / 100
         effect = f"{size(new * total)} of the {size(free)} that are free"
     elif total and free is not None and asked and asked > free:
         missing = asked - free
         new = smaller_share(share, missing / total)
-        given = int((share - new) * total)
-        effect = f"releases {size(given)}; at least {size(missing)} are missing"
-        if given < missing:
-            effect += ", so the training has to take less too"
+        given = size((share - new) * total)
+        effect = f"releases {given}; at least {size(missing)} are missing"
     else:
         new, effect = smaller_share(share), one.effect
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
@@ -111,10 +109,9 @@ def spread_weights(one: Advice, facts: TextFacts) -> Remedy | None:
     return remedy(one, door) if _has_no_cache(facts) else None
 
 
-def settings(one: Advice, facts: TextFacts) -> Remedy | None:
-    """Keep the allocator settings of the training away from an engine in its process."""
-    is_inside = _program(facts).door in (Door.TRL, Door.VERL)
-    return remedy(one, Door.SHELL) if is_inside and facts.oom.source != "engine" else None
+def is_in_training(facts: TextFacts) -> bool:
+    """Return whether an engine that has started runs in the process of the training."""
+    return _program(facts).door in (Door.TRL, Door.VERL) and facts.oom.source != "engine"
 
 
 def is_startup(facts: TextFacts) -> bool:

@@ -62,11 +62,6 @@ class _Settings:  # looks in the command line that a text shows, then anywhere i
         return bool(self.value(names, "[Tt]rue|1"))
 
     @property
-    def precision(self) -> str:
-        """Return what accelerate computes in: `bf16`, `fp16`, or empty."""
-        return self.value("mixed_precision", "bf16|fp16")
-
-    @property
     def model(self) -> str:
         given = [self.given[name] for name in _MODEL.split("|") if name in self.given]
         path = r"[\w.~-]*/[\w./-]*\w"
@@ -96,7 +91,7 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
         yield from ("--num-gpus", ranks)
     if "config_file" in read.given:
         yield from ("--accelerate-config", read.given["config_file"])
-    trainers = (_TRAINER.search(frame.path) for frame in facts.frames)
+    trainers = (_TRAINER.search(frame.file) for frame in facts.frames)
     if trainer := next(filter(None, trainers), None):
         yield from ("--trainer", trainer[1])
     yield from ("--seq-length", read.value(_LENGTH, r"\d{1,7}") or "LENGTH")
@@ -105,9 +100,10 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     yield from _adapter(facts, read)
     rows = read.value(_ROWS, r"\d{1,6}") or str(facts.rows("per_device_train_batch_size") or "ROWS")
     yield from ("--per_device_train_batch_size", rows)
+    precision = read.value("mixed_precision", "bf16|fp16")  # what accelerate computes in
     for name in DECIDING:
         value = read.value(name, r"[\w.]+") if name in _PLAIN else read.given.get(name)
-        if name in ("bf16", "fp16") and (value == "auto" or read.precision == name):
+        if name in ("bf16", "fp16") and (value == "auto" or precision == name):
             value = "True"
         if value and name not in _ROWS:
             yield from (f"--{name}", value)
