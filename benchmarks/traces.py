@@ -24,8 +24,8 @@ KEPT = Path(__file__).parents[1] / "tests" / "allocator" / "traces"
 def main(words: Sequence[str]) -> int:
     """Print a table of all traces; return the exit code."""
     files = [Path(word) for word in words] or sorted(KEPT.glob("*.json.gz"))
-    print("| trace | allocations | same address | growths | same | peak, MiB |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| trace | allocations | same address | growths | peak, MiB |")
+    print("| --- | --- | --- | --- | --- |")
     different: list[str] = []
     for file in files:
         try:
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
 
 def _row(trace: Trace, outcome: Outcome) -> str:
     peak = f"{outcome.peak_bytes / MIB:.0f}"
-    counts = (outcome.allocations, outcome.same_address, outcome.growths, outcome.same_growth)
+    counts = (outcome.allocations, outcome.same_address, outcome.growths)
     return " | ".join(["| " + trace.source, *(f"{each:,}" for each in counts), peak]) + " |"
 
 

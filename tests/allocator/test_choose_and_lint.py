@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer_plugins.allocator.choose import OURS, choose
-from trainer_plugins.allocator.lint import lint
+from trainer_plugins.allocator.lint import OURS, choose, lint
 from trainer_plugins.allocator.machine import Machine, read_torch_version
 from trainer_plugins.allocator.variables import CUDA, HIP, UNIFIED, Variables
 
@@ -123,11 +122,6 @@ def test_the_matrix_is_large() -> None:
         ("max_split_size_mb:512MB", Machine(), ["allocator-misread-value"]),
         ("max_split_size_mb:-1", Machine(), ["allocator-misread-value"]),
         ("max_split_size_mb:20", Machine(), []),
-        (
-            "max_split_size_mb:20",
-            Machine(torch=(2, 9)),
-            ["allocator-deprecated-name", "allocator-bad-value"],
-        ),
         ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 12)), []),
         ("throw_on_cudamalloc_oom:True", Machine(torch=(2, 11)), ["allocator-option-too-new"]),
         (

@@ -133,7 +133,7 @@ def test_settings_that_were_there_at_the_start_are_in_force(tmp_path, name: str)
 
 def test_settings_that_came_too_late_are_said(tmp_path) -> None:
     found = settings(tmp_path, "expandable_segments:True")
-    assert "already at work" in found["finding"]
+    assert "before it was set" in found["finding"]
     assert "expandable_segments:True" in found["finding"]
     assert found["value"] in (False, None)
     assert found["segments"] == [[False, 30 * MIB]] * 8

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.allocator.addresses import Pool
-from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.allocator.settings import UNLIMITED
+from trainer_plugins.allocator.model import (
+    UNLIMITED,
+    AllocatorFull,
+    AllocatorModel,
+    AllocatorRules,
+    Block,
+)
 from trainer_plugins.snapshot.replay import ModelCard, replay
 from trainer_plugins.snapshot.trace import Trace
 from trainer_plugins.units import MIB

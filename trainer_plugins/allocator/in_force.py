@@ -1,23 +1,45 @@
-"""Ask the running torch which allocator settings it uses. Imports torch."""
+"""Ask the running torch which allocator settings it uses, and why not those that were asked for."""
 
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trainer_plugins.allocator.gather import gather_machine
-from trainer_plugins.allocator.settings import Value
-from trainer_plugins.allocator.variables import UNIFIED, Variables
-from trainer_plugins.allocator.verify import InForce, verify
+from trainer_plugins.allocator.machine import Machine, expandable_blocker, gather_machine
+from trainer_plugins.allocator.settings import OPTION_OF, Kind, Value, read, values_of
+from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_read
 from trainer_plugins.finding import Finding
 from trainer_plugins.units import MIB
 
 Reported = Mapping[str, Any]  # `_snapshot()["allocator_settings"]` of torch
+_DEFAULTS: dict[str, Value] = {
+    **{key: False for key, option in OPTION_OF.items() if option.kind is Kind.FLAG},
+    "backend": "native",
+    "pinned_num_register_threads": 1,
+    "per_process_memory_fraction": 1.0,
+}
 
 
-def check(asked: str | None = None, environ: Mapping[str, str] | None = None) -> Finding | None:
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """Holds what the allocator of this process uses."""
+
+    text: str = ""  # the text that torch read last, from a variable or a call
+    # what the allocator reports: it wins over the text; None: not set
+    known: dict[str, Value | None] = field(default_factory=dict)
+    refusal: str | None = None  # torch's error if it could not read its settings
+
+    def value(self, key: str) -> Value | None:
+        """Return the value of an option; None if it is not set and has no default."""
+        if key in self.known:
+            return self.known[key]
+        return values_of(read(self.text)[0]).get(key, _DEFAULTS.get(key))
+
+
+def check(asked: str | None = None) -> Finding | None:
     """Judge whether the allocator of this process uses the settings that were asked for.
 
     Asking fixes the settings, as the first use of the card does: torch reads its variables once.
@@ -25,9 +47,8 @@ def check(asked: str | None = None, environ: Mapping[str, str] | None = None) ->
     Args:
         asked: the text that should be in force; None takes what the variables hold, the unified
             name first.
-        environ: the variables; None takes those of this process.
     """
-    variables = Variables.of(os.environ if environ is None else environ)
+    variables = Variables.of(os.environ)
     if asked is None:
         asked = variables.texts.get(UNIFIED) or next(iter(variables.texts.values()), None)
     in_force = read_in_force()
@@ -56,26 +77,23 @@ def read_in_force() -> InForce | None:
     text_of = getattr(core, "_accelerator_getAllocatorSettings", None)
     if snapshot is None and text_of is None:
         return None
-    try:
-        text = text_of() if text_of else ""
-    except (RuntimeError, ValueError, IndexError) as error:
-        return InForce(refusal=str(error).splitlines()[0])
     reported: Reported = {}
     known: dict[str, Value | None] = {}
-    if snapshot is not None:
-        known["backend"] = str(core._cuda_getAllocatorBackend())
-        if known["backend"] == "native":  # any other refuses to make a snapshot
-            try:
+    try:
+        text = text_of() if text_of else ""
+        if snapshot is not None:
+            known["backend"] = str(core._cuda_getAllocatorBackend())
+            if known["backend"] == "native":  # any other refuses to make a snapshot
                 reported = snapshot(None)["allocator_settings"]
-            except (RuntimeError, ValueError, IndexError) as error:
-                return InForce(refusal=str(error).splitlines()[0])
+    except (RuntimeError, ValueError, IndexError) as error:
+        return InForce(refusal=str(error).splitlines()[0])
     text = text or str(reported.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return InForce(text, known | values_reported(reported), _is_initialized())
+    return InForce(text, known | _values_reported(reported))
 
 
-def values_reported(reported: Reported) -> dict[str, Value | None]:
+def _values_reported(reported: Reported) -> dict[str, Value | None]:
     """Translate `_snapshot()["allocator_settings"]`, where sizes are bytes and -1 is no limit."""
-    values: dict[str, Value | None] = {}
+    values: dict[str, Value | None] = {key: reported[key] for key in OPTION_OF if key in reported}
     for name, key in {
         "max_split_size": "max_split_size_mb",
         "max_round_threshold": "pinned_max_round_threshold_mb",
@@ -83,27 +101,72 @@ def values_reported(reported: Reported) -> dict[str, Value | None]:
     }.items():
         if name in reported:
             values[key] = reported[name] // MIB if reported[name] >= 0 else None
-    if "garbage_collection_threshold" in reported:
-        values["garbage_collection_threshold"] = reported["garbage_collection_threshold"] or None
+    if values.get("garbage_collection_threshold") == 0:
+        values["garbage_collection_threshold"] = None
+    divisions = reported.get("roundup_power2_divisions")
+    values.pop("roundup_power2_divisions", None)
     # torch 2.9 fills the interval before `>` differently, which no user could know.
-    if "roundup_power2_divisions" in reported and hasattr(
-        torch._C, "_accelerator_setAllocatorSettings"
-    ):
-        values["roundup_power2_divisions"] = tuple(reported["roundup_power2_divisions"].values())
-    for key in (
-        "expandable_segments",
-        "pinned_num_register_threads",
-        "release_lock_on_cudamalloc",
-        "pinned_use_cuda_host_register",
-        "graph_capture_record_stream_reuse",
-    ):
-        if key in reported:
-            values[key] = reported[key]
+    if divisions is not None and hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        values["roundup_power2_divisions"] = tuple(divisions.values())
     return values
 
 
-def _is_initialized() -> bool:
-    try:
-        return bool(torch._C._accelerator_isAllocatorInitialized())
-    except RuntimeError:  # no accelerator
-        return False
+def verify(asked: str, in_force: InForce, variables: Variables, machine: Machine) -> Finding | None:
+    """Judge whether the settings that were asked for are the ones in use."""
+    wanted = values_of(read(asked)[0])
+    differing = [key for key in wanted if in_force.value(key) != wanted[key]]
+    if in_force.refusal is None and not differing:
+        return None
+    why, remedy = _reason(wanted, in_force, variables, machine)
+    seen = ", ".join(
+        f"{key} is {in_force.value(key)} instead of {wanted[key]}" for key in differing
+    )
+    return Finding.warning(
+        code="allocator-settings-not-in-force",
+        summary=f"the allocator does not use the settings that were asked for: {why}",
+        evidence=f"asked {asked}; in force {in_force.text or 'nothing'!r}"
+        + (f"; {seen}" if seen else ""),
+        remedy=remedy,
+    )
+
+
+def _reason(
+    wanted: dict[str, Value], in_force: InForce, variables: Variables, machine: Machine
+) -> tuple[str, str]:
+    """Return why they differ and what to do, by the first cause that applies."""
+    if in_force.refusal is not None:
+        return (
+            f"torch refused to read them ({in_force.refusal})",
+            "Correct the text: `trainer-plugins env` says what is wrong.",
+        )
+    holders = [name for name, text in variables.texts.items() if _holds(text, wanted)]
+    if not holders:
+        return (
+            "no variable of this process holds them",
+            'Export them in the shell that launches: eval "$(trainer-plugins env)".',
+        )
+    read_name = variables.read_by(machine)
+    if not set(holders) & set(names_read(machine)):
+        return f"{machine.torch_name} does not read {holders[0]}", f"Set {CUDA} to the same."
+    if read_name not in holders:
+        other = f"{read_name}={variables.texts[str(read_name)]}"
+        return (
+            f"{other} takes precedence over {holders[0]}",
+            f"Unset {read_name}, or give it the same text.",
+        )
+    if not _holds(in_force.text, wanted):
+        return (
+            f"torch had read {read_name} before it was set, or a call changed the settings since",
+            "Set it before the process starts: torch reads it once, when it first uses the card.",
+        )
+    blocker = expandable_blocker(machine) if "expandable_segments" in wanted else None
+    return (
+        "torch has read them and uses something else"
+        f" ({blocker or 'a build without that option, or a call since'})",
+        "Remove what has no effect here.",
+    )
+
+
+def _holds(text: str, wanted: dict[str, Value]) -> bool:
+    have = InForce(text)
+    return all(have.value(key) == value for key, value in wanted.items())

@@ -1,12 +1,21 @@
-"""Judge allocator settings before a launch: names not read, values torch refuses, bad pairs."""
+"""Judge allocator settings before a launch: names, values and pairs; choose what to export."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from trainer_plugins.allocator.machine import TESTED, Machine, expandable_blocker
-from trainer_plugins.allocator.options import OPTION_OF
-from trainer_plugins.allocator.settings import AllocatorSettings, UnknownOptionError, read
+from trainer_plugins.allocator.settings import (
+    OPTION_OF,
+    Setting,
+    SettingsError,
+    UnknownOptionError,
+    read,
+    values_of,
+)
 from trainer_plugins.allocator.variables import CUDA, UNIFIED, Variables, names_known
 from trainer_plugins.finding import Finding, Severity
+
+OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch#113481)
 
 
 def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
@@ -20,30 +29,23 @@ def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
     """Judge one text of settings as torch would find it under `name`."""
     settings, errors = read(text)
     given = f"{name}={text}"
-    findings: list[Finding] = []
-    for error in errors:
-        if isinstance(error, UnknownOptionError):
-            findings.append(
-                Finding(
-                    code="allocator-unknown-option",
-                    severity=Severity.ERROR if machine.torch <= TESTED else Severity.WARNING,
-                    summary=str(error),
-                    evidence=given,
-                    remedy="Correct or remove it: torch raises when it first uses the card, and a"
-                    " CPU build ignores it.",
-                )
-            )
-        else:
-            findings.append(
-                Finding(
-                    code="allocator-bad-value",
-                    severity=Severity.ERROR,
-                    summary=str(error),
-                    evidence=given,
-                    remedy="Correct it: torch raises when it first reads it.",
-                )
-            )
-    return (*findings, *_values(settings, given, machine), *_pairs(settings, given, machine))
+    return (
+        *(_refused(error, given, machine) for error in errors),
+        *_values(settings, given, machine),
+        *_pairs(settings, given, machine),
+    )
+
+
+def _refused(error: SettingsError, given: str, machine: Machine) -> Finding:
+    is_unknown = isinstance(error, UnknownOptionError)
+    may_be_newer = is_unknown and machine.torch > TESTED
+    return Finding(
+        code="allocator-unknown-option" if is_unknown else "allocator-bad-value",
+        severity=Severity.WARNING if may_be_newer else Severity.ERROR,
+        summary=str(error),
+        evidence=given,
+        remedy="Correct or remove it: torch raises when it first uses the card.",
+    )
 
 
 def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
@@ -66,9 +68,8 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
         )
     own = variables.of_platform(machine)
     if read_name and len(set(own.values())) > 1:
-        yield Finding(
+        yield Finding.warning(
             code="allocator-names-differ",
-            severity=Severity.WARNING,
             summary=f"two variables hold different allocator settings; {read_name} counts",
             evidence=f"{'; '.join(f'{name}={text}' for name, text in own.items())};"
             f" {machine.torch_name}",
@@ -85,46 +86,34 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _values(settings: AllocatorSettings, given: str, machine: Machine) -> Iterator[Finding]:
-    for setting in settings.settings:
+def _values(settings: Sequence[Setting], given: str, machine: Machine) -> Iterator[Finding]:
+    for setting in settings:
         option = OPTION_OF[setting.key]
         if setting.misread:
-            yield Finding(
+            yield Finding.warning(
                 code="allocator-misread-value",
-                severity=Severity.WARNING,
                 summary=f"torch reads {setting.key} as {setting.value}, which is not what it says",
                 evidence=given,
                 remedy=f"Write a plain number for {setting.text}: sizes in MiB, fractions of one;"
                 " no unit, no sign.",
             )
         if machine.torch < option.since:
-            yield Finding(
+            yield Finding.error(
                 code="allocator-option-too-new",
-                severity=Severity.ERROR,
                 summary=f"{machine.torch_name} does not know {setting.key}, and raises when it"
                 " first uses the card",
                 evidence=f"{given}; it came with torch {option.since[0]}.{option.since[1]}",
                 remedy="Remove it, or upgrade torch.",
             )
-        if machine.torch < (2, 10) and setting.key.startswith("max_") and setting.value == 20:
-            yield Finding(
-                code="allocator-bad-value",
-                severity=Severity.ERROR,
-                summary=f"{machine.torch_name} refuses {setting.key}:20; 2.10 and later accept it",
-                evidence=given,
-                remedy="Write 21.",
-            )
 
 
-def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterator[Finding]:
-    values = settings.values
-    asynchronous = values.get("backend", "native") != "native"
+def _pairs(settings: Sequence[Setting], given: str, machine: Machine) -> Iterator[Finding]:
+    values = values_of(settings)
     native = [key for key in values if key != "backend"]
-    if asynchronous:
+    if values.get("backend", "native") != "native":
         if native:
-            yield Finding(
+            yield Finding.warning(
                 code="allocator-async-ignores",
-                severity=Severity.WARNING,
                 summary=f"the backend {values['backend']} ignores {', '.join(native)}",
                 evidence=f"{given}; some memory statistics are 0 under it"
                 " (CUDAAllocatorConfig.cpp warns)",
@@ -134,9 +123,8 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
     if not values.get("expandable_segments"):
         return
     if "max_split_size_mb" in values:
-        yield Finding(
+        yield Finding.error(
             code="allocator-expandable-and-max-split",
-            severity=Severity.ERROR,
             summary="expandable_segments with max_split_size_mb lets reserved memory grow without"
             " bound",
             evidence=f"{given}; pytorch#123548, 220 MiB became 14060 MiB in pytorch#193400",
@@ -152,10 +140,38 @@ def _pairs(settings: AllocatorSettings, given: str, machine: Machine) -> Iterato
         )
     blocker = expandable_blocker(machine)
     if blocker:
-        yield Finding(
+        yield Finding.warning(
             code="allocator-expandable-unsupported",
-            severity=Severity.WARNING,
             summary="expandable_segments:True does not work here, or is harmful",
             evidence=f"{given}; {blocker}",
             remedy="Remove expandable_segments, or set it to False.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Holds what to export, and one line that says why, even if there is nothing to export."""
+
+    exports: dict[str, str]
+    why: str
+
+
+def choose(variables: Variables, machine: Machine) -> Choice:
+    """Choose the allocator settings of a launch; what the user set is kept, under both names.
+
+    torch 2.9 reads only the old one (pytorch#183387), and vLLM looks at one only (vllm#54351).
+    """
+    own = variables.of_platform(machine)
+    if not own:
+        blocker = expandable_blocker(machine)
+        if blocker:
+            return Choice({}, f"no allocator settings: {blocker}")
+        return Choice(
+            {CUDA: OURS}, "expandable segments, against fragmentation; every torch reads this"
+        )
+    if len(set(own.values())) > 1:
+        return Choice({}, f"no allocator settings: you set {' and '.join(own)} to different values")
+    name, text = next(iter(own.items()))
+    if any(finding.severity is Severity.ERROR for finding in lint_text(text, name, machine)):
+        return Choice({}, f"no allocator settings: those in {name} are wrong and stay as they are")
+    return Choice(dict.fromkeys((CUDA, UNIFIED), text), f"your {name}, under both names")

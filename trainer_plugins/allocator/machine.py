@@ -1,7 +1,11 @@
 """Machine: the torch that will read allocator settings, and where expandable segments fail."""
 
+import platform
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 TESTED = (2, 13)  # the newest torch whose own parser this package was checked against
 
@@ -29,39 +33,44 @@ def read_torch_version(text: str) -> tuple[tuple[int, int], tuple[int, int] | No
     >>> read_torch_version("2.13.0+cpu"), read_torch_version("2.10.0+rocm7.0.1")
     (((2, 13), None), ((2, 10), (7, 0)))
     """
-    version = re.match(r"(\d+)\.(\d+)", text)
-    if version is None:
+    numbers = re.match(r"(\d+)\.(\d+)", text)
+    if numbers is None:
         raise ValueError(f"a version of torch starts with two numbers, as in 2.13.0, got {text!r}")
     rocm = re.search(r"\+.*?rocm(\d+)\.(\d+)", text)
-    return (int(version[1]), int(version[2])), (int(rocm[1]), int(rocm[2])) if rocm else None
+    return (int(numbers[1]), int(numbers[2])), (int(rocm[1]), int(rocm[2])) if rocm else None
+
+
+def gather_machine(environ: Mapping[str, str]) -> Machine:
+    """Look at this machine and its torch (if none, the newest tested); vLLM counts if imported."""
+    machine = Machine(
+        is_windows=platform.system() == "Windows",
+        is_wsl="microsoft" in platform.release().lower(),
+        is_mig=any(
+            "MIG-" in environ.get(name, "")
+            for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+        ),
+        has_vllm="vllm" in sys.modules,
+    )
+    try:
+        torch, rocm = read_torch_version(version("torch"))
+    except PackageNotFoundError:
+        return machine
+    return replace(machine, torch=torch, rocm=rocm)
 
 
 def expandable_blocker(machine: Machine) -> str | None:
     """Say why this machine should run without expandable segments; None if it may use them."""
-    rules = (
-        # CUDAAllocatorConfig.h: without the driver API torch warns once and ignores the option.
-        (
-            machine.is_windows,
-            "torch for Windows has no expandable segments (pytorch#189163 adds them after 2.13)",
-        ),
-        (
-            machine.is_wsl,
-            "under WSL the first allocation may fail with expandable segments (pytorch#192330)",
-        ),
-        (
-            machine.rocm is not None and machine.rocm < (7, 0),
-            "torch for ROCm has expandable segments from ROCm 7.0 on (pytorch#179930)",
-        ),
-        # The segments ask NVML for the card, which a slice is often not allowed to do: NVML_SUCCESS
-        # == r INTERNAL ASSERT.
-        (
-            machine.is_mig,
-            "a MIG slice may lack the NVML rights that expandable segments need (vllm#39874)",
-        ),
-        (
-            machine.has_vllm,
+    if machine.is_windows:
+        return "torch for Windows has no expandable segments (pytorch#189163 adds them after 2.13)"
+    if machine.is_wsl:
+        return "under WSL the first allocation may fail with expandable segments (pytorch#192330)"
+    if machine.rocm is not None and machine.rocm < (7, 0):
+        return "torch for ROCm has expandable segments from ROCm 7.0 on (pytorch#179930)"
+    if machine.is_mig:  # they ask NVML for the card: NVML_SUCCESS == r INTERNAL ASSERT
+        return "a MIG slice may lack the NVML rights that expandable segments need (vllm#39874)"
+    if machine.has_vllm:
+        return (
             "vLLM in the training process: with expandable segments its sleep mode fails before"
-            " vllm#40812, and weights do not pass by CUDA IPC (pytorch#147851, vllm#42609)",
-        ),
-    )
-    return next((why for applies, why in rules if applies), None)
+            " vllm#40812, and weights do not pass by CUDA IPC (pytorch#147851, vllm#42609)"
+        )
+    return None

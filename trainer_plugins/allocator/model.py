@@ -1,10 +1,13 @@
 """AllocatorModel computes which segments CUDA's caching allocator takes, without a card.
 
 It follows CUDACachingAllocator.cpp and AllocatorConfig.h of torch 2.13, rule by rule and in their
-names. Not modelled: private pools of CUDA graphs, and blocks that wait for another stream.
+names. Not modelled: private pools of CUDA graphs, blocks that wait for another stream, and the
+options that `AllocatorRules` has no field for.
 """
 
 from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from trainer_plugins.allocator.addresses import (
     Addresses,
@@ -15,30 +18,35 @@ from trainer_plugins.allocator.addresses import (
     insert_behind,
     room_of,
 )
-from trainer_plugins.allocator.settings import (
-    NUM_INTERVALS,
-    SMALL_SEGMENT_BYTES,
-    UNLIMITED,
-    AllocatorRules,
-    FirstOfASize,
-)
 from trainer_plugins.units import MIB
 
 __all__ = ["MIN_BLOCK_BYTES", "AllocatorFull", "AllocatorModel", "AllocatorRules", "Block"]
 
 MIN_BLOCK_BYTES = 512  # all sizes are rounded up to a multiple of this
 SMALL_BYTES = 1 * MIB  # the largest allocation of the small pool
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
+UNLIMITED = 1 << 62
 _MIN_LARGE_BYTES = 10 * MIB  # below this a large allocation shares a segment of the large pool
 _ROUND_LARGE_BYTES = 2 * MIB
+
+FirstOfASize = Literal["address", "segment", "block"]
+FIRST_OF_A_SIZE: tuple[FirstOfASize, ...] = get_args(FirstOfASize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorRules:
+    """Holds the settings that decide where memory comes from, in bytes; the defaults are CUDA's."""
+
+    expandable_segments: bool = False
+    max_split_bytes: int = UNLIMITED
+    garbage_collection_threshold: float = 0.0  # of the card; 0 is none
+    # of free blocks of one size: that of the lowest address, of the oldest segment, or the oldest
+    first_of_a_size: FirstOfASize = "address"
 
 
 # It names a state, as torch.OutOfMemoryError does.
 class AllocatorFull(Exception):  # noqa: N818
-    """The card does not have that much left, not even after the cache was released."""
-
-    def __init__(self, requested_bytes: int, reserved_bytes: int) -> None:
-        super().__init__(requested_bytes, reserved_bytes)
-        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
+    """The card has not that many bytes left, not even after the cache was released."""
 
 
 class AllocatorModel:
@@ -53,21 +61,12 @@ class AllocatorModel:
         self.rules = rules if rules is not None else AllocatorRules()
         self._addresses = ChunkedAddresses() if addresses is None else addresses
         self.capacity_bytes = capacity_bytes if capacity_bytes is not None else UNLIMITED
-        fraction = self.rules.memory_fraction
-        self._allowed_bytes = int(self.capacity_bytes * fraction) if fraction is not None else None
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0  # as torch's `num_alloc_retries`
-        self._left: dict[int, Block] = {}
-        self._num_left = self._num_numbered = 0
+        self._num_numbered = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._num_lookups = 0  # the clock of garbage collection
-        collects = fraction is not None and self.rules.garbage_collection_threshold > 0
-        self._collect_above_bytes = (
-            int(self.rules.garbage_collection_threshold * (self._allowed_bytes or 0))
-            if collects
-            else None
-        )
 
     def reset_peaks(self) -> None:
         """Restart the peaks at what is held now, as `reset_peak_memory_stats` does."""
@@ -76,7 +75,7 @@ class AllocatorModel:
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate at least `num_bytes`; AllocatorFull if a retry without cache failed too."""
-        size = self.round_size(num_bytes)
+        size = round_size(num_bytes)
         is_small = size <= SMALL_BYTES
         pool = self._pools.get((stream, is_small))
         if pool is None:
@@ -92,7 +91,7 @@ class AllocatorModel:
             self.num_retries += 1
             block = self._grow(pool, size)
         if block is None:
-            raise AllocatorFull(size, self.reserved_bytes)
+            raise AllocatorFull(size)
         if self._should_split(block, size):
             self._split(block, size)
         block.in_use = True
@@ -103,25 +102,6 @@ class AllocatorModel:
     def free(self, block: Block) -> None:
         """Give a block back to its pool, where it merges with its free neighbours."""
         self.allocated_bytes -= block.size_bytes
-        self._give_back(block)
-
-    def leave(self, block: Block) -> int:
-        """Free a block that another stream may still read; return a number for `come_back`.
-
-        A full card, or one whose cache is emptied, waits for such streams:
-        CUDACachingAllocator.cpp, `insert_events` and `synchronize_and_free_events`.
-        """
-        self.allocated_bytes -= block.size_bytes
-        self._num_left += 1
-        self._left[self._num_left] = block
-        return self._num_left
-
-    def come_back(self, number: int) -> None:
-        """Give back a block that was left, as all streams have read it."""
-        if (block := self._left.pop(number, None)) is not None:
-            self._give_back(block)
-
-    def _give_back(self, block: Block) -> None:
         block.in_use = False
         self._merge(block)
         block.last_used = self._num_lookups
@@ -129,8 +109,6 @@ class AllocatorModel:
 
     def empty_cache(self) -> None:
         """Release segments without a live block, and free pages of expandable segments."""
-        for number in [*self._left]:
-            self.come_back(number)
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):
             for block in pool.free_blocks():
                 if pool.blocks.get(block.key) is not block:
@@ -139,20 +117,6 @@ class AllocatorModel:
                     self._unmap(block)
                 elif not block.is_split:
                     self._release(block)
-
-    def round_size(self, num_bytes: int) -> int:
-        """Return how many bytes are allocated for a request of `num_bytes`."""
-        if num_bytes < MIN_BLOCK_BYTES:
-            return MIN_BLOCK_BYTES
-        interval = min(max((num_bytes.bit_length() - 1) - 20, 0), NUM_INTERVALS - 1)
-        divisions = self.rules.roundup_divisions[interval]
-        if divisions > 1 and num_bytes > MIN_BLOCK_BYTES * divisions:
-            floor = 1 << (num_bytes.bit_length() - 1)
-            if num_bytes == floor:
-                return num_bytes
-            step = floor // divisions
-            return _round_up(num_bytes, step) if step else 2 * floor
-        return _round_up(num_bytes, MIN_BLOCK_BYTES)
 
     # Finding, and growing.
 
@@ -172,7 +136,7 @@ class AllocatorModel:
         limit = self.rules.max_split_bytes
         if size < limit <= block.size_bytes:
             return None
-        if size >= limit and block.size_bytes >= size + self.rules.large_segment_bytes:
+        if size >= limit and block.size_bytes >= size + LARGE_SEGMENT_BYTES:
             return None
         pool.remove(block)
         return block
@@ -180,15 +144,12 @@ class AllocatorModel:
     def _segment_bytes(self, size: int) -> int:
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
-        if size < min(_MIN_LARGE_BYTES, self.rules.large_segment_bytes):
-            return self.rules.large_segment_bytes
+        if size < min(_MIN_LARGE_BYTES, LARGE_SEGMENT_BYTES):
+            return LARGE_SEGMENT_BYTES
         return _round_up(size, _ROUND_LARGE_BYTES)
 
     def _has_room(self, num_bytes: int) -> bool:
-        limit = self.capacity_bytes
-        if self._allowed_bytes is not None:
-            limit = min(limit, self._allowed_bytes)
-        return self.reserved_bytes + num_bytes <= limit
+        return self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def _reserve(self, num_bytes: int) -> None:
         self.reserved_bytes += num_bytes
@@ -271,9 +232,10 @@ class AllocatorModel:
 
     def _collect_garbage(self) -> None:
         """Release the large blocks that were unused longest, until the threshold is kept."""
-        if self._collect_above_bytes is None:
+        if not self.rules.garbage_collection_threshold:
             return
-        missing = self.reserved_bytes - self._collect_above_bytes
+        threshold_bytes = int(self.rules.garbage_collection_threshold * self.capacity_bytes)
+        missing = self.reserved_bytes - threshold_bytes
         candidates = [
             block
             for pool in self._pools.values()
@@ -328,7 +290,7 @@ class AllocatorModel:
         return whole
 
     def _page_bytes(self, pool: Pool) -> int:
-        return SMALL_SEGMENT_BYTES if pool.is_small else self.rules.large_segment_bytes
+        return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
 
     def _map(self, block: Block, num_bytes: int) -> bool:
         start = block.segment_start or 0
@@ -381,6 +343,11 @@ def first_of_a_size(torch_version: str) -> FirstOfASize:
     """
     torch = [int(number) for number in torch_version.split(".")[:2]]
     return "segment" if torch >= [2, 13] else "block" if torch == [2, 12] else "address"
+
+
+def round_size(num_bytes: int) -> int:
+    """Return how many bytes are allocated for a request of `num_bytes`."""
+    return _round_up(max(num_bytes, MIN_BLOCK_BYTES), MIN_BLOCK_BYTES)
 
 
 def _round_up(number: int, step: int) -> int:

@@ -1,36 +1,70 @@
-"""Read the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it, and what it means for memory.
+"""Read the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it.
 
 torch reads a number as far as it goes: `128MB` is 128, and `-1` is 2**64 - 1. Such a value carries
 `misread`; in a list, and with another sign than `:` after the key, it is an error here.
+Source: AllocatorConfig.h and .cpp of c10/core and c10/cuda, and the parsers of torch 2.9 to 2.13.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
-
-from trainer_plugins.allocator.options import OPTION_OF, Kind, Option
-from trainer_plugins.units import MIB
+from enum import Enum
 
 Value = bool | int | float | str | tuple[int, ...]
 
 # `roundup_power2_divisions`: one number for each power of 2 from 1 MiB to 32 GiB
 NUM_INTERVALS = 16
 
-SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
-UNLIMITED = 1 << 62
-
 _ENTRY = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 _SIZE_MAX = 2**64 - 1
-_RULES = {
-    "max_split_size_mb": "max_split_bytes",
-    "large_segment_size_mb": "large_segment_bytes",
-    "expandable_segments": "expandable_segments",
-    "garbage_collection_threshold": "garbage_collection_threshold",
-    "roundup_power2_divisions": "roundup_divisions",
-    "per_process_memory_fraction": "memory_fraction",
-}  # the fields of `AllocatorRules`, by option
+
+
+class Kind(Enum):
+    """Says how torch reads a value."""
+
+    FLAG = "True or False, in exactly this spelling"
+    COUNT = "a whole number"
+    FRACTION = "a number"
+    BACKEND = "native or cudaMallocAsync"
+    DIVISIONS = "a power of 2, or a list as in [256:1,512:2,>:4]"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Describes one option, and the range in which torch accepts its value."""
+
+    key: str
+    kind: Kind
+    since: tuple[int, int] = (0, 0)  # the first version that knows it, from 2.9 on
+    minimum: int = 0
+    power_of_2: bool = False
+    maximum: int | None = None
+
+
+OPTIONS = (
+    Option("backend", Kind.BACKEND),
+    Option("max_split_size_mb", Kind.COUNT, minimum=20),
+    Option("max_non_split_rounding_mb", Kind.COUNT, minimum=20),
+    Option("roundup_power2_divisions", Kind.DIVISIONS),
+    Option("garbage_collection_threshold", Kind.FRACTION),
+    Option("expandable_segments", Kind.FLAG),
+    Option("large_segment_size_mb", Kind.COUNT, since=(2, 11), minimum=11),
+    Option("release_lock_on_cudamalloc", Kind.FLAG),
+    Option("release_lock_on_hipmalloc", Kind.FLAG),
+    Option("graph_capture_record_stream_reuse", Kind.FLAG),
+    Option("per_process_memory_fraction", Kind.FRACTION, since=(2, 10)),
+    Option("throw_on_cudamalloc_oom", Kind.FLAG, since=(2, 12)),
+    Option("pinned_use_cuda_host_register", Kind.FLAG),
+    Option("pinned_use_hip_host_register", Kind.FLAG),
+    Option("pinned_num_register_threads", Kind.COUNT, minimum=1, power_of_2=True, maximum=128),
+    Option("pinned_use_background_threads", Kind.FLAG),
+    Option("pinned_reserve_segment_size_mb", Kind.COUNT, since=(2, 10), minimum=1),
+    Option("pinned_max_round_threshold_mb", Kind.COUNT, since=(2, 13)),
+    Option("pinned_max_cached_size_mb", Kind.COUNT, since=(2, 13)),
+    Option("pinned_free_catch_all", Kind.FLAG, since=(2, 12)),
+)
+OPTION_OF = {option.key: option for option in OPTIONS}
 
 
 class SettingsError(ValueError):
@@ -51,69 +85,25 @@ class Setting:
     misread: bool = False  # torch reads only part of the text, or wraps a negative number
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorSettings:
-    """Holds the options of one text, in order; of an option given twice the last one counts."""
-
-    settings: tuple[Setting, ...] = ()
-
-    @property
-    def values(self) -> dict[str, Value]:
-        """Return the value of each option that is set."""
-        return {setting.key: setting.value for setting in self.settings}
-
-    def __str__(self) -> str:
-        return ",".join(f"{setting.key}:{setting.text}" for setting in self.settings)
+def values_of(settings: Iterable[Setting]) -> dict[str, Value]:
+    """Return the value of each option that is set; of an option given twice the last one counts."""
+    return {setting.key: setting.value for setting in settings}
 
 
-FirstOfASize = Literal["address", "segment", "block"]
-FIRST_OF_A_SIZE: tuple[FirstOfASize, ...] = get_args(FirstOfASize)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorRules:
-    """Holds the settings that decide where memory comes from, in bytes; the defaults are CUDA's."""
-
-    expandable_segments: bool = False
-    max_split_bytes: int = UNLIMITED
-    garbage_collection_threshold: float = 0.0  # only with `memory_fraction`, as in torch
-    roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
-    memory_fraction: float | None = None  # of the card, for this process; None: all
-    large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    # of free blocks of one size: that of the lowest address, of the oldest segment, or the oldest
-    first_of_a_size: FirstOfASize = "address"
-
-    @classmethod
-    def of(cls, settings: AllocatorSettings) -> "AllocatorRules":
-        """Read the rules from parsed settings; ValueError for another backend than native."""
-        values = settings.values
-        if values.get("backend", "native") != "native":
-            raise ValueError(
-                f"not predicted: the allocator backend {values['backend']}, only native is modelled"
-            )
-        given: dict[str, Any] = {}
-        for key, name in _RULES.items():
-            if (value := values.get(key)) is not None:
-                given[name] = value
-                if key.endswith("_mb") and isinstance(value, int):
-                    given[name] = min(value * MIB, UNLIMITED)
-        return cls(**given)
-
-
-def parse(text: str) -> AllocatorSettings:
+def parse(text: str) -> dict[str, Value]:
     """Read the text of PYTORCH_ALLOC_CONF; of several errors the first is raised.
 
-    >>> parse("expandable_segments:True, garbage_collection_threshold:0.8").values
+    >>> parse("expandable_segments:True, garbage_collection_threshold:0.8")
     {'expandable_segments': True, 'garbage_collection_threshold': 0.8}
     """
     settings, errors = read(text)
     if errors:
         raise errors[0]
-    return settings
+    return values_of(settings)
 
 
-def read(text: str) -> tuple[AllocatorSettings, tuple[SettingsError, ...]]:
-    """Read what can be read and return all errors, for a linter that names them all at once."""
+def read(text: str) -> tuple[tuple[Setting, ...], tuple[SettingsError, ...]]:
+    """Read what can be read, in order, and return all errors, for a linter that names them all."""
     settings: list[Setting] = []
     errors: list[SettingsError] = []
     for entry in _entries(text):
@@ -124,8 +114,7 @@ def read(text: str) -> tuple[AllocatorSettings, tuple[SettingsError, ...]]:
             settings.append(_setting(*entry))
         except SettingsError as error:
             errors.append(error)
-    whole = AllocatorSettings(tuple(settings))
-    return whole, (*errors, *_against_large_segments(whole))
+    return tuple(settings), (*errors, *_against_large_segments(values_of(settings)))
 
 
 def _entries(text: str) -> Iterator[tuple[str, str] | SettingsError]:
@@ -234,9 +223,8 @@ def _power_of_2(key: str, text: str, what: str) -> int:
     return number
 
 
-def _against_large_segments(settings: AllocatorSettings) -> Iterator[SettingsError]:
+def _against_large_segments(values: dict[str, Value]) -> Iterator[SettingsError]:
     """Yield an error for each split size below the large segment size, whatever their order."""
-    values = settings.values
     large = values.get("large_segment_size_mb", 0)
     for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
         value = values.get(key)

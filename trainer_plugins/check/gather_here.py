@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import psutil
 
-from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.environment import SWITCHES
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner

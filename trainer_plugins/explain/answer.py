@@ -120,7 +120,7 @@ class Cause:
 class Remedy:
     """Says one thing to do, as the user types it."""
 
-    json_properties: ClassVar[tuple[str, ...]] = ("flags", "variables")
+    json_properties: ClassVar[tuple[str, ...]] = ("fits", "flags", "variables")
 
     do: str  # a flag, an `export` line or a command, ready to be copied
     effect: str  # what it changes, in GiB where that is known, and why it helps this case
@@ -130,7 +130,11 @@ class Remedy:
     # What the planner predicts for the run with it, or the replay of the snapshot; None: nothing.
     predicted_peak_bytes: int | None = None
     spare_bytes: int | None = None  # of the card at that peak; negative if it is short
-    fits: bool | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether the card is large enough with it; None if that is not known."""
+        return None if self.spare_bytes is None else self.spare_bytes >= 0
 
     @property
     def flags(self) -> Mapping[str, str]:

@@ -193,13 +193,18 @@ SURVIVAL_REFUSED = re.compile(
 
 def remedy(
     advice: Advice,
-    do: str | Door,
+    do: str | Door | None = None,
     effect: str = "",
     *,
     by_arithmetic: object = False,
     **values: object,
 ) -> Remedy:
-    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there."""
+    """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there.
+
+    Without a door it is the first one that has a spelling, but for arguments in a script.
+    """
+    if do is None:
+        do = next(door for door in advice.spellings if door is not Door.ARGUMENTS)
     if isinstance(do, Door):
         do = ("export " if do is Door.ENVIRONMENT else "") + advice.flag(do, **values)
     return Remedy(

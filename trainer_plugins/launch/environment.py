@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer_plugins.allocator.choose import choose
-from trainer_plugins.allocator.gather import gather_machine
-from trainer_plugins.allocator.lint import lint
-from trainer_plugins.allocator.machine import Machine
+from trainer_plugins.allocator.lint import choose, lint
+from trainer_plugins.allocator.machine import Machine, gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.extensions import ExtensionLock, lock_findings, read_locks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import HostDevice
 from trainer_plugins.devices.nvml import NvmlError

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.checkpointing import spelled
 from trainer_plugins.launch.main_memory import HostLimits

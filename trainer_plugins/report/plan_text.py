@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainer_plugins.allocator.settings import SMALL_SEGMENT_BYTES
+from trainer_plugins.allocator.model import SMALL_SEGMENT_BYTES
 from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least, peak_until_resume
 from trainer_plugins.report.page import Indented, plain_table, to_paste
 from trainer_plugins.report.words import words_of

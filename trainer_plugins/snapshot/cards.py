@@ -1,10 +1,9 @@
 """Snapshot: what torch wrote about each card, with every value checked. Sizes in bytes.
 
-Formats differ by version: torch 2.0 writes blocks without addresses, and their frames in a
-`history`; recording that was off leaves no events; `memory_snapshot()` is a bare list of segments.
+Recording that was off leaves no events; `memory_snapshot()` is a bare list of segments.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -218,7 +217,7 @@ class _Reader:
 
     def _segment(self, raw: Mapping[str, Any]) -> Segment:
         start, num_bytes = _number(raw["address"]), _number(raw["total_size"], _LARGEST)
-        blocks = tuple(self._blocks(raw["blocks"], start))
+        blocks = tuple(map(self._block, raw["blocks"]))
         ends = [start, *(block.address + block.num_bytes for block in blocks)]
         starts = [*(block.address for block in blocks), start + num_bytes]
         if any(end > following for end, following in zip(ends, starts, strict=True)):
@@ -238,15 +237,10 @@ class _Reader:
             blocks,
         )
 
-    def _blocks(self, raw: Sequence[Mapping[str, Any]], position: int) -> Iterator[Block]:
-        for each in raw:
-            address = _number(each.get("address", position))
-            num_bytes = _number(each["size"], _LARGEST)
-            position = address + num_bytes
-            frames = each.get("frames")
-            if frames is None and each.get("history"):
-                frames = each["history"][0].get("frames")
-            yield Block(address, num_bytes, each["state"].startswith("active"), self._stack(frames))
+    def _block(self, raw: Mapping[str, Any]) -> Block:
+        address, num_bytes = _number(raw["address"]), _number(raw["size"], _LARGEST)
+        is_active = raw["state"].startswith("active")
+        return Block(address, num_bytes, is_active, self._stack(raw.get("frames")))
 
     def _stack(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
         if not frames:

@@ -9,28 +9,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from trainer_plugins.snapshot.cards import Card, Snapshot
 from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.stacks import NOWHERE, Meaning, Work, meaning_of
 from trainer_plugins.units import MIB
 
-Category = Literal[
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "activations",
-    "gathered parameters",
-    "KV cache",
-    "logits",
-    "temporaries",
-    "other",
-    "unknown",
-    "waiting",
-]  # what a block was for; the allocator does not count what is `waiting` as allocated
+Category = str  # what a block was for: a name of `WORDS`
 
-# From the bottom of a picture to its top: permanent memory first.
+# From the bottom of a picture to its top: permanent memory first. What is `waiting` the allocator
+# does not count as allocated.
 WORDS: Mapping[Category, str] = {
     "parameters": "parameters",
     "optimizer states": "optimizer states",
@@ -124,11 +113,6 @@ class Sorter:
             blocks_from[place] += 1
         lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
         return Held(position, dict(categories.most_common()), tuple(lines))
-
-    def gradient_bytes(self) -> int:
-        """Return what the gradients took at the end of the last complete backward pass."""
-        ends = [each.last for each in self.passes[:-1] if each.kind == "backward"]
-        return self.held_at(ends[-1]).categories.get("gradients", 0) if ends else 0
 
     def place(self, life: Life) -> str:
         """Name the line that asked for a block."""

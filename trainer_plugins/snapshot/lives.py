@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from trainer_plugins.allocator.model import AllocatorModel, AllocatorRules
-from trainer_plugins.allocator.settings import FIRST_OF_A_SIZE, FirstOfASize
+from trainer_plugins.allocator.model import (
+    FIRST_OF_A_SIZE,
+    AllocatorRules,
+    FirstOfASize,
+    round_size,
+)
 from trainer_plugins.snapshot.cards import Card, Snapshot
 from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
 from trainer_plugins.snapshot.trace import NotModelledError, Trace, known_from, trace_of
@@ -45,19 +49,16 @@ def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> 
     Which torch has written a snapshot it does not say: what is `likely` is tried first.
     """
     trace = trace_of(card, snapshot.name)
-    rules = AllocatorRules(expandable_segments=trace.expandable, first_of_a_size=likely)
+    rules = AllocatorRules(expandable_segments=trace.expandable)
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
-    best = _repeat(trace, rules)
-    for first in FIRST_OF_A_SIZE:
-        if first == likely:
-            continue
-        if best.outcome.is_same:
+    found: list[Repeated] = []
+    for first in sorted(FIRST_OF_A_SIZE, key=lambda each: each != likely):
+        found.append(_repeat(trace, replace(rules, first_of_a_size=first)))
+        if found[-1].outcome.is_same:
             break
-        other = _repeat(trace, replace(rules, first_of_a_size=first))
-        best = max(best, other, key=lambda each: each.outcome.same_address)
-    return best
+    return max(found, key=lambda each: each.outcome.same_address)
 
 
 def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
@@ -77,7 +78,6 @@ def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
 def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
     """Follow each block; without a replay, sizes are what was asked for, rounded up."""
     blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
-    round_size = AllocatorModel().round_size
     sizes = iter(repeated.block_bytes) if repeated is not None else None
     segments = repeated.trace.segments if repeated is not None else ()
     at_start = dict(used for segment in segments for used in segment.used())

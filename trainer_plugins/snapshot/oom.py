@@ -42,7 +42,6 @@ class SnapshotCase:
     peak_reserved_bytes: int  # the highest that was recorded
     oom: Oom | None  # the last one
     oom_stack: int
-    went_on: bool  # whether another step was trained after the OOM: it was caught
     repeated: Repeated | None
     why_not_repeated: str
 
@@ -97,7 +96,6 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
     position = end if end is not None else peak_of(card, lives)
     reserved = reserved_after(card)
     refused = card.events[end] if end is not None else None
-    after = range(end, len(card.events)) if end is not None else ()
     return SnapshotCase(
         snapshot=snapshot,
         card=card,
@@ -108,11 +106,6 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
         peak_reserved_bytes=max(reserved),
         oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
         oom_stack=card.stacks[end] if end is not None else 0,
-        went_on=any(
-            card.events[at].action == "alloc"
-            and sorter.meaning(card.stacks[at]).work in ("backward", "optimizer")
-            for at in after
-        ),
         repeated=repeated,
         why_not_repeated=why,
     )

@@ -1,8 +1,8 @@
 """Repeats the events of a card on a model of its allocator, and compares address by address."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from trainer_plugins.allocator.model import (
     SMALL_BYTES,
@@ -19,33 +19,12 @@ _OUT_OF_THE_WAY = 1 << 50  # no address of a card lies so high
 _MOST_PIECES = 200_000  # no real card has more blocks at the start
 
 
-class Card(Protocol):
-    """Describes an allocator that can be told where its next segment lies."""
-
-    @property
-    def reserved_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...  # the highest reserved memory since `start`
-
-    # Peaks are counted from here on, and no more than this is reserved; None is no limit.
-    def start(self, capacity_bytes: int | None) -> None: ...
-
-    def place_next(self, address: int, num_bytes: int) -> None: ...
-
-    def malloc(self, num_bytes: int, stream: int) -> int: ...  # the address, or AllocatorFull
-
-    def free(self, address: int) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-
 class ModelCard:
-    """Replays on `AllocatorModel`, with the segments' real addresses."""
+    """Replays on `AllocatorModel`, which is told where the next segment lies."""
 
     def __init__(self, trace: Trace, rules: AllocatorRules | None = None) -> None:
         at_first = AllocatorRules(expandable_segments=trace.expandable)
-        self._rules = rules
+        self._rules = rules or at_first
         self._given: tuple[int, int] | None = None
         self._others = _OUT_OF_THE_WAY
         self._blocks: dict[int, Block] = {}
@@ -58,12 +37,13 @@ class ModelCard:
 
     @property
     def peak_bytes(self) -> int:
+        """Return the highest reserved memory since `start`."""
         return self._model.peak_reserved_bytes
 
     def start(self, capacity_bytes: int | None) -> None:
+        """Count peaks from here on, and reserve no more than this; None is no limit."""
         self.block_bytes.clear()
-        if self._rules is not None:
-            self._model.rules = self._rules
+        self._model.rules = self._rules
         self._model.reset_peaks()
         if capacity_bytes is not None:
             self._model.capacity_bytes = capacity_bytes
@@ -85,6 +65,7 @@ class ModelCard:
         """Do nothing: the trace says where the next one lies."""
 
     def malloc(self, num_bytes: int, stream: int) -> int:
+        """Return the address of a new block, or raise AllocatorFull."""
         block = self._model.malloc(num_bytes, stream)
         self._blocks[block.address] = block
         self.block_bytes.append(block.size_bytes)
@@ -99,16 +80,11 @@ class ModelCard:
 
 @dataclass
 class Outcome:
-    """Counts what was alike."""
+    """Counts what was repeated, and names the first difference."""
 
     allocations: int = 0
     same_address: int = 0
     growths: int = 0  # allocations that took something from the card
-    same_growth: int = 0  # of these, those that took as much as in truth
-    releases: int = 0
-    same_release: int = 0
-    out_of_memory: int = 0
-    same_out_of_memory: int = 0
     peak_bytes: int = 0  # the highest reserved memory of the real card
     replayed_peak_bytes: int = 0
     first_difference: str | None = None
@@ -132,13 +108,13 @@ def capacity_of(trace: Trace) -> int | None:
     return None
 
 
-def replay(trace: Trace, card: Card) -> Outcome:
+def replay(trace: Trace, card: ModelCard) -> Outcome:
     """Bring a card to where the trace begins, repeat each event on it, and compare."""
     return _Replay(trace, card).run()
 
 
 class _Replay:
-    def __init__(self, trace: Trace, card: Card) -> None:
+    def __init__(self, trace: Trace, card: ModelCard) -> None:
         self._trace, self._card = trace, card
         self._outcome = Outcome()
         self._at: dict[int, int] = {}  # where a block of the trace lies on the replaying card
@@ -197,7 +173,6 @@ class _Replay:
         """Empty the cache where the run did; a card that was full does it by itself."""
         if not self._released:
             return
-        self._outcome.releases += 1
         taken = sum(each.num_bytes for each in self._segments)
         was_full = self._capacity is not None and (
             self._reserved + self._released > self._capacity
@@ -206,9 +181,7 @@ class _Replay:
         if not was_full:
             self._card.empty_cache()
         # If it was full, what is held after the next allocation shows what was released.
-        if was_full or self._card.reserved_bytes == self._reserved - taken:
-            self._outcome.same_release += 1
-        else:
+        if not was_full and self._card.reserved_bytes != self._reserved - taken:
             self._differs(position, "another part of the cache was released")
         self._released = 0
 
@@ -218,12 +191,8 @@ class _Replay:
         elif event.action == "free" and event.address in self._at:
             self._card.free(self._at.pop(event.address))
         elif event.action == "oom":
-            self._outcome.out_of_memory += 1
-            try:
+            with suppress(AllocatorFull):
                 self._card.free(self._card.malloc(event.num_bytes, event.stream))
-            except AllocatorFull:
-                self._outcome.same_out_of_memory += 1
-            else:
                 self._differs(position, "the real card ran out of memory here")
 
     def _allocate(self, event: Event, position: int) -> None:
@@ -242,9 +211,7 @@ class _Replay:
             self._differs(position, f"{address:#x} instead of {event.address:#x}")
         if self._segments or self._card.reserved_bytes != before:
             outcome.growths += 1
-            if self._card.reserved_bytes == self._reserved:
-                outcome.same_growth += 1
-            else:
+            if self._card.reserved_bytes != self._reserved:
                 self._differs(position, "the real card took another amount of memory")
         self._segments.clear()
         self._at[event.address] = address

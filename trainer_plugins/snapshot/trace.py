@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from trainer_plugins.allocator.model import AllocatorModel
-from trainer_plugins.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+from trainer_plugins.allocator.model import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, round_size
 from trainer_plugins.snapshot.cards import Card, Event
 from trainer_plugins.units import MIB
 
@@ -171,7 +170,7 @@ class _Start:
                 yield "free", address - position
             size = self._live[address]
             if size is None:
-                size = AllocatorModel().round_size(self._requested[address])
+                size = round_size(self._requested[address])
                 if behind is not None:
                     limit = min(following, behind.get(address, following))
                     if limit - address - size <= MIB:

@@ -1,29 +1,32 @@
-"""Names what has grown and who holds it, once growth is established."""
+"""Names what has grown and who holds it, or what a run is fed with, once growth is established."""
 
 import gc
 import re
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.facts import tried
-from trainer_plugins.launch.masked import masked_text
-from trainer_plugins.upkeep.fed import largest_of_batch, words_of_batches, words_of_dataset
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.frames import batch_of, drop_variables, frames_above
 from trainer_plugins.upkeep.holders import owned_by, storage_of, tracked, users_holder
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
 _MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
 _LEAST_FRACTION = 0.1  # of the growth that a container has to explain
 _NUM_SAMPLED, _NUM_INNER = 4, 100
+_CONTAINERS = (list, dict, set, deque)
+_WRAPPERS = ("torch.utils.data.", "accelerate.")
+_MANY = 10_000  # Python objects of which each worker's copies add up
 _Since = Callable[[int, float], str]  # how many there are, and how many more each time
 _Container = list[object] | deque[object] | dict[object, object]
 
@@ -55,7 +58,7 @@ class GrowthTeller:
         # A watch may outlive a run that died.
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._dataset_words = tried(partial(words_of_dataset, dataset), ("", ""))
+        self._dataset_words = tried(partial(_words_of_dataset, dataset), ("", ""))
         self._batches: list[tuple[str, tuple[int, ...]]] = []
         self._before: dict[str, Counter[_Kind]] = {}
         self._old: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -68,7 +71,7 @@ class GrowthTeller:
 
     def look(self) -> None:
         """See the largest tensor of this step's batch."""
-        if (seen := tried(largest_of_batch, None)) is not None:
+        if (seen := tried(_largest_of_batch, None)) is not None:
             self._batches.append(seen)
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
@@ -108,11 +111,15 @@ class GrowthTeller:
         if finding.code == "leak-workers":
             return _Named(*self._dataset_words)
         if finding.code == "leak-cache":
-            return _Named(words_of_batches(self._batches))
+            return _Named(_words_of_batches(self._batches))
         if finding.code != "leak-host":
             return _Named()
         named = self._tensors("cpu", since)
-        return named if named.grew else self._container(_rate(finding) * LOOKS_TO_NAME, since)
+        return (
+            named
+            if named.grew
+            else self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
+        )
 
     def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return those on a device that neither the model nor its optimizer owns."""
@@ -176,15 +183,11 @@ class GrowthTeller:
                 break
             if holder := users_holder(grown, longer):
                 more = len(grown) - self._lengths[id(grown)]
-                place = masked_text(_place(holder))
+                place = _place(holder)
                 what = f"{len(grown)} x {type(_items(grown)[-1]).__name__} in {place}"
                 cure = f"Bound what {place} keeps, or empty it: `{_name(place)}.clear()`."
                 return _Named(f"{what}, {since(len(grown), more / LOOKS_TO_NAME)}", cure)
         return _Named()
-
-
-def _rate(leak: Finding) -> float:
-    return float(leak.data["bytes_a_step"])
 
 
 def _held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -237,7 +240,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 def _told(tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str) -> _Named:
     """Return what has grown, its holder, and the cure as a line of code."""
-    kind, place = _kind(tensor), masked_text(_place(holder))
+    kind, place = _kind(tensor), _place(holder)
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"
     name = _name(place)
     if a_step < 1:
@@ -269,3 +272,49 @@ def _place(holder: str) -> str:
 
 def _name(place: str) -> str:
     return re.split(r" -> |,|\[", place)[0]
+
+
+def _largest_of_batch() -> tuple[str, tuple[int, ...]] | None:
+    """Return name and shape of the largest tensor of the batch in the step that calls this."""
+    frames = [*frames_above()][::-1]  # outermost first
+    batch = batch_of(frames, Trainer)
+    drop_variables(frames)
+    if not batch:
+        return None
+    name = max(batch, key=lambda each: prod(batch[each].shape))
+    return name, batch[name].shape
+
+
+def _words_of_batches(seen: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Say how many shapes the batches of these steps had; empty if all had one."""
+    shapes = sorted({shape for _, shape in seen}, key=prod)
+    if len(shapes) < 2:
+        return ""
+    first, last = list(shapes[0]), list(shapes[-1])
+    return f"{len(shapes)} shapes of {seen[-1][0]} in {len(seen)} steps, {first} to {last}"
+
+
+def _words_of_dataset(dataset: object) -> tuple[str, str]:
+    """Name what a dataset keeps, which is in each worker, and the cure; empty if nothing shows."""
+    while type(dataset).__module__.startswith(_WRAPPERS) and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    kind = type(dataset).__name__
+    values = {f"{kind}.{name}": value for name, value in getattr(dataset, "__dict__", {}).items()}
+    if isinstance(dataset, list):
+        values = {"train_dataset, a list,": dataset}
+    kept = {name: len(value) for name, value in values.items() if type(value) in _CONTAINERS}
+    if type(dataset).__module__.startswith("datasets.") or not kept:
+        return "", ""
+    place = max(kept, key=kept.__getitem__)
+    if kept[place] >= _MANY:
+        return (
+            f"{place} has {kept[place]:,} Python objects: each read writes a count beside one, and"
+            " the worker gets a copy of that page (pytorch#13246)",
+            "Keep the rows in one array or an Arrow table: `numpy.array(rows)`,"
+            " `datasets.Dataset.from_list(rows)`.",
+        )
+    cure = f"self.{place.rpartition('.')[2]}.clear()"
+    return (
+        f"each worker has its own {', '.join(kept)}",
+        f"Bound what `{kind}.__getitem__` keeps, or empty it: `{cure}`.",
+    )

@@ -4,7 +4,6 @@ import gc
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from traceback import walk_tb
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeGuard, TypeVar
@@ -190,7 +189,10 @@ def users_holder(thing: object, ours: object) -> str:
 def _holder(
     thing: object, ours: object, most_links: int = _MAX_LINKS, until_users: bool = False
 ) -> str:
-    """Climb from an object to what refers to it, up to a module, a frame, or a few names."""
+    """Climb from an object to what refers to it, up to a module, a frame, or a few names.
+
+    A key of a dictionary may be a secret, so what is found is masked.
+    """
     text = ""
     seen = {id(ours), id(thing)}
     for _ in range(most_links):
@@ -210,7 +212,7 @@ def _holder(
             break
         seen.add(id(owner))
         thing = owner
-    return text or _UNKNOWN
+    return masked_text(text) or _UNKNOWN
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
@@ -271,8 +273,8 @@ def count_alive(reading: MemoryReading) -> Alive:
         ledger.add_optimizer(optimizer)
     others = ledger.others()
     hidden_bytes = reading.allocated_bytes - sum(ledger.category_bytes.values())
-    largest = _masked(held_by(others))
-    graphs = _masked(graphs_held(device_type, oldest=True))
+    largest = tuple(held_by(others))
+    graphs = graphs_held(device_type, oldest=True)
     return Alive(
         category_bytes=dict(ledger.category_bytes),
         # A process has far more in main memory than tensors.
@@ -293,15 +295,11 @@ def _models_counted(ledger: "_Ledger") -> tuple[LiveModel, ...]:
         LiveModel(
             name=type(model).__name__,
             num_bytes=sizes[id(model)],
-            holder=masked_text(_holder(model, roots)),
+            holder=_holder(model, roots),
         )
         for model in roots
         if sizes[id(model)]
     )
-
-
-def _masked(held: list[Held]) -> tuple[Held, ...]:
-    return tuple(replace(each, holder=masked_text(each.holder)) for each in held)
 
 
 class _Ledger:

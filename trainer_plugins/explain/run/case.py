@@ -1,5 +1,6 @@
 """Case: one rank's out-of-memory error, with the numbers that the rules of causes use."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,10 +8,11 @@ from functools import cached_property
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
+from trainer_plugins.explain.shared import Said, said
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.units import GIB, MIB
+from trainer_plugins.units import GIB, MIB, size
 
 WARM_UP_STEPS = 2
 _ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
@@ -88,23 +90,28 @@ class Case:
             "others_bytes": self.outside if is_known else None,
         }
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """Return the rows and tokens of the batch; empty if they are not known."""
-        return dict(zip(("num_rows", "num_tokens"), self.tokens or (), strict=False))
+    def says(self, words: str, **more: int | float | str | None) -> Said:
+        """Make a sentence of numbers that are known here by these names, and of `more`."""
+        rows, length = self.tokens or (None, None)
+        return said(
+            words,
+            **self.stated,
+            where=self.record.where,
+            num_rows=rows,
+            num_tokens=length,
+            num_earlier_steps=len(self.samples),
+            highest_peak_bytes=self.highest_peak,
+            kept_by_training_bytes=self.fixed,
+            of_the_batch_bytes=self.live - self.fixed,
+            foreign_bytes=self.foreign,
+            **more,
+        )
 
     def shown_by(self, name: str) -> ShownBy:
         """Return what the record read a number of the evidence from."""
-        stated_by = {
-            "requested_bytes": self.record.error.requested_bytes,
-            "limit_bytes": self.record.error.limit_bytes,
-            "capacity_bytes": self.record.error.total_bytes,
-            "free_bytes": self.record.error.free_bytes,
-            "allocated_bytes": self.record.error.allocated_bytes,
-            "unused_bytes": self.record.error.unused_bytes,
-        }
-        if name in stated_by:
-            return "reading" if stated_by[name] is None else "message"
+        if name in self.stated:
+            name = "total_bytes" if name == "capacity_bytes" else name
+            return "reading" if getattr(self.record.error, name, None) is None else "message"
         if name == "foreign_bytes" and any(each.is_own for each in self.record.processes or ()):
             return "processes"
         return _SHOWN_BY.get(name, "live tensors")
@@ -166,6 +173,41 @@ class Case:
         return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
 
     @property
+    def kept_logits(self) -> int:
+        """Return the bytes of outputs that an evaluation keeps; 0 if they are few."""
+        vocabulary = self.config("vocab_size")
+        tensors = self.record.alive.largest if self.record.alive else ()
+        kept = sum(
+            each.num_bytes
+            for each in tensors
+            if "EvalLoopContainer" in each.holder
+            or (vocabulary and each.shape[-1:] == (vocabulary,) and len(each.shape) == 3)
+        )
+        return kept if kept > 0.1 * self.live else 0
+
+    @property
+    def kept_tensors(self) -> list[tuple[str, str]]:
+        """Return what no model owns, and what holds it; the larger kind, graphs or not, first."""
+        alive = self.record.alive
+        if alive is None:
+            return []
+        tensors = [
+            (f"{size(each.num_bytes)} {list(each.shape)}", each.holder) for each in alive.largest
+        ]
+        graphs = [
+            (f"a graph that ends in {list(each.shape)}", each.holder) for each in alive.graphs
+        ]
+        of_graphs = alive.hidden_bytes + self.category("activation")
+        return graphs + tensors if of_graphs > self.category("other") else tensors + graphs
+
+    @property
+    def second_models(self) -> list[LiveModel]:
+        """Return the models that the run uses beside the one that it trains, the largest first."""
+        trainer = self.record.run.trainer
+        of_trainer = re.compile(rf"\b{re.escape(trainer)}\.(?!model\b|model_wrapped\b)\w+$")
+        return [each for each in self.models if trainer and of_trainer.search(each.holder)]
+
+    @property
     def fixed(self) -> int:
         """Return what stays from step to step, as far as it was there."""
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
@@ -217,7 +259,7 @@ class Case:
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)
-        named = sum(size for pid, size in self.record.error.process_bytes if pid is not None)
+        named = sum(used for pid, used in self.record.error.process_bytes if pid is not None)
         may_be_ours = max(min(2 * GIB, self.total // 4), 0.15 * self.total)
         return max(named, self.outside if self.outside > may_be_ours else 0)
 

@@ -1,22 +1,26 @@
 """Causes of a recorded out-of-memory error: what text alone cannot know is known here."""
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from trainer_plugins.explain.answer import Cause, Certainty
-from trainer_plugins.explain.run.beside import leftover, other_memory, other_processes, second_model
+from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.run.case import WARM_UP_STEPS, Case
 from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
+    are_alike,
     cause,
     is_in_pieces,
-    said,
+    quoted,
 )
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
-from trainer_plugins.units import size
 
 _FEWEST_STEPS = 5
+_ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
+_KILLED = "is killed by signal: Killed"
+# The causes that the source of an error decides.
+_BY_SOURCE = {"nccl": "nccl", "pinned": "pinned", "shared": "shm", "host": "host-alloc"}
 _SHAPE = " ({num_rows} x {num_tokens} tokens)"
 
 _KEPT_LOGITS = {
@@ -29,14 +33,13 @@ _ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
     """Return the causes that the record shows, the one that decides first; at least one."""
-    found = [one for rule in RULES if (one := rule(case)) is not None] or [_capacity(case)]
-    if _has_pieces(case) and all(each.code != "fragmentation" for each in found):
-        found.append(_in_pieces(case, "possible"))
-    return tuple(found)
+    found = [one for rule in RULES if (one := rule(case)) is not None]
+    shown = [each for each in found if each.grade != "possible"] or [_capacity(case)]
+    return (*shown, *(each for each in found if each.grade == "possible"))
 
 
 def _impossible(case: Case) -> Cause | None:
-    asked = said("{requested_bytes} were asked for in one piece", **case.stated)
+    asked = case.says("{requested_bytes} were asked for in one piece")
     return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
 
 
@@ -48,10 +51,7 @@ def _contradictory(case: Case) -> Cause | None:
         return None
     return cause(
         "contradictory",
-        said(
-            "{requested_bytes} were refused with {free_bytes} free of {capacity_bytes}",
-            **case.stated,
-        ),
+        case.says("{requested_bytes} were refused with {free_bytes} free of {capacity_bytes}"),
     )
 
 
@@ -59,23 +59,17 @@ def _by_moment(case: Case) -> Cause | None:
     moment, where = case.record.moment, f"it happened in {case.record.where}"
     if moment == "resume":
         asked = "{requested_bytes} were asked for, with {allocated_bytes} in tensors"
-        return cause("resume-load", f"{where}, before training went on", said(asked, **case.stated))
+        return cause("resume-load", f"{where}, before training went on", case.says(asked))
     if moment == "save":
-        asked = "{where}; {requested_bytes} were asked for"
-        return cause("save-gather", said(asked, where=where, **case.stated))
-    if moment == "generate":
-        kept = "{where}; training keeps {kept_by_training_bytes} on the card"
-        numbers = {"kept_by_training_bytes": case.fixed}
-        return cause("generate-cache", said(kept, where=where, **numbers))
-    if moment == "begin" and case.record.call == "train":
         return cause(
-            "load-too-large",
-            said(
-                "no step had begun; {allocated_bytes} of {capacity_bytes} were in tensors",
-                **case.stated,
-            ),
-            grade="likely",
+            "save-gather", case.says("it happened in {where}; {requested_bytes} were asked for")
         )
+    if moment == "generate":
+        kept = "it happened in {where}; training keeps {kept_by_training_bytes} on the card"
+        return cause("generate-cache", case.says(kept))
+    if moment == "begin" and case.record.call == "train":
+        held = "no step had begun; {allocated_bytes} of {capacity_bytes} were in tensors"
+        return cause("load-too-large", case.says(held), grade="likely")
     return None
 
 
@@ -87,48 +81,31 @@ def _evaluation(case: Case) -> Cause | None:
         *_, last = record.frames
         return cause(
             "eval-metrics",
-            said(
+            case.says(
                 "{requested_bytes} were asked for in {place}",
                 place=f"{last.function} ({last.file}, line {last.line})",
-                **case.stated,
             ),
         )
-    kept, is_collecting = kept_logits(case), bool(case.functions & _KEPT_LOGITS)
+    kept, is_collecting = case.kept_logits, bool(case.functions & _KEPT_LOGITS)
     if kept or is_collecting:
         return cause(
             "eval-logits",
-            said("{kept_bytes} of earlier batches were alive", kept_bytes=kept) if kept else "",
+            case.says("{kept_bytes} of earlier batches were alive", kept_bytes=kept)
+            if kept
+            else "",
             f"it was collecting them in {record.where}" if is_collecting else "",
             kept_bytes=kept,
         )
     rows = case.argument("per_device_eval_batch_size", 8)
     return cause(
         "eval-batch",
-        said(
+        case.says(
             f"it happened in {{where}}, with {{num_eval_rows}} rows{_SHAPE if case.tokens else ''}",
-            where=record.where,
             num_eval_rows=rows,
-            **case.shape,
         ),
-        said(
-            "training keeps {kept_by_training_bytes} on the card meanwhile",
-            kept_by_training_bytes=case.fixed,
-        ),
+        case.says("training keeps {kept_by_training_bytes} on the card meanwhile"),
         num_rows=rows,
     )
-
-
-def kept_logits(case: Case) -> int:
-    """Return the bytes of outputs that an evaluation keeps; 0 if they are few."""
-    vocabulary = case.config("vocab_size")
-    tensors = case.record.alive.largest if case.record.alive else ()
-    kept = sum(
-        each.num_bytes
-        for each in tensors
-        if "EvalLoopContainer" in each.holder
-        or (vocabulary and each.shape[-1:] == (vocabulary,) and len(each.shape) == 3)
-    )
-    return kept if kept > 0.1 * case.live else 0
 
 
 def _leak(case: Case) -> Cause | None:
@@ -144,7 +121,7 @@ def _leak(case: Case) -> Cause | None:
     noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
         "leak",
-        said(
+        case.says(
             "{bytes_a_step} more after each step, {risen_bytes} from step {first_step} to"
             " {last_step}",
             bytes_a_step=int(a_step),
@@ -153,24 +130,11 @@ def _leak(case: Case) -> Cause | None:
             last_step=steps[-1][0],
         ),
         *([f"MemoryWatchdog noted {noted.evidence}. {noted.remedy}"] if noted else []),
-        *(f"{what} held by {holder}" for what, holder in kept_in(case)[:2]),
+        *(f"{what} held by {holder}" for what, holder in case.kept_tensors[:2]),
         summary=f"live memory has risen from step to step since step {steps[0][0]}: something is"
         " kept",
         grade="certain" if noted else "likely",
     )
-
-
-def kept_in(case: Case) -> list[tuple[str, str]]:
-    """Return what is kept that belongs to no model, and what holds it; the larger kind first."""
-    alive = case.record.alive
-    if alive is None:
-        return []
-    tensors = [
-        (f"{size(each.num_bytes)} {list(each.shape)}", each.holder) for each in alive.largest
-    ]
-    graphs = [(f"a graph that ends in {list(each.shape)}", each.holder) for each in alive.graphs]
-    of_graphs = alive.hidden_bytes + case.category("activation")
-    return graphs + tensors if of_graphs > case.category("other") else tensors + graphs
 
 
 def _optimizer(case: Case) -> Cause | None:
@@ -182,7 +146,7 @@ def _optimizer(case: Case) -> Cause | None:
         "it was the first step of the run, in which the states are made"
         if case.is_first_step
         else f"it happened in {case.record.where}",
-        said(
+        case.says(
             "{parameter_bytes} of parameters, {gradient_bytes} of gradients, {states_bytes} of"
             " states were there",
             parameter_bytes=case.category("parameter"),
@@ -200,44 +164,27 @@ def _zero3(case: Case) -> Cause | None:
         return None
     return cause(
         "zero3-gather",
-        said(
-            "it happened in {where}; {requested_bytes} were asked for",
-            where=case.record.where,
-            **case.stated,
-        ),
+        case.says("it happened in {where}; {requested_bytes} were asked for"),
         grade="likely",
     )
 
 
 def _fragmentation(case: Case) -> Cause | None:
-    if not _has_pieces(case):
+    if not is_in_pieces(case.asked, case.unused, case.free, case.total):
         return None
     fitted_before = case.live + case.asked <= case.highest_peak
     # Where no step was as large before, little of the card in pieces may be chance.
-    if not fitted_before and case.unused < 0.1 * case.total:
-        return None
-    return _in_pieces(case, "certain" if fitted_before else "likely")
-
-
-def _has_pieces(case: Case) -> bool:
-    return is_in_pieces(case.asked, case.unused, case.free, case.total)
-
-
-def _in_pieces(case: Case, grade: Certainty) -> Cause:
-    is_certain, highest = grade == "certain", case.highest_peak
+    is_much = case.unused >= 0.1 * case.total
     return cause(
         "fragmentation",
-        said(
+        case.says(
             "{requested_bytes} were asked for in one piece; {unused_bytes} lay unused in the"
-            " allocator's segments, and {free_bytes} were free",
-            **case.stated,
+            " allocator's segments, and {free_bytes} were free"
         ),
-        said("earlier steps needed as much, {highest_peak_bytes}", highest_peak_bytes=highest)
-        if is_certain
-        else "",
-        grade=grade,
-        doubt="" if is_certain else "whether the rest of the step would have fitted",
-        highest_peak_bytes=highest,
+        case.says("earlier steps needed as much, {highest_peak_bytes}") if fitted_before else "",
+        grade="certain" if fitted_before else "likely" if is_much else "possible",
+        doubt="" if fitted_before else "whether the rest of the step would have fitted",
+        highest_peak_bytes=case.highest_peak,
     )
 
 
@@ -257,13 +204,11 @@ def _logits(case: Case) -> Cause | None:
         return None
     return cause(
         "logits-loss",
-        said(
+        case.says(
             "{requested_bytes} were asked for; logits of {num_rows} rows of {num_tokens} tokens"
             " over {num_words:,} words are {logits_bytes} in fp32",
             num_words=vocabulary,
             logits_bytes=num_bytes,
-            **case.shape,
-            **case.stated,
         ),
         grade="certain" if is_exact else "likely",
     )
@@ -280,31 +225,26 @@ def _quadratic(case: Case) -> Cause | None:
         return None
     return cause(
         "quadratic-attention",
-        said(
+        case.says(
             "{requested_bytes} were asked for: {num_rows} rows x {num_heads} heads x {num_tokens}"
             " x {length}",
             num_heads=heads,
             length=str(length),
-            **case.shape,
-            **case.stated,
         ),
     )
 
 
 def _long_sample(case: Case) -> Cause | None:
-    needed, num_steps = case.live + case.asked, len(case.samples)
+    needed = case.live + case.asked
     is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
-    if not is_step or num_steps <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
+    if not is_step or len(case.samples) <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
         return None
     return cause(
         "long-sample",
-        said(
+        case.says(
             "{num_earlier_steps} steps before it needed at most {highest_peak_bytes}; this one at"
             f" least {{needed_bytes}}{_SHAPE if case.tokens else ''}",
-            num_earlier_steps=num_steps,
-            highest_peak_bytes=case.highest_peak,
             needed_bytes=needed,
-            **case.shape,
         ),
         "what stays from step to step has not grown",
         summary="this batch needed more than any before it: a long sample, or many at once",
@@ -316,25 +256,18 @@ def _capacity(case: Case) -> Cause:
     is_counted, limit = case.record.alive is not None, case.record.error.limit_bytes
     return cause(
         "capacity",
-        said("this process may use only {limit_bytes} of {capacity_bytes}", **case.stated)
-        if limit
-        else "",
-        said(
+        case.says("this process may use only {limit_bytes} of {capacity_bytes}") if limit else "",
+        case.says(
             "{requested_bytes} more were asked for in {where}; {allocated_bytes} of"
-            " {capacity_bytes} were in tensors, {free_bytes} free",
-            where=case.record.where,
-            **case.stated,
+            " {capacity_bytes} were in tensors, {free_bytes} free"
         ),
-        said(
+        case.says(
             "{kept_by_training_bytes} are weights, gradients and states, {of_the_batch_bytes} the"
-            f" batch{_SHAPE if case.tokens else ''}",
-            kept_by_training_bytes=case.fixed,
-            of_the_batch_bytes=case.live - case.fixed,
-            **case.shape,
+            f" batch{_SHAPE if case.tokens else ''}"
         )
         if is_counted
         else "",
-        said("not fragmentation: {unused_bytes} unused", **case.stated)
+        case.says("not fragmentation: {unused_bytes} unused")
         if case.unused < FRAGMENTED_FRACTION * case.total
         else "",
         grade="likely" if is_counted else "possible",
@@ -344,12 +277,104 @@ def _capacity(case: Case) -> Cause:
     )
 
 
+def _other_memory(case: Case) -> Cause | None:
+    """Find an error of NCCL, of pinned or shared memory, or of main memory."""
+    words, _, _ = case.record.error.text.partition("\n")
+    code = _BY_SOURCE.get(case.record.error.source)
+    if code is None:
+        return None
+    is_kill = _KILLED in words
+    host = case.record.host
+    return cause(
+        "host-kill" if is_kill else code,
+        f"the error reads: {quoted(words)}",
+        case.says(
+            "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm"
+            " {shm_free_bytes} of {shm_total_bytes}",
+            host_free_bytes=host.free_bytes,
+            host_total_bytes=host.total_bytes,
+            shm_free_bytes=host.shm_free_bytes,
+            shm_total_bytes=host.shm_total_bytes,
+        )
+        if host
+        else "",
+        summary="a dataloader worker was killed, as when main memory is full" if is_kill else "",
+        doubt="dmesg shows whether the kernel did it" if is_kill else "",
+    )
+
+
+def _other_processes(case: Case) -> Cause | None:
+    """Find other processes that hold what was missing."""
+    foreign, limit = case.foreign, case.record.error.limit_bytes
+    if limit is not None and case.free >= case.asked:
+        return None  # it was not the card that was full
+    if not foreign or foreign < 0.1 * case.total or case.asked > case.free + foreign:
+        return None
+    listed = [each for each in case.record.processes or () if not each.is_own]
+    names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
+    is_engine = any(_ENGINE.search(name) for name in names)
+    own = sum(each.used_bytes or 0 for each in case.record.processes or () if each.is_own)
+    sizes = [each.used_bytes or 0 for each in listed]
+    are_ranks = case.record.run.world_size > 1 and not is_engine and are_alike(own, sizes)
+    return cause(
+        "engine-share" if is_engine else "ddp-gpu0" if are_ranks else "foreign",
+        case.says(
+            "of {capacity_bytes}, {foreign_bytes} are others', {allocated_bytes} were in tensors of"
+            " this run and {free_bytes} free",
+        ),
+        ", ".join(names),
+        case.says("without it the {requested_bytes} that were refused would have fitted"),
+        grade="certain" if listed and case.record.run.world_size == 1 else "likely",
+    )
+
+
+def _leftover(case: Case) -> Cause | None:
+    """Find copies of the run's own model that are still held."""
+    others = case.second_models
+    copies = [
+        each for each in case.models if each.name == case.record.run.model and each not in others
+    ]
+    held = sum(each.num_bytes for each in copies[1:])
+    if len(copies) < 2 or held < 0.1 * case.total:
+        return None
+    return cause(
+        "leftover",
+        case.says(
+            "the others take {held_bytes} in addition to the {largest_model_bytes} of the largest",
+            held_bytes=held,
+            largest_model_bytes=copies[0].num_bytes,
+        ),
+        summary=f"{len(copies)} models of the class {copies[0].name} are on the card: an earlier"
+        " run, or a second copy, is still held",
+        num_models=len(copies),
+    )
+
+
+def _second_model(case: Case) -> Cause | None:
+    """Find a model that the run uses beside the one that it trains."""
+    models = case.second_models
+    held = sum(each.num_bytes for each in models)
+    if not models or held < 0.1 * case.total:
+        return None
+    largest = models[0]
+    return cause(
+        "second-copy",
+        case.says(
+            "{held_bytes} of {capacity_bytes} are the weights of {name} ({place})",
+            held_bytes=held,
+            name=largest.name,
+            place=largest.place,
+        ),
+        grade="likely",
+    )
+
+
 RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _impossible,
-    other_memory,
+    _other_memory,
     _contradictory,
-    other_processes,
-    leftover,
+    _other_processes,
+    _leftover,
     _by_moment,
     _evaluation,
     _leak,
@@ -359,5 +384,5 @@ RULES: tuple[Callable[[Case], Cause | None], ...] = (
     _quadratic,
     _logits,
     _long_sample,
-    second_model,
+    _second_model,
 )  # the first that finds something leads; the others follow as also possible

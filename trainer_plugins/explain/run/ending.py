@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Finding
 from trainer_plugins.record.history import History, Run, first_that_ended
 from trainer_plugins.record.run_facts import Place, RunFacts, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Sample
@@ -55,9 +55,8 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
                 f"oom_kill of the control group rose from {facts.place.num_oom_kills} to"
                 f" {here.num_oom_kills} since the run began"
             )
-            return Finding(
+            return Finding.error(
                 code="host-oom-kill",
-                severity=Severity.ERROR,
                 summary="the run was killed, and the kernel has killed for main memory since it"
                 " began",
                 evidence="; ".join(evidence),
@@ -68,9 +67,8 @@ def _cut_off(run: Run, facts: RunFacts | None, here: Place, silent: list[int]) -
         evidence.append("its process is gone, and this container has no new oom_kill")
     is_part = len(silent) < len(run.timelines)
     who = _names(run, silent) if is_part else "the run"
-    return Finding(
+    return Finding.warning(
         code="run-cut-off",
-        severity=Severity.WARNING,
         summary=f"{who} ended without a word: killed by a signal (preemption, scancel, the kernel),"
         " or it runs on another machine",
         evidence="; ".join(evidence),

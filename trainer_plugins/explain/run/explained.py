@@ -286,8 +286,7 @@ def _without_record(
         is_slurm = place is not None and any("SLURM" in name for name in place.limits)
         asked = advice.ASK_SLURM if is_slurm else advice.FIND_THE_KILL
         remedies = tuple(
-            replace(remedy(one, next(iter(one.spellings))), cause=found.code)
-            for one in (asked, advice.RESUME_THE_RUN)
+            replace(remedy(one), cause=found.code) for one in (asked, advice.RESUME_THE_RUN)
         )
     return Explanation(
         subject=printable(folder),

@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
-from trainer_plugins.explain.run.beside import second_models
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import kept_logits
 
 _TWO_BYTES = ("bfloat16", "float16")
 
@@ -44,19 +42,16 @@ def _in_one_piece(case: Case) -> int | None:
     return None if whole is None else max(whole, case.highest_peak)
 
 
-def _half_of_the_second_model(case: Case) -> int:
-    models = second_models(case)
-    return models[0].num_bytes // 2 if models else 0
-
-
 NEEDED_WITH: Mapping[Advice, Callable[[Case], int | None]] = {
     advice.KEEP_NUMBERS: _less(_risen),
     advice.COPY_IN_MAIN_MEMORY: _as_in_steps,
     advice.LOAD_INTO_MAIN_MEMORY: _without_the_checkpoint,
     advice.END_PROCESS: _less(lambda case: case.foreign),
     advice.EXPANDABLE_SEGMENTS: _in_one_piece,
-    advice.SECOND_MODEL_IN_16_BITS: _less(_half_of_the_second_model),
-    advice.OUTPUTS_TO_MAIN_MEMORY: _less(kept_logits),
+    advice.SECOND_MODEL_IN_16_BITS: _less(
+        lambda case: sum(each.num_bytes for each in case.second_models[:1]) // 2
+    ),
+    advice.OUTPUTS_TO_MAIN_MEMORY: _less(lambda case: case.kept_logits),
 }
 
 

@@ -174,14 +174,12 @@ def _proposed(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
 
 
 def _with_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
-    spare = (plan.capacity_bytes or 0) - peak_bytes
     return replace(
         remedy,
         effect=_effect(plan, peak_bytes),
         grade="predicted",
         predicted_peak_bytes=peak_bytes,
-        spare_bytes=spare,
-        fits=spare >= 0,
+        spare_bytes=(plan.capacity_bytes or 0) - peak_bytes,
     )
 
 

@@ -13,9 +13,7 @@ from trainer_plugins.advice.for_causes import ONE_ROW, in_order
 from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.explain.answer import Cause, Remedy
-from trainer_plugins.explain.run.beside import second_models
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import kept_in, kept_logits
 from trainer_plugins.explain.run.needed import NEEDED_WITH, cache_that_fits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
 from trainer_plugins.record.oom_record import Frame
@@ -30,10 +28,6 @@ _COPIES = re.compile(
 _LIBRARIES = (
     "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
     "trainer_plugins/", "copy.py",
-)  # fmt: skip
-_DOORS = (
-    Door.TRAINER, Door.TRL, Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT,
-    Door.SHELL,
 )  # fmt: skip
 
 
@@ -76,15 +70,14 @@ def _as_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
     if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
-        return remedy(one, next(each for each in _DOORS if each in one.spellings))
+        return remedy(one)
     return None
 
 
 def _with_peak(found: Remedy, case: Case, needed: int) -> Remedy:
     """Add what the run would have needed, beside what is outside torch."""
     peak = needed + case.outside
-    spare = case.total - peak
-    return replace(found, predicted_peak_bytes=peak, spare_bytes=spare, fits=spare >= 0)
+    return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total - peak)
 
 
 def _rows(case: Case) -> int:
@@ -177,7 +170,7 @@ def _without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
 def _outputs_to_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
         return None
-    kept = kept_logits(case)
+    kept = case.kept_logits
     effect = f"{size(kept)} of outputs go to main memory" if kept else ""
     return remedy(one, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
 
@@ -254,7 +247,7 @@ _ON_THE_WAY = re.compile(r"^(?:(?:a local of|\[)[^>]*-> )+|(?:\[\d+\])+$")
 
 
 def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
-    kept = kept_in(case)
+    kept = case.kept_tensors
     place = re.sub(_ON_THE_WAY, "", kept[0][1]) if kept else ""
     return remedy(one, one.flag(Door.CODE) + (f" at {place}" if place else ""))
 
@@ -266,12 +259,12 @@ def _released(one: Advice, cause: str, case: Case) -> Remedy:
 
 
 def _precomputed_reference(one: Advice, cause: str, case: Case) -> Remedy | None:
-    is_reference = any(each.holder.endswith(".ref_model") for each in second_models(case))
+    is_reference = any(each.holder.endswith(".ref_model") for each in case.second_models)
     return remedy(one, Door.TRL) if is_reference else None
 
 
 def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
-    models = second_models(case)
+    models = case.second_models
     if not models:
         return None
     freed = size(models[0].num_bytes // 2)
@@ -337,9 +330,8 @@ def _fewer_workers_of(one: Advice, cause: str, case: Case) -> Remedy | None:
     more = int(found.flags["dataloader_num_workers"]) - len(host.worker_bytes)
     needed = host.total_bytes - host.free_bytes + more * max(host.worker_bytes)
     effect = f"{found.effect}: {size(needed)} of {size(host.total_bytes)} of main memory in use"
-    spare = host.total_bytes - needed
     found = replace(found, grade="arithmetic", effect=effect, predicted_peak_bytes=needed)
-    return replace(found, spare_bytes=spare, fits=spare >= 0)
+    return replace(found, spare_bytes=host.total_bytes - needed)
 
 
 def _is_zero3(case: Case) -> bool:

@@ -179,19 +179,6 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
         yield cause("save-gather", grade="likely")
 
 
-def _uneven(case: SnapshotCase) -> str:
-    """Compare the cards of a process that uses several; empty if they are loaded evenly."""
-    cards = [card for card in case.snapshot.cards if card is not case.card]
-    others = {card.index: max(reserved_after(card)) for card in cards}
-    if not others or max(others.values()) >= case.reserved_bytes / 2:
-        return ""
-    held = ", ".join(f"card {index} {size(most)}" for index, most in others.items())
-    return (
-        f"The cards are loaded unevenly: this one held {size(case.reserved_bytes)}, the others at"
-        f" most: {held}"
-    )
-
-
 def _capacity(case: SnapshotCase) -> Cause:
     category, most = case.largest_category
     share = f"{percent(most / max(case.in_use_bytes, 1))} of it is {WORDS[category]}"
@@ -202,7 +189,6 @@ def _capacity(case: SnapshotCase) -> Cause:
         said("The most is from {at}: {most_bytes}", at=largest[0], most_bytes=largest[1])
         if largest
         else "",
-        _uneven(case),
         ""
         if fits
         else said(

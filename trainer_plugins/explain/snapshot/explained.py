@@ -1,12 +1,13 @@
 """Explains a snapshot, or what grew between two, by category and by source line."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from trainer_plugins.advice.for_causes import in_order
-from trainer_plugins.explain.answer import Cause, Explanation, Numbers, Remedy
+from trainer_plugins.allocator.model import SMALL_BYTES, round_size
+from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.shared import (
     cause,
     remedy,
@@ -14,19 +15,20 @@ from trainer_plugins.explain.shared import (
     with_numbers,
 )
 from trainer_plugins.explain.snapshot.causes import causes_of
-from trainer_plugins.explain.snapshot.numbers import numbers_of
 from trainer_plugins.explain.snapshot.remedies import Tries, tried
 from trainer_plugins.printable import printable
+from trainer_plugins.record.oom_record import Frame
+from trainer_plugins.snapshot.cards import Card, Stack
 from trainer_plugins.snapshot.held import WORDS, Held
+from trainer_plugins.snapshot.lives import Life, peak_of
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError, no_collection
 from trainer_plugins.snapshot.stacks import lines_of
-from trainer_plugins.snapshot.trace import has_lost_its_end, known_from
+from trainer_plugins.snapshot.trace import has_lost_its_end, known_from, ranges_after
 from trainer_plugins.units import MIB, percent, size
 
-Name = TypeVar("Name", bound=str)
-
 _MOST_LINES = 8
+_MOST_ALLOCATIONS = 10
 _GROWN_BYTES = 16 * MIB
 _GROWN_FRACTION = 0.01
 # Causes whose remedies change what is computed, which no replay of a trace can show.
@@ -39,7 +41,7 @@ def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
         case = case_of(path)
         tries = tried(case)
         causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
-        numbers = numbers_of(case)
+        numbers = _numbers(case)
         return case, Explanation(
             subject=printable(path),
             causes=with_numbers(causes, numbers, lambda _: "snapshot"),
@@ -55,7 +57,7 @@ def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Re
     first = causes[0].code if causes else ""
     if first in _NOT_REPLAYED:
         for one in in_order(first, "snapshot"):
-            yield replace(remedy(one, next(iter(one.spellings))), cause=first)
+            yield replace(remedy(one), cause=first)
     for each in sorted(remedies, key=lambda each: each.cause not in ("", first)):
         yield replace(each, cause=each.cause or first)
 
@@ -78,7 +80,6 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
             f"{unused} were reserved and free: that is the cache, which is used again, and no sign"
             " of fragmentation"
         )
-    yield from _checks(case)
     others = [each for each in case.snapshot.cards if each is not case.card]
     if others:
         held = ", ".join(f"card {each.index} {size(each.reserved_bytes)}" for each in others)
@@ -99,29 +100,11 @@ def _ending(case: SnapshotCase) -> Iterator[str]:
         )
         return
     more = f", the last of {case.card.num_ooms}" if case.card.num_ooms > 1 else ""
-    how = "It ran out of memory, and went on" if case.went_on else "It ended in an OOM"
-    yield (
-        f"{how}{more}. Card {case.card.index}: {size(case.oom.num_bytes)} were asked for,"
-        f" {size(case.oom.left_bytes)} were left, and the process held {size(case.reserved_bytes)}"
-    )
+    yield f"It ran out of memory on card {case.card.index}{more}"
     if case.oom_stack:
         lines = lines_of(case.snapshot.stacks[case.oom_stack])
         yield "The request that failed came from " + ", called from ".join(lines)
     yield f"At the OOM {allocated} were allocated of {size(case.reserved_bytes)} reserved"
-
-
-def _checks(case: SnapshotCase) -> Iterator[str]:
-    """Say how the figures were checked against what the file states."""
-    stated = case.card.allocated_bytes
-    if case.at_end.allocated_bytes == stated:
-        yield f"At the end the categories sum to the {stated:,} bytes that the file states"
-    outcome = case.repeated.outcome if case.repeated is not None else None
-    if outcome is not None and outcome.allocations and outcome.is_same:
-        yield (
-            f"Repeated on the allocator's model, all {outcome.allocations:,} allocations got the"
-            " address that the card gave, and the peak of reserved memory is the recorded one:"
-            f" {_in_bytes(outcome.peak_bytes)}"
-        )
 
 
 def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
@@ -140,7 +123,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
     if unknown := case.held.categories.get("unknown", 0):
         yield (
             f"What {size(unknown)} are: they were there before the recording began, or have no"
-            f" frames{_likely(unknown, case)}; start it before the model is made"
+            " frames; start it before the model is made"
         )
     if case.repeated is None:
         yield f"The sizes of blocks are rounded requests: {case.why_not_repeated}"
@@ -156,18 +139,83 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
 
-def _likely(unknown: int, case: SnapshotCase) -> str:
-    """Guess from the size of the gradients, which is that of the parameters."""
-    gradients = case.sorter.gradient_bytes()
-    for times, words in ((1, "the parameters"), (3, "the parameters with two states of Adam")):
-        if gradients and abs(unknown / gradients - times) < 0.05 * times:
-            return f" (they are as large as {words}, by the size of the gradients)"
-    return ""
-
-
 def _in_bytes(num_bytes: int) -> str:
     """Render a size so that it can be compared to the byte."""
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
+
+
+def _numbers(case: SnapshotCase) -> Numbers:
+    """Return the numbers of the last OOM, else of the peak."""
+    card, oom, position = case.card, case.oom, case.held.position
+    at_peak = peak_of(card, case.sorter.lives)
+    stack = case.oom_stack
+    if oom is None and 0 <= position < len(card.events):
+        stack = card.stacks[position]
+    rounded = None if oom is None else round_size(oom.num_bytes)
+    return Numbers(
+        card=card.index,
+        stream=None if oom is None else oom.stream,
+        pool=None if rounded is None else "small" if rounded <= SMALL_BYTES else "large",
+        part=case.sorter.meaning(stack).work if card.events else "",
+        step=case.sorter.step_at(position),
+        event_index=_index(card, position),
+        peak_event_index=_index(card, at_peak),
+        requested_bytes=None if oom is None else oom.num_bytes,
+        rounded_bytes=rounded,
+        free_bytes=None if oom is None else oom.left_bytes,
+        allocated_bytes=case.held.allocated_bytes,
+        reserved_bytes=case.reserved_bytes,
+        unused_bytes=case.unused_bytes,
+        largest_gap_bytes=_largest_gap(case),
+        peak_allocated_bytes=case.sorter.held_at(at_peak).allocated_bytes,
+        peak_reserved_bytes=case.peak_reserved_bytes,
+        categories=case.held.categories,
+        allocations=tuple(_allocations(case)),
+        frames=_frames(case.snapshot.stacks[stack]),
+    )
+
+
+def _index(card: Card, position: int) -> int | None:
+    return card.indices[position] if 0 <= position < len(card.indices) else None
+
+
+def _frames(stack: Stack) -> tuple[Frame, ...]:
+    return tuple(Frame(file=each.file, line=each.line, function=each.name) for each in stack)
+
+
+def _allocations(case: SnapshotCase) -> Iterator[Allocation]:
+    """Yield the largest groups of blocks that one stack asked for, for one use."""
+    groups: defaultdict[tuple[int, str], list[Life]] = defaultdict(list)
+    for life in case.sorter.alive_at(case.held.position):
+        groups[life.stack, case.sorter.category(life)].append(life)
+    held = Counter({key: sum(life.num_bytes for life in some) for key, some in groups.items()})
+    for key, num_bytes in held.most_common(_MOST_ALLOCATIONS):
+        stack, category = key
+        yield Allocation(
+            num_bytes=num_bytes,
+            requested_bytes=sum(life.requested_bytes for life in groups[key]),
+            count=len(groups[key]),
+            category=category,
+            place=case.sorter.place(groups[key][0]),
+            frames=_frames(case.snapshot.stacks[stack]),
+        )
+
+
+def _largest_gap(case: SnapshotCase) -> int:
+    """Return the longest stretch of reserved addresses with nothing in use, of any pool."""
+    alive = sorted(
+        (life.address, life.num_bytes) for life in case.sorter.alive_at(case.held.position)
+    )
+    largest, at = 0, 0
+    for start, end in sorted(ranges_after(case.card, case.held.position)):
+        position = start
+        while at < len(alive) and alive[at][0] < end:
+            address, num_bytes = alive[at]
+            largest = max(largest, address - position)
+            position = max(position, address + num_bytes)
+            at += 1
+        largest = max(largest, end - position)
+    return largest
 
 
 def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
@@ -186,8 +234,8 @@ def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Ex
         causes=causes,
         remedies=(),
         facts=facts,
-        numbers=numbers_of(cases[1]),
-        before=numbers_of(cases[0]),
+        numbers=_numbers(cases[1]),
+        before=_numbers(cases[0]),
     )
     return cases, said
 
@@ -234,7 +282,7 @@ def _lines(held: Held) -> dict[str, int]:
     return {place: num_bytes for place, num_bytes, _ in held.lines}
 
 
-def _changes(before: Mapping[Name, int], after: Mapping[Name, int]) -> list[tuple[Name, int]]:
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return what grew, the most first, and what shrank, the most last."""
     changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
     return sorted(changes.items(), key=lambda item: -item[1])

@@ -42,7 +42,7 @@ def leaked_lives(case: SnapshotCase) -> list[Life]:
     return leaked if total > max(256 * MIB, 0.05 * case.in_use_bytes) else []
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Tries:
     """Holds what made the failing request of a case fit."""
 
@@ -58,29 +58,28 @@ def tried(case: SnapshotCase) -> Tries:
         return Tries()
     if case.repeated is None:
         return Tries(why_none_helps=case.why_not_repeated)
-    return _Trial(case, case.repeated, oom).run()
+    return _Trial(case=case, repeated=case.repeated, oom=oom).run()
 
 
-@dataclass
-class _Trial:
+@dataclass(kw_only=True)
+class _Trial(Tries):
     case: SnapshotCase
     repeated: Repeated
     oom: Oom
-    found: Tries = field(default_factory=Tries)
     num_events: int = 0  # repeated until now
 
     def run(self) -> Tries:
         if leaked := leaked_lives(self.case):
             self._try_without(leaked)  # other remedies would only delay the same end
-            return self.found
+            return self
         if self.case.missing_bytes > 0:
-            self.found.why_none_helps = "what was in use left too little room, even without gaps"
+            self.why_none_helps = "what was in use left too little room, even without gaps"
         else:
-            self.found.why_none_helps = self._try_settings()
+            self.why_none_helps = self._try_settings()
         self._try_half()
         self._try_small_states()
         self._try_capacity()
-        return self.found
+        return self
 
     def _try_settings(self) -> str:
         """Try other settings; return why none helps, empty if one does."""
@@ -95,13 +94,12 @@ class _Trial:
                 return "the trace is too long to be repeated with more settings"
             if (spare := self._spare(rules)) is None:
                 continue
-            setting = words.partition("=")[2]
-            self.found.setting_that_helps = self.found.setting_that_helps or setting
+            self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
             do = f"export {self._joined(words)}"
-            if rules.memory_fraction is not None:
+            if one is advice.COLLECT_EARLIER:  # which works only with a memory fraction
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
             self._add(one, do, "the same trace fits, with {} to spare", spare, "fragmentation")
-        if self.found.remedies:
+        if self.remedies:
             return ""
         return "the same trace fits with none of the other settings either"
 
@@ -172,7 +170,7 @@ class _Trial:
         """Name what fits; `{}` of the effect becomes what it leaves to spare."""
         if spare is None:
             return
-        self.found.remedies.append(
+        self.remedies.append(
             Remedy(
                 do=do,
                 effect=effect.format(size(spare)),
@@ -180,7 +178,6 @@ class _Trial:
                 price=one.price,
                 cause=cause,
                 spare_bytes=spare,
-                fits=True,
             )
         )
 
@@ -226,5 +223,5 @@ def _settings(recorded: AllocatorRules) -> Iterator[tuple[Advice, str, Allocator
         rules = replace(recorded, expandable_segments=False, max_split_bytes=megabytes * MIB)
         yield one, one.flag(Door.ENVIRONMENT, megabytes=megabytes), rules
     one = advice.COLLECT_EARLIER
-    rules = replace(recorded, garbage_collection_threshold=0.8, memory_fraction=1.0)
+    rules = replace(recorded, garbage_collection_threshold=0.8)
     yield one, one.flag(Door.ENVIRONMENT), rules

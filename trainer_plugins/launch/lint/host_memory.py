@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer_plugins import advice
-from trainer_plugins.allocator.pinned import block_bytes
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.main_memory import HostLimits, HostNeed
@@ -202,4 +201,6 @@ def _number(document: Document, key: str, default: float) -> float:
 
 
 def _part(num_bytes: float, is_pinned: bool) -> _Part:
-    return _Part(num_bytes, float(block_bytes(int(num_bytes))) if is_pinned else 0.0)
+    """Count a part; torch pins a power of two for each tensor (CachingHostAllocator.h)."""
+    power_of_two = 1 << max(0, int(num_bytes) - 1).bit_length()
+    return _Part(num_bytes, float(power_of_two) if is_pinned else 0.0)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import names_read
 from trainer_plugins.planner.compare.switches import (
     ADAPTER,

@@ -43,9 +43,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer_plugins.allocator.gather import gather_machine
+from trainer_plugins.allocator.machine import gather_machine
+from trainer_plugins.allocator.settings import read, values_of
 from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.allocator.verify import InForce
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.simgpu.build import SimgpuUnavailable, unavailable_reason
 from trainer_plugins.units import MIB, size
@@ -162,7 +162,7 @@ def allocations() -> int:
 def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
     variables = Variables.of(environ)
     text = variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")
-    return bool(InForce(text).value("expandable_segments"))
+    return bool(values_of(read(text)[0]).get("expandable_segments"))
 
 
 def _register(library: ctypes.CDLL, num_indices: int) -> None:
