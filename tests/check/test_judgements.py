@@ -244,7 +244,9 @@ def test_a_streamed_base_that_would_fit_is_told_beside_the_plan() -> None:
         resident_layers=2,
         num_bytes=13 * GIB,
         copied_bytes_per_micro_batch=25 * 10**9,
-    ).with_step_of(4)
+        copied_bytes_per_step=100 * 10**9,
+        copy_seconds_per_step=4.0,
+    )
     does_not_fit = plan(90 * GIB, fits=False, failed_request_bytes=GIB, num_gpus=2)
     facts = replace(HEALTHY, plan=does_not_fit)
     fits = replace(plan(70 * GIB, fits=True, num_gpus=2), streamed=base)

@@ -9,7 +9,7 @@ import transformers
 from typer.testing import CliRunner
 
 from tests.planner.test_plans import Plans, request, tiny
-from trainer_plugins import MemoryPlan, plan_run
+from trainer_plugins import MemoryPlan
 from trainer_plugins.cli import app
 from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.inputs import arguments_to_send
@@ -57,36 +57,31 @@ def planned(config, *flags, **how):
     return replace(request(config, *flags, rows=4, **how), card=None)
 
 
-BUILT = "no model can be built from the config: its "
+BUILT = "no model can be built from the config: "
+STRICT = f"{BUILT}StrictDataclassFieldValidationError: Validation error for field"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["os.system"]}, 'architectures is ["os.system"]: transformers'),
     ({"architectures": ["AutoConfig"]}, "has no model of that name"),
     ({"architectures": ["BertForMaskedLM"]}, "a class of the model_type 'bert'"),
-    ({"architectures": "LlamaForCausalLM"}, "a list of strings is expected"),
-    ({"model_type": ["llama"]}, 'model_type is ["llama"]: a string is expected'),
-    ({"attn_implementation": ["a"]}, f'{BUILT}attn_implementation is ["a"]: a string is expected'),
-    ({"num_hidden_layers": "two"}, f'{BUILT}num_hidden_layers is "two": a whole number is'),
-    ({"hidden_size": None}, f"{BUILT}hidden_size is null: a whole number"),
-    (
-        {"num_attention_heads": 0},
-        f"{BUILT}num_attention_heads is 0: a number of at least 1 is expected",
-    ),
-    ({"hidden_act": "nope"}, f'{BUILT}hidden_act is "nope", and nothing has that name'),
-    ({"rope_parameters": {"rope_type": 5}}, f"{BUILT}rope_parameters.rope_type is 5: a string is"),
-    ({"quantization_config": {"load_in_4bit": "yes"}}, 'load_in_4bit is "yes": true or false is'),
-    ({"num_labels": "x"}, f'{BUILT}num_labels is "x": a whole number is expected'),
-    ({"dtype": ["bfloat16"]}, 'dtype is ["bfloat16"]: a string'),
+    ({"architectures": "LlamaForCausalLM"}, "architectures"),
+    ({"model_type": ["llama"]}, f"{BUILT}TypeError"),
+    ({"attn_implementation": ["a"]}, BUILT),
+    ({"num_hidden_layers": "two"}, BUILT if IS_OLD else f"{STRICT} 'num_hidden_layers': TypeError"),
+    ({"hidden_size": None}, BUILT if IS_OLD else f"{STRICT} 'hidden_size': TypeError"),
+    ({"num_attention_heads": 0}, f"{BUILT}ZeroDivisionError"),
+    ({"hidden_act": "nope"}, "nope"),
+    ({"rope_parameters": {"rope_type": 5}}, BUILT),
+    ({"quantization_config": {"load_in_4bit": "yes"}}, "load_in_4bit must be a boolean"),
+    ({"num_labels": "x"}, BUILT),
+    ({"dtype": ["bfloat16"]}, BUILT),
     ({"vocab_size": 4, "eos_token_id": [1, 2], "pad_token_id": 9}, "Padding_idx must be within"),
 ]
 WRONG_ARGUMENTS = [
-    ({"per_device_train_batch_size": "2"}, 'per_device_train_batch_size is "2": a whole number is'),
-    ({"learning_rate": [1]}, "learning_rate is [1]: a number is expected"),
-    ({"bf16": "yes"}, 'bf16 is "yes": true or false is expected'),
-    ({"optim": 5}, "optim is 5: 5 is not a valid OptimizerNames"),
-    ({"gradient_checkpointing_kwargs": "no"}, 'kwargs is "no": a mapping is expected'),
-    ({"batch_size": 5}, "Seq2SeqTrainingArguments has no batch_size"),
-    ("--lr_scheduler_kwargs", 'lr_scheduler_kwargs is "[1]": a mapping is expected'),
-    ("--accelerator_config", 'accelerator_config is "[1]": '),
+    ({"per_device_train_batch_size": "2"}, "not supported between"),
+    ({"learning_rate": [1]}, "not supported between"),
+    ({"optim": 5}, "5 is not a valid OptimizerNames"),
+    ({"batch_size": 5}, "got an unexpected keyword argument 'batch_size'"),
+    ("--accelerator_config", "[1]"),
 ]
 ADAPTER = {"peft_type": "LORA", "r": "8", "target_modules": "all-linear"}
 AUDIO = {"encoder_layers": 1, "d_model": 64, "encoder_ffn_dim": 64, "encoder_attention_heads": 4}
@@ -133,11 +128,11 @@ def test_a_config_is_read_as_the_run_does(outcomes, name):
     ("name", "line"),
     [
         *((str(given), line) for given, line in (*WRONG, *WRONG_ARGUMENTS)),
-        ("adapter", 'r is "8": a whole number is expected'),
+        ("adapter", "peft refuses the adapter: "),
     ],
 )
 @pytest.mark.all(but=8)
-def test_a_wrong_value_is_said_with_its_key_and_what_is_expected(outcomes, name, line):
+def test_a_wrong_value_is_said_as_the_library_says_it(outcomes, name, line):
     assert isinstance(outcomes[name], PlanError), outcomes[name]
     assert line in str(outcomes[name])
 
@@ -145,20 +140,6 @@ def test_a_wrong_value_is_said_with_its_key_and_what_is_expected(outcomes, name,
 def test_a_row_of_text_is_not_measured_against_the_positions_of_sounds(outcomes):
     assert isinstance(outcomes["hearing"], NotPredicted), outcomes["hearing"]
     assert "from a config alone: give plan_run a Trainer" in str(outcomes["hearing"])
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"seq_length": "64"}, 'seq_length is "64": a whole number is expected'),
-        ({"gpu": 24}, "gpu is 24: a string is expected"),
-        ({"num_gpus": [2]}, r"num_gpus is \[2\]: a whole number is expected"),
-        ({"has_padding": "no"}, 'has_padding is "no": true or false is expected'),
-    ],
-)
-def test_what_plan_run_is_given_has_its_kind(given, line):
-    with pytest.raises(PlanError, match=line):
-        plan_run(tiny(), **given)
 
 
 @pytest.mark.parametrize(

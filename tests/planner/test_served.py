@@ -89,6 +89,25 @@ def test_ranks_by_the_thousand_are_rank_0_alone() -> None:
     assert "rank 0 of 1024 ran alone" in " ".join(plan.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("exported", "words"),
+    [
+        ({}, "DDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP2"),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+            "tensor parallelism",
+        ),
+    ],
+)
+@pytest.mark.all(but=1)
+def test_the_launch_decides_what_divides_the_work(exported, words) -> None:
+    asked = request(tiny(), sequence_length=LENGTH, num_gpus=2)
+    plan = predict_one(replace(asked, environment=exported))
+    assert plan.planned["strategy"] == words
+    assert (" (2 share a row)" in plan.planned["rows"]) is (words == "tensor parallelism")
+
+
 def test_main_memory_that_is_short_is_said_and_the_card_judged_by_itself() -> None:
     asked = request(WIDE, sequence_length=LENGTH)
     plan = predict_one(replace(asked, host=HostLimits(total_bytes=300 * MIB)))

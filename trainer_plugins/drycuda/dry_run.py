@@ -31,7 +31,13 @@ from trainer_plugins.drycuda.wall import Allowed, explain_refusal
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import NO_CARD, Card
 from trainer_plugins.planner.plan import Category, Moment, NotPredicted, PlanError
-from trainer_plugins.planner.request import GPUS_PER_NODE, ConfigSource, PlanRequest, TrainerSource
+from trainer_plugins.planner.request import (
+    GPUS_PER_NODE,
+    OPTIMIZER_STEPS,
+    ConfigSource,
+    PlanRequest,
+    TrainerSource,
+)
 from trainer_plugins.printable import printable, without_leaks
 from trainer_plugins.snapshot.cards import read
 from trainer_plugins.snapshot.held import Category as HeldAs
@@ -180,7 +186,7 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
         card=request.card or NO_CARD,
         host=request.host,
         num_cards=num_cards,
-        num_steps=request.num_steps,
+        num_steps=OPTIMIZER_STEPS,
         alone=is_divided,
         timeout_seconds=timeout_seconds,
         environment=settings,

@@ -316,13 +316,7 @@ class Variations:
 
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
-        return explain(self._run, changes, lambda runs: [*map(self._plan_or_error, runs)], turn)
-
-    def _plan_or_error(self, run: DryRun) -> MemoryPlan | PlanError:
-        try:
-            return self._answer(run).plan
-        except PlanError as error:
-            return error
+        return explain(self._run, changes, lambda run: self._answer(run).plan, turn)
 
     def _answer(self, run: DryRun) -> DryAnswer:
         key = repr((sorted(run.changed.items()), sorted(run.environment.items()), run.request))

@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.inside import observe
-from trainer_plugins.planner.kind import Kind, kind_of, planned_of
-from trainer_plugins.planner.launched import as_launched, with_deepspeed
+from trainer_plugins.planner.launched import as_launched
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout
 from trainer_plugins.planner.rehearse.arguments import arguments_of
+from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.refusals import as_plan_error, refuse_divided, refuse_trainer
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, loader
 from trainer_plugins.planner.rehearse.streamed import Streaming
-from trainer_plugins.planner.request import ConfigSource, PlanRequest, TrainerSource
+from trainer_plugins.planner.request import (
+    OPTIMIZER_STEPS,
+    ConfigSource,
+    PlanRequest,
+    TrainerSource,
+)
 
 _NO_END = 1 << 30
 
@@ -53,23 +57,24 @@ def _train(request: PlanRequest) -> None:
     source, args = request.source, arguments_of(request.source)
     if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
         args.deepspeed = request.deepspeed
-    kind = kind_of(request, args)
     folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # one of all ranks and runs
-    streaming = Streaming(request) if kind.is_streamed else None
-    build = Build(args, kind, request.has_padding, folder, streaming)
+    streaming = Streaming(request) if request.resident_layers is not None else None
+    build = Build(args, request.has_padding, folder, streaming)
     rehearsed = _rehearsed(request, build)
     trainer = rehearsed.trainer
-    refuse_trainer(trainer, kind)
+    refuse_trainer(trainer)
     if isinstance(source, TrainerSource):
         refuse_divided(trainer.model)
     if streaming is not None:
         streaming.count(trainer)
         observe.about["streamed"] = lambda: streaming.figures(trainer)
     observe.about |= {
-        "planned": planned_of(request, trainer, args, kind),
+        "planned": planned_of(request, trainer, args),
         "notes": rehearsed.assumptions,
     }
-    _ask_for(rehearsed, args, kind)
+    if rehearsed.make_evaluation_batch is not None:
+        mine: Any = trainer.args  # which ask for no evaluation: there was no data set
+        mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
     is_padded = isinstance(source, ConfigSource) and rehearsed.has_padding
     _give_batches(rehearsed, request, is_padded=is_padded)
     trainer.train()
@@ -79,7 +84,6 @@ def _launched(request: PlanRequest) -> PlanRequest:
     """Let this process be rank 0 of those that a launcher would start."""
     request = as_launched(request)
     os.environ.update(request.environment)
-    request = with_deepspeed(request)
     if request.num_gpus > 1 or request.uses_deepspeed:  # it looks for its ranks by MPI else
         os.environ.update(
             RANK="0",
@@ -109,20 +113,10 @@ def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
     return rehearsed
 
 
-def _ask_for(rehearsed: Rehearsed, args: HfArguments, kind: Kind) -> None:
-    """Ask the observer for what the run does: the rehearsal's own arguments ask for nothing."""
-    trainer = rehearsed.trainer
-    mine: Any = trainer.args
-    if kind.saves:
-        mine.save_strategy = args.save_strategy
-    if rehearsed.make_evaluation_batch is not None:
-        mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
-
-
 def _give_batches(rehearsed: Rehearsed, request: PlanRequest, *, is_padded: bool) -> None:
     """Give the Trainer its batches; a Trainer's own are padded as they are."""
     trainer: Any = rehearsed.trainer  # mypy lets no method be replaced
-    num_batches = (request.num_steps + 1) * trainer.args.gradient_accumulation_steps
+    num_batches = (OPTIMIZER_STEPS + 1) * trainer.args.gradient_accumulation_steps
     make = _padded if is_padded else lambda batch: batch
     for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
     number = rehearsed.num_evaluation_batches

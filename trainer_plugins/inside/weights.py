@@ -8,6 +8,7 @@ config describes. They take no space, and loading them costs nothing but time fo
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.inside.holes import write_holes
-from trainer_plugins.planner.rehearse.loading import has_loader, in_file
 
 _PART_BYTES = 2 << 30
 
@@ -78,8 +78,10 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
         key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in once.values()
     }
-    if has_loader():  # experts have a tensor each, and are stacked while they are loaded
-        tensors = in_file(model, tensors)
+    with suppress(ImportError):  # transformers 4 stacks no experts while it loads them
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = revert_weight_conversion(model, tensors)
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "weights"
     folder.mkdir(exist_ok=True)
     stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"

@@ -19,11 +19,11 @@ from trainer_plugins.units import size
 
 MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "train": ("forward", "backward", "optimizer step"),
-    "eval": ("evaluation", "generation"),
+    "eval": ("evaluation",),
     "predict": ("evaluation", "generation"),
     "generate": ("generation",),
     "save": ("save",),
-}  # What the watchdog distinguishes, with a plan's moments; if it tells generation, eval has none.
+}  # what the watchdog distinguishes, with a plan's moments
 
 _SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
 # more than this includes memory of other processes
@@ -82,7 +82,13 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     differences = differences_of(plan, ranks)
     samples = [each for each in _all(ranks) if isinstance(each, Sample)]
     context_bytes = max(each.reading.non_torch_bytes for each in samples)
-    remarks = _remarks(ranks)
+    flushes = sum(isinstance(each, Flush) for each in _all(ranks))
+    remarks = []
+    if flushes:
+        remarks.append(
+            f"the run emptied its cache {flushes} times: between two readings it may have reserved"
+            " more"
+        )
     doubt = _doubt_about_context(plan, ranks, context_bytes)
     kept_in = None
     if doubt is not None:
@@ -114,7 +120,7 @@ def timelines_of(run_dir: Path, flag: str = "--calibrate") -> _Ranks:
 def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
     """Compare each counter of each moment."""
     found = []
-    for moment, peak in peaks_as_seen(plan, tells_generation(ranks)).items():
+    for moment, peak in peaks_as_seen(plan).items():
         seen = readings_in(ranks, moment)
         if not seen:
             continue
@@ -132,20 +138,10 @@ def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
     return found
 
 
-def tells_generation(ranks: _Ranks) -> bool:
-    """Return whether these timelines have generation apart, which earlier versions do not."""
-    return any(isinstance(each, Sample) and each.moment == "generate" for each in _all(ranks))
-
-
-def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
-    """Return the peaks of a plan by the watchdog's moments; `is_apart`: generation is one."""
+def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
+    """Return the peaks of a plan by the watchdog's moments."""
     found = {}
-    covered = dict(MOMENTS_SEEN)
-    if is_apart:
-        covered["eval"] = ("evaluation",)
-    else:
-        del covered["generate"]
-    for moment, planned in covered.items():
+    for moment, planned in MOMENTS_SEEN.items():
         if peaks := [plan.moments[name] for name in planned if name in plan.moments]:
             found[moment] = MomentPeak(
                 allocated_bytes=max(peak.allocated_bytes for peak in peaks),
@@ -157,17 +153,13 @@ def peaks_as_seen(plan: MemoryPlan, is_apart: bool) -> dict[str, MomentPeak]:
 def readings_in(ranks: _Ranks, moment: str, before_evaluation: bool = False) -> list[MemoryReading]:
     """Return the readings of all ranks in a moment; if asked, only those before an evaluation.
 
-    What an evaluation has reserved stays reserved. A run reports generation separately only inside
-    training: an evaluation after that is both in one, and is left out.
+    What an evaluation has reserved stays reserved.
     """
     found = []
-    is_apart = moment == "eval" and tells_generation(ranks)
     for entries in ranks.values():
         for entry in entries:
             if not isinstance(entry, Sample):
                 continue
-            if is_apart and entry.moment == "end":
-                break
             if before_evaluation and entry.moment in ("eval", "predict"):
                 break
             if entry.moment == moment:
@@ -226,15 +218,6 @@ def _doubt_about_context(plan: MemoryPlan, ranks: _Ranks, context_bytes: int) ->
             f"{size(most)} at most"
         )
     return None
-
-
-def _remarks(ranks: _Ranks) -> list[str]:
-    flushes = sum(isinstance(each, Flush) for each in _all(ranks))
-    if not flushes:
-        return []
-    return [
-        f"the run emptied its cache {flushes} times: between two readings it may have reserved more"
-    ]
 
 
 def _all(ranks: _Ranks) -> Iterable[Entry]:

@@ -18,7 +18,6 @@ from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.calibrate import with_measured_context
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse.wrong_values import check_kinds
 from trainer_plugins.planner.request import (
     DEFAULT_EVALUATION_BATCHES,
     MOST_PIXELS,
@@ -29,7 +28,6 @@ from trainer_plugins.planner.request import (
     fields_of,
 )
 
-_NAME_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _CONFIG = "config.json"
 _HEAD = re.compile(r"(For[A-Z]\w+|LMHeadModel|Model)$")
 _ITS_BATCH = "the batch is the longest rows of its train_dataset, through its collator"
@@ -38,9 +36,6 @@ _OF_A_TRAINER = {
     "training_args": "its own count (trainer.args)",
     "seq_length": _ITS_BATCH,
     "target_length": _ITS_BATCH,
-    "images_per_row": _ITS_BATCH,
-    "image_size": _ITS_BATCH,
-    "sound_seconds": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
     "peft_config": f"{_ITS_MODEL}: make the Trainer with a model of peft",
     "quantization_config": f"{_ITS_MODEL}: load it quantised",
@@ -57,12 +52,6 @@ _COUNTS = (
     "gradient_accumulation_steps",
     "eval_accumulation_steps",
 )
-_FLOATS = ("float32", "float16", "bfloat16")
-_OF_BITSANDBYTES = {
-    "bnb_4bit_quant_type": ("nf4", "fp4"),
-    "bnb_4bit_compute_dtype": _FLOATS,
-    "bnb_4bit_quant_storage": ("uint8", "int8", *_FLOATS),
-}  # the words that fields of a BitsAndBytesConfig may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +95,6 @@ class RunInputs:
 
 def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
     """Make the request for a run: of a Trainer before training, or of the config of a model."""
-    for given in (details, run):
-        check_kinds(type(given), fields_of(given))
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
@@ -193,25 +180,15 @@ def _quantisation(details: ConfigInputs, config: Mapping[str, object]) -> dict[s
     if fields is None:
         if details.prepare_kbit is not None and not of_config:
             raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")
-        if isinstance(of_config, Mapping):
-            _check_quantisation(of_config)
         return None
     if of_config:
         raise PlanError("the config already has a quantization_config: quantise it once")
-    _check_quantisation(fields)
     if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
         raise PlanError("a base is quantised by one of --load-in-4bit and --load-in-8bit: give one")
     strays = [name for name in fields if name.startswith("bnb_4bit_")]
     if details.training_args is not None and strays and fields.get("load_in_8bit"):
         raise PlanError(f"--{strays[0].replace('_', '-')} belongs to --load-in-4bit")
     return fields
-
-
-def _check_quantisation(fields: Mapping[str, object]) -> None:
-    for name, words in _OF_BITSANDBYTES.items():
-        if (value := fields.get(name)) is not None and str(value) not in words:
-            flag = name.replace("_", "-")
-            raise PlanError(f"--{flag} is one of {', '.join(words)}, got {value!r}")
 
 
 def _host_limits(run: RunInputs, here: HostLimits) -> HostLimits:
@@ -222,11 +199,9 @@ def _host_limits(run: RunInputs, here: HostLimits) -> HostLimits:
 
 
 def _settings(run: RunInputs) -> str:
-    return allocator_text() if run.allocator is None else run.allocator
-
-
-def allocator_text() -> str:
-    """Return the allocator settings of this process, from the variable that this torch reads."""
+    """Return the allocator settings: without any, those of the variable that this torch reads."""
+    if run.allocator is not None:
+        return run.allocator
     variables = Variables.of(os.environ)
     name = variables.read_by(gather_machine(os.environ))
     return variables.texts[name] if name is not None else ""
@@ -234,9 +209,9 @@ def allocator_text() -> str:
 
 def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[str, object]:
     """Read a config.json from its path, from its folder, or by the model's name on the hub."""
-    path, name = Path(given), os.fspath(given)
-    if not path.exists() and may_be_a_name(name):
-        path = config_file(name, from_hub)
+    path = Path(given)
+    if not path.exists():
+        path = _config_on_hub(os.fspath(given), from_hub)
     file = path / _CONFIG if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
@@ -252,36 +227,24 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
     return content
 
 
-def may_be_a_name(text: str) -> bool:
-    """Return whether a model on the hub may have this name.
-
-    >>> may_be_a_name("org/name"), may_be_a_name("gpt2"), may_be_a_name("./org/name")
-    (True, True, False)
-    """
-    return _NAME_ON_HUB.fullmatch(text) is not None and not text.endswith(".json")
-
-
-def config_file(name: str, from_hub: bool) -> Path:
+def _config_on_hub(name: str, from_hub: bool) -> Path:
     """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
     # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download
 
     try:
-        if from_hub:
-            return Path(hf_hub_download(name, _CONFIG))
-        found = try_to_load_from_cache(name, _CONFIG)
+        return Path(hf_hub_download(name, _CONFIG, local_files_only=not from_hub))
     except (OSError, ValueError) as error:
-        one_line = " ".join(str(error).split())
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
-        raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
-    if isinstance(found, str):
-        return Path(found)
-    raise PlanError(
-        f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model of"
-        " that name. Give a file or folder on disk, or add --from-hub: it fetches the model's"
-        f" {_CONFIG} and nothing else"
-    )
+        if from_hub:
+            one_line = " ".join(str(error).split())
+            reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
+            raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
+        raise PlanError(
+            f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model"
+            " of that name. Give a file or folder on disk, or add --from-hub: it fetches the"
+            f" model's {_CONFIG} and nothing else"
+        ) from error
 
 
 def _config(given: object, from_hub: bool) -> dict[str, object]:

@@ -1,12 +1,8 @@
 """Read a launch file as `accelerate launch` does. Imports accelerate: only for the subprocess."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from trainer_plugins.launch.lint.document import ConfigError, Document, read_document
 from trainer_plugins.launch.lint.schema import schema_findings
@@ -21,12 +17,6 @@ _MALFORMED = (
     "config-wrong-type",
     "config-removed-key",
 )
-_REFUSED = {
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "TPUs (distributed_type XLA)",
-    "TPU": "TPUs (distributed_type TPU)",
-    "MULTI_CPU": "training on CPUs (distributed_type MULTI_CPU)",
-}
 _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _FREE_PORT = "0"
 
@@ -50,37 +40,12 @@ def as_launched(request: PlanRequest) -> PlanRequest:
         raise PlanError(
             f"{num_gpus} GPUs cannot be divided among the {num_nodes} machines of {name}"
         )
-    with _told_of(request.launch_file):
-        environment = _environment(request.launch_file, num_gpus)
-    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
-
-
-def with_deepspeed(request: PlanRequest) -> PlanRequest:
-    """Complete a request by the DeepSpeed config in what a launcher has exported, if it has one."""
-    exported = dict(request.environment)
-    if exported.get("ACCELERATE_USE_DEEPSPEED") != "true" or request.deepspeed is not None:
-        return request
-    with _told_of(request.launch_file):
-        deepspeed = _deepspeed(exported)
-    return replace(request, deepspeed=deepspeed, environment=_without_deepspeed(exported))
-
-
-@contextmanager
-def _told_of(path: str | None) -> Iterator[None]:
-    """Say which file it is that accelerate refuses, if it is known."""
     try:
-        yield
+        environment = _environment(request.launch_file, num_gpus)
     except (ValueError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
-        known = f"{Path(path).name}: accelerate refuses it" if path is not None else None
-        what = known or "accelerate refuses what it was launched with"
-        raise PlanError(f"{what}: {why}") from error
-
-
-def _without_deepspeed(environment: dict[str, str]) -> dict[str, str]:
-    """Keep what accelerate reads in addition to the config of DeepSpeed."""
-    wanted = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_PARALLELISM_", "PARALLELISM_CONFIG_")
-    return {key: value for key, value in environment.items() if key.startswith(wanted)}
+        raise PlanError(f"{name}: accelerate refuses it: {why}") from error
+    return replace(request, num_gpus=num_gpus, num_nodes=num_nodes, environment=environment)
 
 
 def _num_nodes(config: dict[str, Any], num_gpus: int, name: str) -> int:
@@ -116,12 +81,8 @@ def _refuse(config: dict[str, Any], name: str) -> None:
     kind = config["distributed_type"]
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise NotPredicted(f"what {name} launches: {config['compute_environment']}")
-    if not isinstance(kind, str):
-        raise PlanError(f"{name} has distributed_type {kind}: it is a name, as in FSDP")
     if kind not in _PLANNED:
-        raise NotPredicted(
-            f"what {name} launches: {_REFUSED.get(kind, f'distributed_type {kind}')}"
-        )
+        raise NotPredicted(f"what {name} launches: distributed_type {kind}")
     if config.get("use_cpu"):
         raise NotPredicted(f"what {name} launches: training on the CPU (use_cpu)")
 
@@ -167,12 +128,3 @@ def _environment(path: str, num_gpus: int) -> dict[str, str]:
         for key, value in exported.items()
         if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
     }
-
-
-def _deepspeed(environment: dict[str, str]) -> dict[str, object]:
-    """Return the config that accelerate gives to DeepSpeed, with each "auto" as it is."""
-    from accelerate import DeepSpeedPlugin
-
-    with patch.dict(os.environ, environment):
-        config: dict[str, object] = DeepSpeedPlugin().deepspeed_config
-    return config

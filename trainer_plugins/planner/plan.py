@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from trainer_plugins.accumulation import Accumulation
@@ -123,17 +123,8 @@ class Streamed:
     resident_layers: int  # how many of them are on the card
     num_bytes: int  # the weights that wait in main memory
     copied_bytes_per_micro_batch: int  # what its forward and backward copy over the bus
-    copied_bytes_per_step: int = 0
-    copy_seconds_per_step: float = 0.0  # how long that takes at `BUS_BYTES_PER_SECOND`
-
-    def with_step_of(self, num_micro_batches: int) -> "Streamed":
-        """Return the same with this number of micro-batches in a step."""
-        copied_bytes = num_micro_batches * self.copied_bytes_per_micro_batch
-        return replace(
-            self,
-            copied_bytes_per_step=copied_bytes,
-            copy_seconds_per_step=copied_bytes / BUS_BYTES_PER_SECOND,
-        )
+    copied_bytes_per_step: int
+    copy_seconds_per_step: float  # how long that takes at `BUS_BYTES_PER_SECOND`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

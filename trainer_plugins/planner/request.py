@@ -126,14 +126,13 @@ class ConfigSource:
     def _check_trainer(self) -> None:
         if self.trainer not in TRL_TRAINERS:
             raise PlanError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, got {self.trainer!r}")
-        if self.num_labels is not None:
-            raise PlanError(
-                "--num-labels and --trainer do not go together: TRL trains no such classifier"
-            )
-        if self.asks_for_pictures:
-            raise PlanError("pictures and --trainer do not go together: give plan_run the Trainer")
-        if self.sound_seconds is not None:
-            raise PlanError("sounds and --trainer do not go together: give plan_run a Trainer")
+        for what, is_given in (
+            ("--num-labels", self.num_labels is not None),
+            ("pictures", self.asks_for_pictures),
+            ("sounds", self.sound_seconds is not None),
+        ):
+            if is_given:
+                raise PlanError(f"{what} and --trainer do not go together: give plan_run a Trainer")
 
 
 def _check_layers(config: Mapping[str, object], inside: str = "") -> None:
@@ -184,13 +183,11 @@ class PlanRequest:
     num_gpus: int = 1  # how many cards train together; 0 takes the number from the launch file
     num_nodes: int = 0  # machines with the same number of cards each; 0 if unknown
     environment: Mapping[str, str] = field(default_factory=dict)  # exported for accelerate
-    # the config of a launcher, with each "auto" as it is
+    # the config with which the process of a Trainer was launched, with each "auto" as it is
     deepspeed: dict[str, object] | None = None
     launch_file: str | None = None  # the path of accelerate's config file
     has_padding: bool | None = None  # of batches; None: if they have more than one row
-    num_steps: int = OPTIMIZER_STEPS
     proposes: bool = False  # whether to look for what would fit, if the run does not
-    command: str | None = None  # the command line that asked for it
     resident_layers: int | None = None  # of a streamed base, on the card
     streams_embeddings: bool = False  # whether embeddings and head are streamed with it
 
@@ -201,9 +198,10 @@ class PlanRequest:
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Return whether the arguments or what has launched them name a config of DeepSpeed."""
+        """Return whether the arguments, or what has launched them, ask for DeepSpeed."""
         of_arguments = isinstance(self.source, ConfigSource) and self.source.deepspeed
-        return self.deepspeed is not None or bool(of_arguments)
+        is_exported = self.environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        return self.deepspeed is not None or is_exported or bool(of_arguments)
 
     @property
     def is_launched(self) -> bool:

@@ -1,7 +1,7 @@
 """Put two plans, a plan and a run, or two runs side by side: by moment and by category."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def beside(a: Path, b: Path) -> Beside:
     changes: list[tuple[str, str, str]] = []
     categories: list[Pair] = []
     if one.plan is None or other.plan is None:
-        mine, theirs = _seen(one, other), _seen(other, one)
+        mine, theirs = _seen(one), _seen(other)
     else:
         changes = _changes(one.plan.planned, other.plan.planned)
         held, also = one.plan.breakdown, other.plan.breakdown
@@ -59,11 +59,11 @@ def beside(a: Path, b: Path) -> Beside:
     pairs = [
         Pair(
             name=f"{moment}, {counter}",
-            a_bytes=bytes_of(mine[moment]) if moment in mine else None,
-            b_bytes=bytes_of(theirs[moment]) if moment in theirs else None,
+            a_bytes=getattr(mine.get(moment), f"{counter}_bytes", None),
+            b_bytes=getattr(theirs.get(moment), f"{counter}_bytes", None),
         )
         for moment in dict.fromkeys((*mine, *theirs))
-        for counter, bytes_of in _COUNTERS.items()
+        for counter in ("allocated", "reserved")
     ]
     return Beside(
         a=str(one.path),
@@ -72,12 +72,6 @@ def beside(a: Path, b: Path) -> Beside:
         moments=tuple(pairs),
         categories=tuple(categories),
     )
-
-
-_COUNTERS: dict[str, Callable[[MomentPeak], int]] = {
-    "allocated": lambda peak: peak.allocated_bytes,
-    "reserved": lambda peak: peak.reserved_bytes,
-}
 
 
 def _changes(one: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -114,11 +108,8 @@ def _of_run(path: Path) -> _Side:
     return _Side(path, None, peaks)
 
 
-def _seen(side: _Side, other: _Side) -> Mapping[str, MomentPeak]:
-    """Return the peaks by the moments that the other one tells apart; a plan has no prediction."""
+def _seen(side: _Side) -> Mapping[str, MomentPeak]:
+    """Return the peaks by the moments that a run tells apart; a plan has no prediction."""
     if side.plan is None:
         return side.moments
-    is_apart = "generate" in other.moments
-    return {
-        name: peak for name, peak in peaks_as_seen(side.plan, is_apart).items() if name != "predict"
-    }
+    return {name: peak for name, peak in peaks_as_seen(side.plan).items() if name != "predict"}

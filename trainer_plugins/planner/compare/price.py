@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_plugins import checkpointing
-from trainer_plugins.planner.cards import Speed, card_of
+from trainer_plugins.planner.cards import Speed
 from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.switches import Switch
 from trainer_plugins.planner.plan import MemoryPlan
@@ -24,7 +24,6 @@ _STEP_BYTES = 28  # AdamW reads four numbers of 4 bytes for a weight, and writes
 # DeepSpeed's AdamW takes 2.4 s for 8 billion weights (ZeRO-Offload, arXiv:2101.06840, table 4).
 _BYTES_PER_SECOND_OF_CPU = 94e9
 _ONLY_COMPUTES = Speed(1e-6, *[float("inf")] * 3)  # the ratio is that of any card
-_USUAL = card_of("a100-80gb").speed  # puts changes in order where the card is not known
 
 _IN_4_BITS = {switches.QLORA.words, switches.BASE_IN_4_BITS.words}
 _ADAPTERS = {switches.ADAPTER.words, *_IN_4_BITS}
@@ -62,11 +61,6 @@ class Step:
                 return None
             speed = _ONLY_COMPUTES
         return self.changed(changes)._seconds(then, speed) / self._seconds(now, speed)
-
-    def in_order(self, changes: Sequence[Switch], now: int) -> float:
-        """Return the same with the rows as they are, on a usual card if none is known."""
-        usual = replace(self, speed=self.speed or _USUAL)
-        return round(usual.times(changes, now, now) or 1.0, 1)
 
     def changed(self, changes: Sequence[Switch]) -> "Step":
         words = {each.words for each in changes}

@@ -77,14 +77,6 @@ SWITCHES: dict[str, Switch] = {
 }  # in the order in which a reader would try them
 
 ALL = "all"
-_OTHER_NAMES = {
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "adamw_torch_fused": "fused-optimizer",
-    "adamw_bnb_8bit": "8bit-optimizer",
-    "chunked-loss": "liger",
-    "stream-base": "stream",
-}
 
 
 def changes_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -94,7 +86,7 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
     found += [name for name in asked if name != ALL and name not in found]
     for name in (part for change in found for part in change.split(_SEVERAL)):
         if name not in SWITCHES:
-            near = get_close_matches(_OTHER_NAMES.get(name, name), SWITCHES, 1, 0.5)
+            near = get_close_matches(name, SWITCHES, 1, 0.5)
             known = f"there are {', '.join(sorted(SWITCHES))}, and {ALL}"
             hint = f"is it {near[0]}?" if near else known
             raise PlanError(f"--explain-change: no switch is called {name!r}: {hint}")
@@ -104,34 +96,41 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
 def explain(
     run: Run,
     changes: Sequence[str],
-    predict_all: Callable[[Sequence[Run]], list[MemoryPlan | PlanError]],
+    predict: Callable[[Run], MemoryPlan],
     turn: Callable[[Run, Switch], Run],
 ) -> tuple[MemoryPlan, tuple[Saved, ...]]:
-    """Predict a run as it is and with each of the changes that `changes_of` returned."""
+    """Predict a run as it is and with each of the changes that `changes_of` returned.
 
-    def changed(change: str) -> Run | PlanError:
+    Args:
+        run: a request, or a run of a command.
+        changes: the switches by name, several joined by "+".
+        predict: makes the plan of a run.
+        turn: changes a run by a switch.
+
+    Raises:
+        PlanError: the run as it is has no plan.
+    """
+    before = predict(run)
+    found = []
+    for change in changes:
+        turned = (SWITCHES[name] for name in change.split(_SEVERAL))
         try:
-            return reduce(turn, (SWITCHES[name] for name in change.split(_SEVERAL)), run)
+            after = predict(reduce(turn, turned, run))
         except PlanError as error:
-            return error
-
-    every = {change: changed(change) for change in changes}
-    requests = {change: way for change, way in every.items() if not isinstance(way, PlanError)}
-    as_it_is, *outcomes = predict_all([run, *requests.values()])
-    if isinstance(as_it_is, PlanError):
-        raise as_it_is
-    found = dict(zip(requests, outcomes, strict=True))
-    found |= {change: error for change, error in every.items() if isinstance(error, PlanError)}
-    return as_it_is, tuple(_saved(change, as_it_is, found[change]) for change in changes)
+            found.append(Saved(change=change, how=_how(change), reason=str(error)))
+        else:
+            found.append(_saved(change, before, after))
+    return before, tuple(found)
 
 
-def _saved(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
-    # the unified name is the last one, if this torch reads it
-    variable = names_read(gather_machine(environ))[-1]
+def _how(change: str) -> str:
+    """Say what to pass or set; the variable has the unified name, if this torch reads it."""
     flags = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
-    how = flags.replace(_VARIABLE, variable)
-    if isinstance(after, PlanError):
-        return Saved(change=change, how=how, reason=str(after))
+    return flags.replace(_VARIABLE, names_read(gather_machine(environ))[-1])
+
+
+def _saved(change: str, before: MemoryPlan, after: MemoryPlan) -> Saved:
+    how = _how(change)
     if after.streamed is not None and before.streamed is None:
         how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
     return Saved(

@@ -70,12 +70,8 @@ def _of_training(
 ) -> Switch:
     """Make the switch of a remedy that is a flag of TrainingArguments."""
     flags = advised.flag(Door.TRAINER)
-    changed = flags_in(flags)
-
-    def turn(run: PlanRequest) -> PlanRequest:
-        return with_flags(run, **changed)
-
-    return Switch(words, price or advised.price, flags, turn, frees)
+    switch = of_flags(words, price or advised.price, **flags_in(flags))
+    return replace(switch, flags=flags, frees=frees)
 
 
 def with_adapter(run: PlanRequest) -> PlanRequest:
@@ -90,11 +86,6 @@ def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
     source = source_of(run)
     return replace(run, source=replace(source, peft=source.peft or LORA, quantisation=_NF4))
-
-
-def not_prepared(run: PlanRequest) -> PlanRequest:
-    """Leave what is not quantised in its dtype: PEFT's preparation makes it float32."""
-    return replace(run, source=replace(source_of(run), prepares_kbit=False))
 
 
 def with_base_streamed(run: PlanRequest) -> PlanRequest:
@@ -114,16 +105,11 @@ def half_as_long(run: PlanRequest) -> PlanRequest:
     target = source.target_length
     halved = replace(
         source,
-        sequence_length=half_length(source),
+        sequence_length=max(1, source.sequence_length // 2),
         has_length=True,
         target_length=max(1, target // 2) if target is not None else None,
     )
     return replace(run, source=halved)
-
-
-def half_length(source: ConfigSource) -> int:
-    """Return half of the length of rows."""
-    return max(1, source.sequence_length // 2)
 
 
 def source_of(run: PlanRequest) -> ConfigSource:
@@ -225,7 +211,8 @@ UNPREPARED = Switch(
     "no preparation by PEFT",
     "what is not quantised computes in 16 bits, the norms too",
     advice.UNPREPARED.flag(Door.PLAN),
-    not_prepared,
+    # PEFT's preparation makes float32 of what is not quantised
+    lambda run: replace(run, source=replace(source_of(run), prepares_kbit=False)),
     {"activations": 0.3, "logits and loss": 0.3, "frozen weights": 0.4},
     subject="preparation",
     in_the_run=advice.UNPREPARED.flag(Door.CODE),
@@ -325,8 +312,7 @@ def launched_by(words: str, price: str, name: str, of: Sequence[Category], share
     path = str(configs.path(name))
 
     def turn(run: PlanRequest) -> PlanRequest:
-        # of the file that was given, nothing is left
-        return replace(run, launch_file=path, environment={}, deepspeed=None)
+        return replace(run, launch_file=path)
 
     return Switch(
         words,

@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from trainer_plugins.launch.lint.training import argument_names, nearest
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
-from trainer_plugins.planner.rehearse.wrong_values import check_kinds, with_its_key
 from trainer_plugins.planner.request import (
     OPTIMIZER_STEPS,
     ConfigSource,
@@ -32,7 +30,6 @@ _REHEARSED = {
     "logging_strategy": "no",
     "eval_strategy": "no",
     "eval_on_start": False,
-    "save_strategy": "no",
     "load_best_model_at_end": False,
     "push_to_hub": False,
     "auto_find_batch_size": False,
@@ -44,7 +41,6 @@ _REHEARSED = {
     "skip_memory_metrics": True,
     "full_determinism": False,
     "lr_scheduler_type": "constant",  # some others need an evaluation
-    "do_train": True,
 }
 
 
@@ -54,28 +50,17 @@ def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
         of_trainer: Any = ship.loads(source.trainer)["args"]
         of_trainer.use_cpu = False  # without a card, transformers demands it for bf16
         return cast(HfArguments, of_trainer)
-    given: dict[str, object] = {}
     try:
+        _check_deepspeed(source.deepspeed)
         if isinstance(source.arguments, bytes):
             kind, given = pickle.loads(source.arguments)
-            check_kinds(kind, given)
-            _check_deepspeed(given.get("deepspeed"))
             made: HfArguments = kind(**given)
             return made
-        given = {
-            flag.removeprefix("--").replace("-", "_"): text
-            for flag, text in pairwise(source.arguments)
-            if flag.startswith("--")
-        }
-        _check_deepspeed(source.typed("deepspeed"))
-        made = _parsed(source)
-        parsed = {name: value for name, value in fields_of(made).items() if name in given}
-        check_kinds(type(made), parsed)
+        return _parsed(source)
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise PlanError(with_its_key(given, first_line(error))) from error
-    return made
+        raise PlanError(first_line(error)) from error
 
 
 def rehearsed_arguments(args: Any, output_dir: str) -> Any:

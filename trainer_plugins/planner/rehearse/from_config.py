@@ -1,6 +1,6 @@
 """Make transformers' own Trainer, and its batches, from a config and flags. Imports torch."""
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
 from trainer_plugins.planner.rehearse.model_of_config import load_model
+from trainer_plugins.planner.rehearse.pictures import KINDS, Pictures, pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed
 from trainer_plugins.planner.request import MOST_ROWS, ConfigSource
@@ -22,25 +23,27 @@ _BY_A_TRAINER = (
 PADDED = "batches have padding (the worse case); see --no-padding"
 _POSITIONS = "batches have position_ids, without which DeepSpeed divides no rows (sp_size)"
 
-PICTURE_MODELS = (
-    "llava",
-    "paligemma",
-    "gemma3",
-    "idefics3",
-    "smolvlm",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-)  # by model_type; `pictures.py` says how each gets them
+_SAMPLES_A_SECOND = 16_000  # as in the feature extractors of transformers
+_LABELS_A_SECOND = 15  # letters of fast speech; a guess
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Inputs:
     """Holds the shape of a row of each input or label; a label of a whole row has none."""
 
     floats: dict[str, tuple[int, ...]]
     tokens: dict[str, tuple[int, ...]]
-    said: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # what was assumed
+    pictures: Pictures | None = None
+
+    def batch(self, rows: int) -> Batch:
+        """Make a batch of this number of rows, as a collator would."""
+        made: Batch = {name: torch.zeros(rows, *shape) for name, shape in self.floats.items()}
+        for name, shape in self.tokens.items():
+            made[name] = torch.full((rows, *shape), 1 if shape else 0, dtype=torch.long)
+        if self.pictures is not None:
+            self.pictures.add_to(made, rows)
+        return made
 
 
 def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
@@ -50,8 +53,8 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     args, has_padding = build.args, build.has_padding
     rows = args.per_device_train_batch_size
     check_rows(args)
-    num_parts = build.kind.sizes.get("tp_size", 1)
-    model, assumptions = load_model(source, num_parts, is_streamed=build.streaming is not None)
+    is_streamed = build.streaming is not None
+    model, assumptions = load_model(source, _num_parts(args), is_streamed=is_streamed)
     assumptions.append(_BY_A_TRAINER)
     if has_padding is None:
         has_padding = rows > 1
@@ -59,8 +62,8 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
             assumptions.append(PADDED)
     generates = getattr(args, "predict_with_generate", False)
     trainer_class = transformers.Seq2SeqTrainer if generates else transformers.Trainer
-    batches = batches_of(model, rows, source)
-    assumptions += batches.said
+    inputs = _inputs_of(base_model(model), source)
+    assumptions += inputs.said
     try:
         trainer = trainer_class(
             model=model,
@@ -71,19 +74,25 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
-    make_batch = batches.make
     if getattr(getattr(trainer.accelerator, "parallelism_config", None), "sp_size", 1) > 1:
-        make_batch = _with_positions(make_batch)
+        inputs.tokens["position_ids"] = inputs.tokens["input_ids"]
         assumptions.append(_POSITIONS)
-    of_evaluation = batches_of(model, args.per_device_eval_batch_size, source)
+    eval_rows = args.per_device_eval_batch_size
     return Rehearsed(
         trainer=trainer,
-        make_batch=make_batch,
-        make_evaluation_batch=of_evaluation.make if build.kind.evaluates else None,
+        make_batch=lambda: inputs.batch(rows),
+        make_evaluation_batch=(lambda: inputs.batch(eval_rows)) if args.do_eval else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=has_padding,
         assumptions=assumptions,
     )
+
+
+def _num_parts(args: Any) -> int:
+    """Return among how many cards tensor parallelism divides a model, as accelerate reads it."""
+    given = getattr(args, "parallelism_config", None)
+    exported = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
+    return int(exported if given is None else given.tp_size)
 
 
 def _argmax(logits: Any, _: object) -> torch.Tensor:
@@ -98,76 +107,76 @@ def check_rows(args: HfArguments) -> None:
             raise PlanError(f"{name} is a number of rows from 1 to {MOST_ROWS:,}, got {number:,}")
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Holds what makes the batches that a collator would make."""
-
-    make: Callable[[], Batch]
-    said: tuple[str, ...]  # what was assumed
-
-
-def batches_of(model: Any, rows: int, source: ConfigSource) -> Batches:
-    """Return what makes batches of this number of rows, as a collator would."""
-    inner = base_model(model)
-    length, pictures = source.sequence_length, None
-    if inner.config.model_type in PICTURE_MODELS or source.asks_for_pictures:
-        from trainer_plugins.planner.rehearse.pictures import pictures_of
-
-        pictures = pictures_of(inner, source)
-        sizes = _Sizes({}, {**_tokens(length), "labels": (length,)})
+def _inputs_of(model: Any, source: ConfigSource) -> _Inputs:
+    """Return what a collator would make for a model."""
+    length = source.sequence_length
+    if model.config.model_type in KINDS or source.asks_for_pictures:
+        pictures = pictures_of(model, source)
+        tokens = {**_tokens(length), "labels": (length,)}
+        inputs = _Inputs({}, tokens, [pictures.said], pictures)
     elif source.sound_seconds is not None:
-        from trainer_plugins.planner.rehearse.sounds import sounds_of, writes
-
-        sounds = sounds_of(inner, source)
-        labels = {"labels": (sounds.num_labels,)} if writes(inner) else _labels(inner, source)
-        samples = (sounds.num_samples,)
-        tokens = {"attention_mask": samples, **labels}
-        sizes = _Sizes({inner.main_input_name: samples}, tokens, [sounds.said])
+        inputs = _of_sounds(model, source)
     else:
-        sizes = _sizes_of(inner, length)
-        sizes.tokens.update(_labels(inner, source))
-    if "input_ids" in sizes.tokens:
-        _check_positions(inner, length)
-    if inner.config.is_encoder_decoder:
-        sizes.said.extend(_set_what_labels_need(inner.config))
-
-    def make() -> Batch:
-        made: Batch = {name: torch.zeros(rows, *shape) for name, shape in sizes.floats.items()}
-        for name, shape in sizes.tokens.items():
-            made[name] = torch.full((rows, *shape), 1 if shape else 0, dtype=torch.long)
-        if pictures is not None:
-            pictures.add_to(made, rows)
-        return made
-
-    if pictures is None:
-        return Batches(make, tuple(sizes.said))
-    return Batches(make, (*sizes.said, pictures.said))
+        inputs = _of_one_size(model, length)
+        inputs.tokens.update(_labels(model, source))
+    if "input_ids" in inputs.tokens:
+        _check_positions(model, length)
+    if model.config.is_encoder_decoder:
+        inputs.said.extend(_set_what_labels_need(model.config))
+    return inputs
 
 
 def _tokens(length: int) -> dict[str, tuple[int, ...]]:
     return {"input_ids": (length,), "attention_mask": (length,)}
 
 
-def _sizes_of(model: Any, length: int) -> _Sizes:
-    """Return the sizes of a model's inputs, without its labels."""
+def _of_sounds(model: Any, source: ConfigSource) -> _Inputs:
+    """Return sounds as long as the run says, and the labels that belong to them."""
+    seconds = source.sound_seconds or 0.0
+    if not _takes_samples(model):
+        raise PlanError(
+            "--sound-seconds is for models that take the samples of a sound (input_values), and "
+            f"not for {type(model).__name__}"
+        )
+    samples = max(1, round(seconds * _SAMPLES_A_SECOND))
+    said = (
+        f"each row has {seconds:g} s of sound, {samples:,} samples ({_SAMPLES_A_SECOND:,} a second)"
+    )
+    if model.config.is_encoder_decoder or type(model).__name__.endswith("ForCTC"):  # a text
+        number = source.target_length or max(1, round(seconds * _LABELS_A_SECOND))
+        why = "" if source.target_length else f" ({_LABELS_A_SECOND} a second: a guess)"
+        said += f", and {number:,} labels{why}; see --target-length"
+        labels: dict[str, tuple[int, ...]] = {"labels": (number,)}
+    else:
+        labels = _labels(model, source)
+    tokens = {"attention_mask": (samples,), **labels}
+    return _Inputs({model.main_input_name: (samples,)}, tokens, [said])
+
+
+def _takes_samples(model: Any) -> bool:
+    """Return whether a model takes sounds of any length, as numbers one after another."""
+    takes = getattr(model, "main_input_name", "")
+    return takes == "input_values" and not hasattr(model.config, "num_mel_bins")
+
+
+def _of_one_size(model: Any, length: int) -> _Inputs:
+    """Return the inputs of a model whose config says their size, without its labels."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids":
-        return _Sizes({}, _tokens(length))
+        return _Inputs({}, _tokens(length))
     side = getattr(config, "image_size", None)
     if takes == "pixel_values" and isinstance(side, int):
         picture = (getattr(config, "num_channels", 3), side, side)
         numbers = " x ".join(map(str, picture))
         said = f"a picture has {numbers} numbers (image_size of the config)"
-        return _Sizes({takes: picture}, {}, [said])
+        return _Inputs({takes: picture}, {}, [said])
     bins = getattr(config, "num_mel_bins", None)
     frames = getattr(config, "max_source_positions", None)
     if takes == "input_features" and isinstance(bins, int) and isinstance(frames, int):
         sound = (bins, 2 * frames)  # transformers/models/whisper: a convolution halves them
         said = f"a sound has {bins} x {2 * frames} numbers (max_source_positions of the config)"
-        return _Sizes({takes: sound}, {}, [said])
-    from trainer_plugins.planner.rehearse.sounds import takes_samples
-
-    instead = "give --sound-seconds, or " if takes_samples(model) else ""
+        return _Inputs({takes: sound}, {}, [said])
+    instead = "give --sound-seconds, or " if _takes_samples(model) else ""
     raise NotPredicted(
         f"{type(model).__name__} from a config alone, which takes {takes} of a size that its "
         f"config does not give: {instead}{GIVE_A_TRAINER}"
@@ -222,14 +231,3 @@ def _check_positions(model: torch.nn.Module, length: int) -> None:
                 f"a row has {length:,} tokens (--seq-length), and the model has positions for "
                 f"{module.num_embeddings:,} ({name})"
             )
-
-
-def _with_positions(make: Callable[[], Batch]) -> Callable[[], Batch]:
-    """Let batches also have the position of each token."""
-
-    def made() -> Batch:
-        batch = make()
-        tokens: Any = batch["input_ids"]
-        return {**batch, "position_ids": torch.ones_like(tokens)}
-
-    return made

@@ -27,7 +27,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     """Make a Trainer of TRL's from a config. It trains, evaluates and saves."""
     check_rows(build.args)
     loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
-    if build.kind.evaluates and rollout.generates(loop.trainer):
+    if build.args.do_eval and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     is_streamed = build.streaming is not None
     model, assumptions = load_model(source, is_streamed=is_streamed)
@@ -39,14 +39,14 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     if build.has_padding is None:
         said.append(PADDED)
     sizes = [build.args.per_device_train_batch_size]
-    if build.kind.evaluates:
+    if build.args.do_eval:
         sizes.append(build.args.per_device_eval_batch_size)
     with _disable_current_modes():
         batches = [longest_batch(trainer, rows).batch for rows in sizes]
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: copied(batches[0]),
-        make_evaluation_batch=(lambda: copied(batches[1])) if build.kind.evaluates else None,
+        make_evaluation_batch=(lambda: copied(batches[1])) if build.args.do_eval else None,
         num_evaluation_batches=source.num_evaluation_batches,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],

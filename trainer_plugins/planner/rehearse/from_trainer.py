@@ -16,7 +16,11 @@ from trainer_plugins.wrapped import base_model
 
 def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
-    trainer = _revived(_loads(source.trainer), source.device_map, build)
+    sent = ship.loads(source.trainer)
+    if "bitsandbytes" in sys.modules:
+        for part in sent["model"].modules():
+            _give_its_own_weight(part)
+    trainer = _revived(sent, source.device_map, build)
     batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
     return Rehearsed(
@@ -27,15 +31,6 @@ def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
         has_padding=bool(build.has_padding),
         assumptions=[],
     )
-
-
-def _loads(content: bytes) -> Any:
-    """Restore what a Trainer's process has sent, with bitsandbytes' own weights in its layers."""
-    sent = ship.loads(content)
-    if "bitsandbytes" in sys.modules:
-        for part in sent["model"].modules():
-            _give_its_own_weight(part)
-    return sent
 
 
 def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
@@ -64,14 +59,14 @@ def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) 
     args._setup_devices  # noqa: B018 - reading it sets up the devices
     trainer.optimizer, trainer.lr_scheduler = sent["optimizer"], None
     trainer._created_lr_scheduler = False
-    if build.kind.trains_on_completions:
+    if rollout.generates(trainer):
         rollout.revive(trainer)
     if build.streaming is not None:
         build.streaming.begin(trainer)
     if device_map:
         spread(trainer.model, device_map, args.device.type)
         args._n_gpu = 1  # as the Trainer's constructor says
-    elif build.kind.is_quantised:  # transformers refuses to move it
+    elif getattr(trainer.model, "is_quantized", False):  # transformers refuses to move it
         torch.nn.Module.to(trainer.model, args.device)
         base_model(trainer.model).hf_device_map = {"": args.device}
     elif trainer.place_model_on_device:
@@ -100,6 +95,7 @@ def _register_recorded_outputs(model: object) -> None:
 
 
 def _give_its_own_weight(part: torch.nn.Module) -> None:
+    """Give a layer of bitsandbytes the weight of its own class, which was sent as a tensor."""
     bnb: Any = sys.modules["bitsandbytes"]
     if isinstance(part, bnb.nn.Linear4bit):
         known: Mapping[str, Any] = vars(part.weight)

@@ -16,7 +16,6 @@ from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.kind import text_of
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.liger import replaced_by_liger
@@ -105,8 +104,7 @@ def _streamed(trainer: Any) -> tuple[int | None, bool]:
 def _evaluation_of(trainer: Any) -> tuple[object, int, str]:
     """Return an evaluation's longest batch, how many it has, and what is unread; None without."""
     args, dataset = trainer.args, trainer.eval_dataset
-    evaluates = text_of(args.eval_strategy) != "no" or args.do_eval
-    if not evaluates or dataset is None:
+    if not args.do_eval or dataset is None:
         return None, 0, ""
     if isinstance(dataset, dict):
         dataset = max(dataset.values(), key=_length)
@@ -245,6 +243,6 @@ def _length(dataset: object) -> int:
 
 def _is_padded(batch: object) -> bool:
     """Return whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
-    found = [ship.column(batch, name) for name in _MASKS]
+    found = [batch.get(name) for name in _MASKS] if hasattr(batch, "get") else []
     masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
     return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1

@@ -70,7 +70,7 @@ class Loop:
         return self.row in (_pair, _judged, _triple)
 
 
-_LOOPS = {
+LOOPS = {
     "sft": Loop("SFT", _tokens),
     "dpo": Loop("DPO", _pair),
     "kto": Loop("KTO", _judged),
@@ -86,7 +86,7 @@ _LOOPS = {
 
 def loop_of(source: ConfigSource) -> Loop:
     """Return the loop that a run names by `--trainer`."""
-    loop = _LOOPS[source.trainer or ""]
+    loop = LOOPS[source.trainer or ""]
     try:
         _ = loop.trainer, loop.config
     except (ImportError, AttributeError) as error:

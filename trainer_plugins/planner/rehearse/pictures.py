@@ -25,13 +25,13 @@ class Pictures:
 def pictures_of(model: Any, source: ConfigSource) -> Pictures:
     """Return the pictures of a run."""
     kind = model.config.model_type
-    if kind not in _KINDS:
+    if kind not in KINDS:
         raise PlanError(
             f"--images-per-row and --image-size are for these models, and not for {kind}: "
-            f"{', '.join(_KINDS)}"
+            f"{', '.join(KINDS)}"
         )
     number = 1 if source.images_per_row is None else source.images_per_row
-    found = _KINDS[kind](model.config, source, number)
+    found = KINDS[kind](model.config, source, number)
     if found.num_tokens >= source.sequence_length:
         raise PlanError(
             f"a row has {source.sequence_length:,} tokens (--seq-length), and its pictures take "
@@ -134,7 +134,7 @@ def _of_llava(config: Any, patches: int) -> int:
     return patches**2 + int(has_class and config.vision_config.model_type.startswith("clip"))
 
 
-_KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
+KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
     "llava": _one_by_one(_of_llava, has_types=False),
     "paligemma": _one_by_one(lambda _, patches: patches**2, has_types=True),
     "gemma3": _one_by_one(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
@@ -143,4 +143,4 @@ _KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
     "qwen2_vl": _of_any_size,
     "qwen2_5_vl": _of_any_size,
     "qwen3_vl": _of_any_size,
-}  # by model_type; see from_config.PICTURE_MODELS
+}  # by model_type

@@ -13,13 +13,10 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import Document, part
 from trainer_plugins.launch.lint.schema import schema_findings
-from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.plan import NotPredicted, PlanError
+from trainer_plugins.planner.rehearse import rollout
+from trainer_plugins.planner.rehearse.loops import LOOPS
 
-_OF_TRL = tuple(
-    f"{name}Trainer"
-    for name in ("CPO", "DPO", "GMPO", "GRPO", "KTO", "ORPO", "RLOO", "Reward", "SFT", "TPO")
-)  # most others generate in ways of their own
 _RUN_IT = "plan -- COMMAND runs its script"
 
 GIVE_A_TRAINER = "give plan_run a Trainer: its collator knows the inputs"
@@ -75,14 +72,13 @@ def _where(error: BaseException) -> str:
     return place
 
 
-def refuse_trainer(trainer: HfTrainer, kind: Kind) -> None:
+def refuse_trainer(trainer: HfTrainer) -> None:
     """Refuse Trainers of TRL that cannot be made again in another process."""
     of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
-    if of_trl and of_trl[0] not in _OF_TRL:
+    # most others generate in ways of their own
+    if of_trl and of_trl[0] not in {f"{loop.name}Trainer" for loop in LOOPS.values()}:
         raise NotPredicted(f"TRL's {of_trl[0]} as an object: {_RUN_IT}")
-    if kind.trains_on_completions:
-        from trainer_plugins.planner.rehearse import rollout
-
+    if rollout.generates(trainer):
         rollout.refuse(trainer)
 
 

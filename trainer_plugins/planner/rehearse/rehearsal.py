@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
-from trainer_plugins.planner.kind import Kind
 from trainer_plugins.planner.rehearse.streamed import Streaming
 
 Batch = dict[str, object]
@@ -18,7 +17,6 @@ class Build:
     """Holds what a Trainer is built with, besides its source."""
 
     args: HfArguments  # the user's
-    kind: Kind
     has_padding: bool | None  # whether batches have padding; None: as the source says
     folder: str  # its output_dir
     streaming: Streaming | None

@@ -43,21 +43,19 @@ def revive(trainer: Any) -> None:
 
 
 def prepare(trainer: Any, card: Card | None) -> None:
-    """Give a Trainer made-up rewards, and completions of a vLLM that is not there."""
-    give_rewards(trainer)
+    """Give a Trainer made-up rewards, and completions of a vLLM that is not there.
+
+    The user's functions do not run.
+    """
+    trainer._calculate_rewards = lambda _, prompts, __, completions: _rewards(
+        trainer, prompts, completions
+    )
     if not trainer.use_vllm:
         return
     if card is None and trainer.args.vllm_mode == "colocate":
         raise PlanError("vLLM shares the card with the training: name the card (--gpu)")
     held_bytes = 0 if card is None else card.capacity_bytes
     trainer.vllm_generation, trainer._last_loaded_step = Vllm(trainer, held_bytes), -1
-
-
-def give_rewards(trainer: Any) -> None:
-    """Give a Trainer made-up rewards: the user's functions do not run."""
-    trainer._calculate_rewards = lambda _, prompts, __, completions: _rewards(
-        trainer, prompts, completions
-    )
 
 
 def _rewards(trainer: Any, prompts: Sequence[Any], completions: list[list[int]]) -> torch.Tensor:

@@ -63,7 +63,8 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
         "class": type(trainer),
         "args": trainer.args,
         "model": trainer.model,
-        "optimizer": _bare_optimizer(trainer),
+        # without accelerate's wrapper
+        "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
         "has_metrics": trainer.compute_metrics is not None,
     }
     others = {
@@ -76,12 +77,6 @@ def dumps_trainer(trainer: Any) -> tuple[bytes, tuple[str, ...]]:
     left_out = tuple(name for name, value in others.items() if not _can_be_sent(value))
     sent = {name: value for name, value in others.items() if name not in left_out}
     return dumps({**essential, "others": sent}, stream_of(trainer.model)), left_out
-
-
-def _bare_optimizer(trainer: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer without accelerate's wrapper; None if the Trainer has none yet."""
-    bare: torch.optim.Optimizer | None = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return bare
 
 
 def dumps(value: object, stream: Stream | None = None) -> bytes:
@@ -218,8 +213,3 @@ def _parameter(
     parameter = torch.nn.Parameter(_tensor(shape_of, False), requires_grad)
     vars(parameter).update(extra)
     return parameter
-
-
-def column(batch: object, name: str) -> object:
-    """Return a column of a batch; None if it has none of this name, or no columns."""
-    return batch.get(name) if hasattr(batch, "get") else None

@@ -44,7 +44,6 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
     from accelerate import dispatch_model
 
     base = base_model(model)
-    _refuse_tied_apart(base, device_map)
     placed = {name: torch.device(kind, card) for name, card in device_map.items()}
     first = torch.device(kind, min(device_map.values()))
     for name, device in sorted(placed.items(), key=lambda each: len(each[0])):
@@ -54,24 +53,6 @@ def spread(model: Any, device_map: Mapping[str, int], kind: str) -> None:
             tensor.data = tensor.data.to(first)
     skipped = getattr(base, "_skip_keys_device_placement", None)
     dispatch_model(base, placed, main_device=first, skip_keys=skipped)
-
-
-def _refuse_tied_apart(base: torch.nn.Module, device_map: Mapping[str, int]) -> None:
-    from accelerate.utils.modeling import find_tied_parameters
-
-    def card_of(tensor: str) -> int:
-        parts = (part for part in device_map if f"{tensor}.".startswith(f"{part}.") or not part)
-        return device_map[max(parts, key=len)]
-
-    for tied in find_tied_parameters(base):
-        cards = {name: card_of(name) for name in tied}
-        if len(set(cards.values())) > 1:
-            where = ", ".join(f"{name} on card {card}" for name, card in cards.items())
-            raise PlanError(
-                f"the device_map puts tied weights on several cards ({where}): accelerate keeps one"
-                " of them, and the first forward fails (Expected all tensors to be on the same"
-                " device). Put these parts on one card"
-            )
 
 
 def _move(base: torch.nn.Module, name: str, device: torch.device) -> None:

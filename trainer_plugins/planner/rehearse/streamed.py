@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.patched import Patches
-from trainer_plugins.planner.plan import PlanError, Streamed
+from trainer_plugins.planner.plan import BUS_BYTES_PER_SECOND, PlanError, Streamed
 from trainer_plugins.planner.request import RESIDENT_LAYERS, PlanRequest, TrainerSource
 from trainer_plugins.streaming.attach import refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
@@ -67,10 +67,13 @@ class Streaming:
         stream = stream_of(trainer.model)
         if stream is None:
             return None
-        streamed = Streamed(
+        copied_bytes = min(self._copied_bytes, default=0)
+        of_a_step = trainer.args.gradient_accumulation_steps * copied_bytes
+        return Streamed(
             num_layers=stream.num_layers,
             resident_layers=stream.resident_layers,
             num_bytes=stream.num_bytes,
-            copied_bytes_per_micro_batch=min(self._copied_bytes, default=0),
+            copied_bytes_per_micro_batch=copied_bytes,
+            copied_bytes_per_step=of_a_step,
+            copy_seconds_per_step=of_a_step / BUS_BYTES_PER_SECOND,
         )
-        return streamed.with_step_of(trainer.args.gradient_accumulation_steps)

@@ -14,7 +14,6 @@ from trainer_plugins.planner.calibrate import (
     differences_of,
     peaks_as_seen,
     refuse_another_run,
-    tells_generation,
 )
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
@@ -164,7 +163,7 @@ def _planned(plan: MemoryPlan | None, run: Run) -> dict[str, int]:
     """Return the planned peak of each moment that the run tells apart."""
     if plan is None:
         return {}
-    seen = peaks_as_seen(plan, tells_generation(run.timelines)).items()
+    seen = peaks_as_seen(plan).items()
     return {moment: peak.allocated_bytes + plan.context_bytes for moment, peak in seen}
 
 
