@@ -9,8 +9,6 @@ TRAINER = "transformers.Trainer"
 MODEL = "transformers.modeling_utils"
 
 WHERE: dict[str, tuple[str, ...]] = {
-    # Python
-    "_inst": ("random",),
     # torch
     "_Loss": ("torch.nn.modules.loss",),
     "_construct_storage_from_data_pointer": ("torch._C",),

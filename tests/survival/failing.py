@@ -40,6 +40,17 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
+def packed(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Lay rows behind one another: one row, whose positions begin again."""
+    ids = torch.cat([row["input_ids"] for row in rows])[None]
+    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(positions == 0, -100),
+        "position_ids": positions,
+    }
+
+
 def small_trainer(
     tmp_path, model=None, trainer_class=Trainer, args_class=TrainingArguments, *, steps=2, **kwargs
 ):

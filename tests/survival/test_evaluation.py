@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.models import tiny_llama
-from tests.survival.failing import Allocations, padded, ragged_rows, small_trainer
+from tests.survival.failing import Allocations, packed, padded, ragged_rows, small_trainer
 from tests.survival.test_attach import remarks
 from trainer_plugins import MemoryWatchdog, draw, survive_oom
 from trainer_plugins.units import MIB
@@ -43,16 +43,6 @@ def classes(rows):
     }
 
 
-def packed(rows):
-    ids = torch.cat([row["input_ids"] for row in rows])[None]
-    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(positions == 0, -100),
-        "position_ids": positions,
-    }
-
-
 def without_cache():
     """With one, transformers before 5 lets packed sequences look at each other."""
     return tiny_llama(use_cache=False).double()
@@ -64,6 +54,21 @@ FAMILIES: dict[str, dict] = {
     "sequence classification": {"make_model": classifier, "data_collator": classes},
     "packed": {"data_collator": packed, "make_model": without_cache},
 }
+
+
+def evaluate(trainer, fail_at: tuple[int, ...], **options):
+    """What 20 rows give, but times, and the number of allocations."""
+    trainer.eval_dataset = ragged_rows(20)
+    if fail_at:
+        survive_oom(trainer, vouch_for_loss=True)  # of the hook of one of them
+    with Allocations() as allocations:
+        allocations.begin(list(fail_at))
+        metrics = trainer.evaluate(**options)
+    assert allocations.num_failed == len(fail_at)
+    told = ("runtime", "per_second", "preparation_time")
+    return {
+        name: value for name, value in metrics.items() if not name.endswith(told)
+    }, allocations.num
 
 
 def evaluated(
@@ -83,19 +88,8 @@ def evaluated(
         compute_metrics=keep if with_metrics else None,
         **{"per_device_eval_batch_size": 8, **kwargs},
     )
-    trainer.eval_dataset = ragged_rows(20)
-    if fail_at:
-        survive_oom(trainer, vouch_for_loss=True)  # of the hook of one of them
-    with Allocations() as allocations:
-        allocations.begin(list(fail_at))
-        metrics = trainer.evaluate()
-    assert allocations.num_failed == len(fail_at)
-    told = ("runtime", "per_second", "preparation_time")
-    return (
-        {name: value for name, value in metrics.items() if not name.endswith(told)},
-        seen,
-        allocations.num,
-    )
+    metrics, num = evaluate(trainer, fail_at)
+    return metrics, seen, num
 
 
 @pytest.mark.parametrize("with_metrics", [False, True], ids=["loss only", "metrics"])
@@ -152,19 +146,8 @@ def generated(tmp_path, fail_at: tuple[int, ...] = (), **options):
         predict_with_generate=True,
         **options,
     )
-    trainer.eval_dataset = ragged_rows(20)
-    if fail_at:
-        survive_oom(trainer, vouch_for_loss=True)  # of the hook of one of them
-    with Allocations() as allocations:
-        allocations.begin(list(fail_at))
-        metrics = trainer.evaluate(max_new_tokens=12)
-    assert allocations.num_failed == len(fail_at)
-    told = ("runtime", "per_second", "preparation_time")
-    return (
-        {name: value for name, value in metrics.items() if not name.endswith(told)},
-        seen,
-        allocations.num,
-    )
+    metrics, num = evaluate(trainer, fail_at, max_new_tokens=12)
+    return metrics, seen, num
 
 
 @pytest.mark.parametrize("options", [{}, {"generation_num_beams": 3}], ids=["greedy", "beams"])

@@ -9,7 +9,7 @@ from transformers import HfArgumentParser, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from tests.models import tiny_llama
-from tests.survival.failing import Run, gradients_off_by, padded, small_trainer, survive
+from tests.survival.failing import Run, gradients_off_by, packed, padded, small_trainer, survive
 from tests.survival.test_attach import remarks
 from trainer_plugins import MemoryArguments, callbacks_from_args, protect, survive_oom
 
@@ -205,15 +205,6 @@ def test_a_part_that_is_not_a_number_is_called_so(tmp_path) -> None:
 
 
 def test_packed_rows_with_noise_that_depends_on_their_length_are_refused(tmp_path) -> None:
-    def packed(rows):
-        ids = torch.cat([row["input_ids"] for row in rows])[None]
-        positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-        return {
-            "input_ids": ids,
-            "labels": ids.masked_fill(positions == 0, -100),
-            "position_ids": positions,
-        }
-
     def make(collate):
         model = tiny_llama(use_cache=False).double()
         return small_trainer(tmp_path, model, neftune_noise_alpha=5.0, data_collator=collate)

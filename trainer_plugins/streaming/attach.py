@@ -11,7 +11,7 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.streaming.layers import frozen_weights, repeated_layers
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.units import size
-from trainer_plugins.wrapped import will_be_compiled
+from trainer_plugins.wrapped import is_compiled, will_be_compiled
 
 
 def stream_base(
@@ -72,7 +72,7 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
     placed = getattr(model, "hf_device_map", None) or {}
     if len({str(device) for device in placed.values()} - {"cpu", "disk"}) > 1:
         yield "the model is spread over several cards (hf_device_map)"
-    if any(part._compiled_call_impl is not None for part in model.modules()):
+    if is_compiled(model):
         yield "parts of the model are compiled: torch.compile reads weights where they were"
     layers = repeated_layers(model)
     units = [weights for _, weights in frozen_weights(model)]

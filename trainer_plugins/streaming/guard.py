@@ -1,12 +1,11 @@
 """Guard weights that may be away: others see their shape at once, and their right value."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from trainer_plugins.streaming.weight import Weight
 from trainer_plugins.wrapped import tensors_in
 
 _OF_THE_PARAMETER = re.compile(
@@ -20,27 +19,6 @@ _OF_THE_SHAPE = re.compile(
 )  # functions of torch that ask how the weight lies in memory, and read no byte
 
 
-class Keeper(Protocol):
-    """Describes what has the weights: the `Stream` of a model."""
-
-    @property
-    def is_computing(self) -> bool:
-        """Return whether a layer computes forward or backward now."""
-
-    is_saving: bool
-
-    def weight_of(self, shown: torch.Tensor) -> Weight: ...
-
-    def bring(self, weights: Iterable[Weight]) -> None:
-        """Bring the layers of these weights to the card."""
-
-    def leave(self) -> None:
-        """End the streaming, with every weight in main memory."""
-
-    def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
-        """Keep the layers of these weights on the card as long as other code holds them."""
-
-
 class Guarded:
     """Answers for a parameter whose bytes may be away. Mixed into its class while it is streamed.
 
@@ -48,7 +26,7 @@ class Guarded:
     while that value lives. What it writes is kept.
     """
 
-    keeper: Keeper
+    keeper: Any  # the `Stream` of its model, which imports this file
 
     @classmethod
     def __torch_function__(
@@ -87,13 +65,13 @@ class Guarded:
         return copy
 
 
-def guarded(kind: type, keeper: Keeper) -> type:
+def guarded(kind: type, keeper: Any) -> type:
     """Return a subclass that guards weights, with the same name: libraries recognise it."""
     return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
 
 
 def _answer(
-    keeper: Keeper, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    keeper: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> object:
     name = getattr(func, "__name__", "")
     is_set = name == "__set__"
@@ -126,7 +104,7 @@ def _answer(
     return result
 
 
-def _set(keeper: Keeper, shown: torch.Tensor, value: torch.Tensor) -> None:
+def _set(keeper: Any, shown: torch.Tensor, value: torch.Tensor) -> None:
     """Write through what is assigned to `weight.data`; a weight on the CPU ends the streaming."""
     weight = keeper.weight_of(shown)
     if value is shown:

@@ -108,7 +108,6 @@ class Stream:
         self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._guards: dict[type, type] = {}
         self._layers: list[_Layer] = []
-        self._number_of: dict[int, int] = {}  # the layer of a `Weight`, by its id
         self._weights: dict[int, Weight] = {}
         pins = is_cuda and _can_pin()
         try:
@@ -168,7 +167,7 @@ class Stream:
         weight = self._weights.get(id(shown))
         return shown if weight is None else weight.host
 
-    def need(self, number: int) -> None:
+    def need(self, number: int, *_: object) -> None:
         """Bring a layer to the card, and the next one: in a backward pass, the one before it."""
         self._bring([number])
         self._layers[number].wait()
@@ -178,7 +177,7 @@ class Stream:
 
     def bring(self, weights: Iterable[Weight]) -> None:
         """Bring the layers of these weights to the card, all at once."""
-        numbers = list({self._number_of[id(weight)] for weight in weights})
+        numbers = list({weight.layer for weight in weights})
         self._bring(numbers)
         for number in numbers:
             self._layers[number].wait()
@@ -186,7 +185,7 @@ class Stream:
     def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
         """Remember that other code may write to these weights, or has just done so."""
         for weight in weights:
-            layer = self._layers[self._number_of[id(weight)]]
+            layer = self._layers[weight.layer]
             layer.is_written = layer.is_written or is_written or weight.is_held
 
     def release(self) -> None:
@@ -245,14 +244,13 @@ class Stream:
     def _add(self, module: nn.Module, shown: list[torch.Tensor], pins: bool) -> None:
         number = len(self._layers)
         for one in shown:
-            self._weights[id(one)] = Weight(one, self._device, pins)
+            self._weights[id(one)] = Weight(one, number, self._device, pins)
             kind = type(one)
             if isinstance(one, nn.Parameter):
                 if kind not in self._guards:
                     self._guards[kind] = guarded(kind, self)
                 one.__class__ = self._guards[kind]
         self._layers.append(_Layer([self._weights[id(one)] for one in shown]))
-        self._number_of.update(dict.fromkeys(map(id, self._layers[-1].weights), number))
         hooked: Any = module  # torch's hooks are not typed
         self._handles += [
             hooked.register_forward_pre_hook(_Hook(self._enter, number)),
@@ -280,10 +278,7 @@ class Stream:
         one: Any
         for one in tensors_in(output):
             if one.grad_fn is not None and id(one) not in passed_on:
-                one.register_hook(_Hook(self._gradient_is_known, number))
-
-    def _gradient_is_known(self, number: int, _: torch.Tensor) -> None:
-        self.need(number)
+                one.register_hook(_Hook(self.need, number))
 
     def _before_state_dict(self, number: int, *_: object) -> None:
         layer = self._layers[number]

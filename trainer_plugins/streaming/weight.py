@@ -11,9 +11,9 @@ class Weight:
     away the tensor itself shows NaN: code outside torch would read an empty storage at address 0.
     """
 
-    def __init__(self, shown: torch.Tensor, device: torch.device, pins: bool) -> None:
+    def __init__(self, shown: torch.Tensor, layer: int, device: torch.device, pins: bool) -> None:
         value = shown.detach()
-        self.shown = shown
+        self.shown, self.layer = shown, layer  # the number of its layer
         if pins or value.device == device:
             self.host = torch.empty_like(value, device="cpu", pin_memory=pins).copy_(value)
         else:

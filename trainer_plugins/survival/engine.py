@@ -13,10 +13,8 @@ alone, in which TRL's trainers generate, slice and count. Its invariants, and wh
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, family_of
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.memo import memo_of
-from trainer_plugins.survival.micro_batch import ChangedLoss, Handed, MicroBatch, Piece
+from trainer_plugins.survival.micro_batch import Handed, MicroBatch, Piece
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.training.planned import Planned, Replay
@@ -64,18 +62,16 @@ class Engine:
         for name, divided in self._completions.methods():
             self._methods.set(trainer, name, divided)
         self._follow_accelerator()
-        memo_of(trainer).listener = ref(self)
+        memo_of(trainer).listener = self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Engine":
-        """Return an engine for a copied Trainer, which shares the accelerator with its original."""
-        copied = object.__new__(Engine)
-        memo[id(self)] = copied
-        copied.is_attached = self.is_attached
-        copied._begin_unpatched()
-        copied._attached = deepcopy(self._attached, memo)
-        copied._evaluation = deepcopy(self._evaluation, memo)
-        copied._completions = deepcopy(self._completions, memo)
-        return copied
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copied Trainer's engine has, which shares the accelerator with this one."""
+        kept = ("is_attached", "_attached", "_evaluation", "_completions")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, kept: dict[str, object]) -> None:
+        self._begin_unpatched()
+        vars(self).update(kept)
 
     def _begin_unpatched(self) -> None:
         self._methods, self._backward = Patches(keeps_later=True), Patches(keeps_later=True)
@@ -108,7 +104,8 @@ class Engine:
         num_items_in_batch: NumItems = None,
     ) -> Any:
         """Replace `trainer.compute_loss`; a loss computed in pieces comes without graphs."""
-        if self.is_attached and not model.training and not torch.is_grad_enabled():
+        is_evaluation = self.is_attached and not model.training and not torch.is_grad_enabled()
+        if is_evaluation and not self._attached.kind.forward_is_shared:
             return self._evaluation.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         is_training = model.training and torch.is_grad_enabled() and not return_outputs
         memo = memo_of(self._attached.trainer)
@@ -121,13 +118,12 @@ class Engine:
         try:
             return self._training_loss(run, model, inputs, num_items_in_batch)
         except BaseException:  # an interruption too: what is computed next is not of this step
-            run.memo.leave_step(self._attached.trainer.args)
+            run.memo.is_in_step = False
             raise
 
     def _training_loss(
         self, run: TrainingRun, model: nn.Module, inputs: Inputs, num_items: NumItems
     ) -> torch.Tensor:
-        run.memo.write_remarks(self._attached.trainer.args)
         run.gathers.begin()
         whole = Piece(dict(inputs), 1)
         micro = MicroBatch(whole, num_items, self._scale(num_items), run.start())
@@ -169,24 +165,25 @@ class Engine:
         try:
             self._training_backward(self._run, micro, loss, options)
         except BaseException:
-            self._run.memo.leave_step(self._attached.trainer.args)
+            self._run.memo.is_in_step = False
             raise
 
     def _training_backward(
         self, run: TrainingRun, micro: MicroBatch, loss: torch.Tensor, options: dict[str, object]
     ) -> None:
         assert micro.handed is not None
-        found: ChangedLoss | DidNotFit | None = micro.handed.added(loss)
-        if found is None and (micro.is_finished or not run.is_scale_seen):
+        found: str | DidNotFit = micro.handed.added(loss)
+        if not found and (micro.is_finished or not run.is_scale_seen):
             found = attempt(partial(micro.handed.scaled, loss))
             run.is_scale_seen |= not isinstance(found, DidNotFit)
-        run.is_refused |= isinstance(found, ChangedLoss)
+        changed = "" if isinstance(found, DidNotFit) else found
+        run.is_refused |= bool(changed)
         if micro.is_finished:
             _check_finished(found, options, run.ranks.options)
             return
-        if isinstance(found, ChangedLoss):
+        if changed:
             micro.handed.drop_graph()
-            self._attached.refuse([found.why])
+            self._attached.refuse([changed])
             self._attached.backward(loss, **options)
             return
         if run.is_step_own:  # costs two hooks; the step of a library is known
@@ -223,7 +220,7 @@ class Engine:
         self._end_run()
         self._follow_accelerator()
         self._evaluation.begin_run()
-        self._judged, memo_of(trainer).listener = trainer.state, ref(self)
+        self._judged, memo_of(trainer).listener = trainer.state, self
         family = family_of(trainer, attached.compute_loss, is_vouched=attached.is_vouched)
         reasons = refusals(trainer, family)
         if isinstance(family, Family):
@@ -240,9 +237,8 @@ class Engine:
         run = self._run
         if run is None or run.is_refused:
             return run
-        if run.has_met_batch:
-            run.ranks.prepare(partial(run.tiny_pass, inputs, num_items), run.gathers.apart)
-        else:
+        run.ranks.tiny = partial(run.tiny_pass, inputs, num_items)
+        if not run.has_met_batch:
             run.has_met_batch = True
             self._meet_first_batch(run, inputs, num_items)
         self._check_call_order(run)
@@ -260,7 +256,6 @@ class Engine:
             run.ranks.end()
             self._attached.refuse(reasons)
             return
-        run.ranks.prepare(partial(run.tiny_pass, inputs, num_items), run.gathers.apart)
         try:
             run.layout_of(inputs)
         except IndivisibleError as error:  # the ladder can still help
@@ -297,14 +292,12 @@ def _recovery(run: TrainingRun, micro: MicroBatch, **options: object) -> Recover
 
 
 def _check_finished(
-    found: ChangedLoss | DidNotFit | None,
-    options: dict[str, object],
-    expected: Mapping[str, object],
+    found: str | DidNotFit, options: dict[str, object], expected: Mapping[str, object]
 ) -> None:
     if isinstance(found, DidNotFit):
         raise found.as_error("there was no room to measure how training_step scales the loss")
-    if found is not None:
-        raise RuntimeError(f"{found.why}, {_WRONG_STEP}")
+    if found:
+        raise RuntimeError(f"{found}, {_WRONG_STEP}")
     if options != expected:
         raise RuntimeError(
             f"backward got the options {options}, and the pieces had {dict(expected)}, "

@@ -3,7 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from trainer_plugins.advice import SMALLER_EVAL_BATCH, Door
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.holders import Roots
-from trainer_plugins.survival.attempt.state import RestorePoint, State, full_state, roots_of_state
+from trainer_plugins.survival.attempt.state import RestorePoint, State, roots_of_state
 from trainer_plugins.survival.certificate.certificate import Certificate, batch_kind
 from trainer_plugins.survival.exact.gathers import Exchanging, Gathers
 from trainer_plugins.survival.exact.layouts import Layout, find_layout
@@ -114,11 +115,7 @@ class Parts:
                 yield part, result
 
     def _spans(self, start: int, num: int, num_cells: int) -> list[tuple[int, int]]:
-        spans = []
-        for size in sizes(num, num_cells, self.limit, 1):
-            spans.append((start, start + size))
-            start += size
-        return spans
+        return [*pairwise(accumulate(sizes(num, num_cells, self.limit, 1), initial=start))]
 
 
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums: list[int]) -> None:
@@ -209,12 +206,11 @@ class Evaluation:
         self._is_over_items = False
         self._are_outputs_wanted = True
         self._gathers = Gathers(attached.trainer, Exchanging())
-        self._roots: Roots | None = None
 
     def begin_run(self) -> None:
         """Forget what was measured: it was of the model of another run."""
         self._certificates.clear()
-        self._roots = None
+        vars(self).pop("_roots", None)
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -231,18 +227,12 @@ class Evaluation:
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool, num_items: NumItems
     ) -> Result:
-        def original(some: Inputs) -> Result:
-            result: Result = self._attached.compute_loss(
-                model, some, return_outputs=return_outputs, num_items_in_batch=num_items
-            )
-            return result
-
-        if self._attached.kind.forward_is_shared:
-            return original(inputs)
+        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items}
 
         def compute(some: Inputs) -> Result:
-            with self._gathers.held():
-                return original(dict(some))  # trainers take labels out of theirs
+            with self._gathers.held():  # trainers take labels out of their inputs
+                result: Result = self._attached.compute_loss(model, dict(some), **options)
+            return result
 
         self._gathers.begin()
         self._is_over_items = num_items is not None
@@ -284,12 +274,11 @@ class Evaluation:
         return _joined(layout, results)
 
     def _before(self) -> RestorePoint:
-        return RestorePoint(self._attached.trainer, "eval", State(self._roots_of_state()))
+        return RestorePoint(self._attached.trainer, "eval", State(self._roots))
 
-    def _roots_of_state(self) -> Roots:
-        if self._roots is None:
-            self._roots = roots_of_state(self._attached.trainer.model)
-        return self._roots
+    @cached_property
+    def _roots(self) -> Roots:
+        return roots_of_state(self._attached.trainer.model)
 
     def _kept(self, outputs: object) -> Outputs:
         """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss."""
@@ -309,8 +298,8 @@ class Evaluation:
         certificate = self._certificates.get(self._is_over_items)
         if certificate is None:
             trainer, family = self._attached.trainer, self._attached.family
-            roots = self._roots_of_state()
-            state = partial(full_state, trainer.model, has_parameters=True, roots=roots)
+            roots = self._roots
+            state = partial(State, roots, trainer.model, has_parameters=True)
             alone = Ranks(trainer, trainer.model)
             has_own_code = bool(roots.objects) or family.is_vouched
             certificate = Certificate(

@@ -3,8 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
-from weakref import ReferenceType
+from typing import Any
 
 from torch import nn
 from transformers.trainer_callback import ExportableState
@@ -24,16 +23,6 @@ from trainer_plugins.upkeep.agreement import RollCall
 logger = logging.getLogger(__name__)
 
 
-class RunListener(Protocol):
-    """Takes the events of a training: the engine, which is no callback."""
-
-    def step_begins(self) -> None:
-        """Begin the run with its first step."""
-
-    def training_ends(self) -> None:
-        """Release the model of a training that has ended."""
-
-
 class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
     """Keeps the limit, the rungs that are switched on, and how often the run survived."""
 
@@ -51,11 +40,10 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self._card: Card | None = None
         self.is_in_step = False  # what is computed between steps is left alone
         self.roll_call = RollCall("survive_oom")  # answered at the first micro-batch
-        self._remarks: list[Remark] = []  # what micro-batches survived, until it is in the timeline
 
     def at_rest(self) -> None:
         super().at_rest()
-        self.listener: ReferenceType[RunListener] | None = None  # the engine; a copy has none
+        self.listener: Any = None  # the engine, told when a step begins and training ends
 
     def state(self) -> dict[str, dict[str, object]]:
         names = ("is_rehearsed", "rungs", "num_survived", "learned_on")
@@ -80,11 +68,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         self.is_in_step = True
-        if listener := self._listening():
-            listener.step_begins()
+        if self.listener is not None:
+            self.listener.step_begins()
 
-    def on_pre_optimizer_step(self, args: HfArguments, *_: object, **__: object) -> None:
-        self.leave_step(args)
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        self.is_in_step = False
 
     def on_step_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         if self.pace is None:
@@ -101,8 +89,8 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self.on_train_end()
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        if listener := self._listening():
-            listener.training_ends()
+        if self.listener is not None:
+            self.listener.training_ends()
 
     def on_log(
         self, _: object, state: HfState, *__: object, logs: dict[str, float], **___: object
@@ -130,28 +118,11 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
 
-    def remark(
-        self, args: HfArguments, step: int, finding: Finding, *, is_later: bool = False
-    ) -> None:
-        """Log a finding and write it into the timeline; `is_later`: not between the passes now."""
+    def remark(self, args: HfArguments, step: int, finding: Finding) -> None:
+        """Log a finding and write it into the timeline."""
         logger.log(finding.severity, "step %d: %s", step, finding)
-        self._remarks.append(Remark(step=step, finding=finding))
-        if not is_later:
-            self.write_remarks(args)
-
-    def leave_step(self, args: HfArguments) -> None:
-        """Leave what is computed from here to the next step alone."""
-        self.is_in_step = False
-        self.write_remarks(args)
-
-    def write_remarks(self, args: HfArguments) -> None:
-        remarks, self._remarks = self._remarks, []
-        for remark in remarks:
-            with self.harmless():
-                self.timeline_for(args).add(remark)
-
-    def _listening(self) -> RunListener | None:
-        return self.listener() if self.listener is not None else None
+        with self.harmless():
+            self.timeline_for(args).add(Remark(step=step, finding=finding))
 
     def card_for(self, args: HfArguments) -> Card:
         self._card = self._card or card_of(args.device)
@@ -178,11 +149,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             rung for rung in self.rungs if climb(rung, model) or rung in self._switched_on
         ]
         self._switched_on = [*self.rungs]
-        if not math.isinf(self.limit):
-            logger.info(
-                "no more than %d tokens (rows x padded length) at once, as this run learned before",
-                self.limit,
-            )
 
 
 def memo_of(trainer: HfTrainer) -> SurvivalMemo:

@@ -63,15 +63,11 @@ class Added(NamedTuple):
     final: set[nn.Parameter]  # the parameters to which it has not added
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedLoss:
-    """Says how `training_step` changed the loss in a way that pieces cannot reproduce."""
-
-    why: str
-
-
 class Handed:
-    """Measures by what factor `training_step` multiplied a loss: pieces need the Trainer's own."""
+    """Measures by what factor `training_step` multiplied a loss: pieces need the Trainer's own.
+
+    Its questions return what pieces cannot reproduce, in words; empty if there is nothing.
+    """
 
     # By derivatives, not by values: `loss**2 / loss.detach()` has the loss's value and twice its
     # gradient, and flooding turns the sign of a loss that is nearly the same.
@@ -81,24 +77,22 @@ class Handed:
         self._scale, self._dtype = scale, loss.dtype
         self._arrived: list[torch.Tensor] = []  # at the loss that came back, and that handed out
 
-    def added(self, loss: torch.Tensor) -> ChangedLoss | None:
+    def added(self, loss: torch.Tensor) -> str:
         """Look for other terms in the loss that came back, in the graph that was added."""
         if self._is_untouched(loss):
-            return None
+            return ""
         seen, nodes = {self._edge.node if self._edge else None}, [loss.grad_fn]
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
             if hasattr(node, "variable"):
-                return ChangedLoss(
-                    "training_step adds a term to the loss, whose gradient pieces would lack"
-                )
+                return "training_step adds a term to the loss, whose gradient pieces would lack"
             seen.add(node)
             nodes.extend(following for following, _ in node.next_functions)
-        return None
+        return ""
 
-    def scaled(self, loss: torch.Tensor) -> ChangedLoss | None:
+    def scaled(self, loss: torch.Tensor) -> str:
         """Compare the derivative of what came back with the factor. It reads the device."""
         if self._edge is None or self._is_untouched(loss):
             return self._compared(1.0, loss.dtype)
@@ -116,10 +110,10 @@ class Handed:
         loss.grad_fn.register_prehook(lambda gradients: arrived.append(gradients[0]))
         self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
 
-    def seen(self) -> ChangedLoss | None:
+    def seen(self) -> str:
         """Compare the derivative that a watched backward pass has left. It reads the device."""
         if len(self._arrived) < 2:
-            return None
+            return ""
         begun, come = (float(gradient) for gradient in self._arrived[:2])
         return self._compared(come / begun if begun else math.nan, self._arrived[0].dtype)
 
@@ -133,15 +127,15 @@ class Handed:
             and loss.output_nr == self._edge.output_nr
         )
 
-    def _compared(self, got: float, dtype: torch.dtype) -> ChangedLoss | None:
+    def _compared(self, got: float, dtype: torch.dtype) -> str:
         # IEEE 754 rounds correctly: a factor that the types hold comes out unchanged, and each of
         # two roundings of another adds at most half a unit in the last place.
         types = (dtype, self._dtype)
         is_exact = all(float(torch.tensor(self._scale, dtype=one)) == self._scale for one in types)
         tolerance = 0.0 if is_exact else max(torch.finfo(one).eps for one in types) * self._scale
         if abs(got - self._scale) <= tolerance:  # false for NaN
-            return None
-        return ChangedLoss(
+            return ""
+        return (
             f"training_step changes the loss that compute_loss gave it: to {got:.6g} times its "
             f"gradient, where the Trainer's has {self._scale:.6g} times"
         )

@@ -1,7 +1,7 @@
 """Refusals: say which Trainers cannot be helped, and why; asked at attach and at each begin."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from trainer_plugins.accumulation.modules import coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.survival.attempt.users_code import names_in
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, NoFamily
 from trainer_plugins.survival.ranks import kind_of
@@ -22,7 +23,14 @@ _NOT_TWICE = (
 
 def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
-    reasons = [reason for find in _REFUSALS for reason in find(trainer)]
+    reasons = [
+        *_parallel(trainer),
+        *_compiled(trainer),
+        *_consumed_gradients(trainer),
+        *_coupled_rows(trainer),
+        *_step_without_compute_loss(trainer),
+        *_rivals(trainer),
+    ]
     coupling = family.coupling if isinstance(family, Family) else None
     if coupling is not None and coupling.sees_all:
         if not kind_of(trainer).passes_twice:
@@ -99,20 +107,13 @@ def _names_in(kind: type, method: str) -> set[str]:
                     found.add("compute_loss")
                 break
             code = getattr(inspect.unwrap(vars(owner)[name]), "__code__", None)
-            names = set(_names_of(code)) if isinstance(code, CodeType) else set()
+            names = set(names_in(code)) if isinstance(code, CodeType) else set()
             found |= names
             waiting += names - followed
             followed |= names
             if name not in names:  # it calls no `super()`
                 break
     return found
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
 
 
 def _rivals(trainer: HfTrainer) -> Iterator[str]:
@@ -123,13 +124,3 @@ def _rivals(trainer: HfTrainer) -> Iterator[str]:
         )
     if getattr(trainer.args, "activation_offloading", False):
         yield "activation_offloading counts tensors, and a failed attempt upsets the count"
-
-
-_REFUSALS: tuple[Callable[[HfTrainer], Iterator[str]], ...] = (
-    _parallel,
-    _compiled,
-    _consumed_gradients,
-    _coupled_rows,
-    _step_without_compute_loss,
-    _rivals,
-)

@@ -10,11 +10,10 @@ from torch import nn
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import bytes_left_over, left_over
+from trainer_plugins.survival.attempt.attempt import left_over
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
-    full_state,
     roots_of_state,
     why_not_divided,
 )
@@ -67,9 +66,9 @@ class Attached:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
         self.say(not_attached(reasons))
 
-    def say(self, finding: Finding, *, is_later: bool = False) -> None:
+    def say(self, finding: Finding) -> None:
         step = self.trainer.state.global_step + 1
-        memo_of(self.trainer).remark(self.trainer.args, step, finding, is_later=is_later)
+        memo_of(self.trainer).remark(self.trainer.args, step, finding)
 
 
 class TrainingRun:
@@ -79,6 +78,7 @@ class TrainingRun:
         self.attached, self.wrapped = attached, model
         self.ranks = kind_of(attached.trainer, model)(attached.trainer, model)
         self.gathers = Gathers(attached.trainer, self.ranks)
+        self.ranks.apart = self.gathers.apart
         self.model = self.ranks.bare
         # transformers may exchange it at resume, before the first step, with which a run begins.
         self.memo = memo_of(attached.trainer)
@@ -136,11 +136,11 @@ class TrainingRun:
         if self.leftover_is_said:
             return
         expected_bytes = start.allocated_bytes + start.mark.new_bytes()
-        if left_bytes := bytes_left_over(self.card, expected_bytes):
-            self.leftover_is_said = True
-            with self.memo.harmless():
-                optimizer = self.attached.trainer.optimizer
-                self.attached.say(left_over(left_bytes, self.card, self.model, optimizer))
+        optimizer = self.attached.trainer.optimizer
+        with self.memo.harmless():
+            if finding := left_over(self.card, expected_bytes, self.model, optimizer):
+                self.leftover_is_said = True
+                self.attached.say(finding)
 
     def layout_of(self, inputs: Inputs) -> Layout:
         layout = find_layout(self.attached.family.layouts, inputs)
@@ -154,10 +154,11 @@ class TrainingRun:
     def compute_loss(self, model: nn.Module, inputs: Inputs, num_items: NumItems) -> torch.Tensor:
         """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
         attached = self.attached
+        without_numbers = {name: value for name, value in inputs.items() if name != ROW}
         state = self.full_state() if self.what_moved is None and model.training else None
         with self.gathers.held(), self._kept_by_loss(model):
             loss: torch.Tensor = attached.compute_loss(
-                model, _without_numbers(inputs), num_items_in_batch=num_items
+                model, without_numbers, num_items_in_batch=num_items
             )
         if state is not None:
             moved = state.moved()
@@ -188,8 +189,9 @@ class TrainingRun:
                 part.model = self.wrapped
 
     def full_state(self) -> State:
+        """Keep all that a pass may move: of libraries' modules the buffers."""
         has_parameters = not self.ranks.forward_is_shared
-        return full_state(self.model, has_parameters=has_parameters, roots=self._roots)
+        return State(self._roots, self.model, has_parameters=has_parameters)
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
@@ -210,7 +212,3 @@ class TrainingRun:
             self.is_refused = not is_own_loss or self.attached.trainer.args.world_size == 1
             self.attached.refuse([self.what_moved])
         return self.is_refused
-
-
-def _without_numbers(inputs: Inputs) -> Inputs:
-    return {name: value for name, value in inputs.items() if name != ROW}

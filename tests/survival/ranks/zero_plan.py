@@ -27,6 +27,7 @@ from tests.survival.failing import (
     gradients_by_rounding,
     off_by,
     off_by_steps,
+    packed,
     padded,
     ragged_rows,
     small_trainer,
@@ -93,14 +94,7 @@ def uneven(rows):
 
 def flat(rows):
     """One row of several sequences; now and then rank 1 has one alone, which does not lie so."""
-    rows = rows[:1] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows
-    ids = torch.cat([row["input_ids"] for row in rows])[None]
-    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(positions == 0, -100),
-        "position_ids": positions,
-    }
+    return packed(rows[:1] if RANK == 1 and len(rows[0]["input_ids"]) % 2 else rows)
 
 
 class BeforeTheStep(TrainerCallback):

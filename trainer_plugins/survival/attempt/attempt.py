@@ -158,19 +158,14 @@ def card_of(device: torch.device) -> Card:
         return Card(None)
 
 
-def bytes_left_over(card: Card, expected_bytes: int) -> int:
-    """Return how much more than expected is allocated after a failure; 0 if that is little."""
-    reading = card.read()
-    if reading is None:
-        return 0
-    left_bytes = reading.allocated_bytes - expected_bytes
-    return left_bytes if left_bytes >= GROWTH_FRACTION * reading.total_bytes else 0
-
-
 def left_over(
-    left_bytes: int, card: Card, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Finding:
-    """Report memory that a failed attempt left allocated; it walks through all objects."""
+    card: Card, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Finding | None:
+    """Report memory that a failed attempt left allocated, if it is much: through all objects."""
+    reading = card.read()
+    left_bytes = reading.allocated_bytes - expected_bytes if reading is not None else 0
+    if reading is None or left_bytes < GROWTH_FRACTION * reading.total_bytes:
+        return None
     kind = card.name.partition(":")[0]
     graphs = graphs_held(kind)
     held = [f"a graph that ends in {list(end.shape)}, held by {end.holder}" for end in graphs]

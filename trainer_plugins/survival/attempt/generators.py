@@ -2,8 +2,7 @@
 
 import ctypes
 import random
-import struct
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,47 +48,17 @@ class _Numpys:
 
 
 class _Pythons:
-    """Reads the state of Python's generator in 1 us; `random.getstate` takes 7."""
+    """Reads the state of Python's generator."""
 
     def __init__(self) -> None:
         self._state: Any = None
 
     def state(self) -> Any:
         """Return the state: the same object until a number is drawn."""
-        if _is_laid_out():
-            now: Any = _pythons_memory(), _pythons.gauss_next
-        else:
-            now = random.getstate()
+        now = random.getstate()
         if now != self._state:
             self._state = now
         return self._state
-
-    def restore(self, state: Any) -> None:
-        if _is_laid_out():
-            memory, gauss_next = state
-            state = random.Random.VERSION, _in_order(memory), gauss_next
-        random.setstate(state)
-
-
-_pythons: Any = random._inst
-
-
-def _pythons_memory() -> bytes:
-    # In CPython, the only Python that runs torch, an `id` is an address. _randommodule.c: behind
-    # what every object has, the place lies, then the numbers.
-    return ctypes.string_at(id(_pythons) + object.__basicsize__, _NUM_BYTES)
-
-
-def _in_order(memory: bytes) -> tuple[int, ...]:
-    """Return what a memory holds in the order of `random.getstate`."""
-    place, *numbers = struct.unpack(f"=i{_NUM_WORDS}I", memory)
-    return (*numbers, place)
-
-
-@cache
-def _is_laid_out() -> bool:
-    """Tell whether the memory of Python's generator holds what it is read for."""
-    return bool(_in_order(_pythons_memory()) == random.getstate()[1])
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -107,46 +76,32 @@ def pythons_and_numpys() -> tuple[object, object]:
     return _pythons_reader.state(), _numpys_reader.state()
 
 
-class _Drawn:
-    """Remembers what Python and numpy would draw next, when its first pass begins."""
-
-    def __init__(self) -> None:
-        self.states: tuple[object, object] | None = None
-
-    def __enter__(self) -> None:
-        self.states = pythons_and_numpys()
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 class _DrawnAgain:
     """Lets Python and numpy draw what they drew then, and go on afterwards as if they had not."""
 
-    def __init__(self, first: _Drawn) -> None:
-        self._first = first
+    def __init__(self) -> None:
+        self._first = pythons_and_numpys()
 
     def __enter__(self) -> None:
-        assert self._first.states is not None
         self._states = pythons_and_numpys()
-        _put_back(self._first.states)
+        _put_back(self._first)
 
     def __exit__(self, *_: object) -> None:
         _put_back(self._states)
 
 
-def draw_the_same_again() -> tuple[_Drawn, _DrawnAgain]:
+def draw_the_same_again() -> tuple[AbstractContextManager[None], _DrawnAgain]:
     """Return contexts for the two passes of a part that torch's `checkpoint` computes again.
 
-    It is its `context_fn`: torch keeps its own random numbers, and not Python's and numpy's.
+    It is its `context_fn`, which is called when the first pass begins: torch keeps its own random
+    numbers, and not Python's and numpy's.
     """
-    first = _Drawn()
-    return first, _DrawnAgain(first)
+    return nullcontext(), _DrawnAgain()
 
 
-def _put_back(states: tuple[object, object]) -> None:
+def _put_back(states: tuple[Any, Any]) -> None:
     python, numpys = states
-    _pythons_reader.restore(python)
+    random.setstate(python)
     _numpys_reader.restore(numpys)
 
 

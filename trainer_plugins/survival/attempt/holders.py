@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_plugins.survival.attempt.users_code import is_users_object
+from trainer_plugins.survival.attempt.users_code import is_users_object, names_in
 from trainer_plugins.upkeep.frames import is_of_project
 
 _MOST_ITEMS = 1000  # longer collections hold rows, and are looked at, but not into
@@ -121,11 +121,10 @@ def of_mapping(
     return Holder(path, words, read, write, is_items, is_code=is_code)
 
 
-def of_module(path: str, module: nn.Module) -> Iterator[Holder]:
+def buffers_of(path: str, module: nn.Module) -> Holder:
     """Describe the buffers of a module."""
-    yield of_mapping(
-        path, f"a buffer of {type(module).__name__}", module._buffers, lambda: [*module._buffers]
-    )
+    words = f"a buffer of {type(module).__name__}"
+    return of_mapping(path, words, module._buffers, lambda: [*module._buffers])
 
 
 def own_names(module: nn.Module) -> list[str]:
@@ -157,7 +156,7 @@ def _holders(path: str, one: Any, *, is_root: bool) -> Iterator[Holder]:
     elif isinstance(one, nn.Module):
         if is_root:
             yield _attributes(path, one, lambda: own_names(one))
-            yield from of_module(path, one)
+            yield buffers_of(path, one)
     else:
         yield from attributes_of(one, path)
 
@@ -226,7 +225,7 @@ def _of_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
         yield _of_cells(path, name, cells)
     if is_of_project(one):
         known = one.__globals__
-        used = {n: known[n] for n in _names_in(one.__code__) if n in known}
+        used = {n: known[n] for n in names_in(one.__code__) if n in known}
         yield Holder("", "", partial(dict, {n: v for n, v in used.items() if is_code(v)}))
         names = used.keys() - {n for n, v in used.items() if is_code(v)}
         if names:
@@ -249,13 +248,6 @@ def _of_cells(path: str, name: str, cells: dict[str, types.CellType]) -> Holder:
     return Holder(path, f"a variable around {name}", read, write, is_code=True)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
 def _of_slots(path: str, one: Any, names: list[str]) -> Holder:
     """Describe attributes that lie in no dictionary that can be written."""
     is_class = isinstance(one, type)
@@ -267,12 +259,10 @@ def _of_slots(path: str, one: Any, names: list[str]) -> Holder:
         return {name: getattr(one, name) for name in names if hasattr(one, name)}
 
     def write(kept: Contents) -> None:
+        now, put = read(), type.__setattr__ if is_class else object.__setattr__
         for name, value in kept.items():
-            if is_class:
-                if vars(one).get(name) is not value:
-                    type.__setattr__(one, name, value)
-            else:
-                object.__setattr__(one, name, value)
+            if name not in now or now[name] is not value:
+                put(one, name, value)
 
     return Holder(path, words, read, write, is_code=is_class)
 

@@ -21,9 +21,9 @@ from trainer_plugins.survival.attempt.holders import (
     Holder,
     Roots,
     attributes_of,
+    buffers_of,
     is_code,
     of_mapping,
-    of_module,
     own_names,
     walk,
 )
@@ -55,36 +55,37 @@ class Moved:
 
 
 class State:
-    """Keeps what roots lead to, and buffers of other modules, to compare and to restore it."""
+    """Keeps what roots lead to, and a model's other buffers, to compare and to restore it."""
 
     def __init__(
         self,
         roots: Roots,
-        others: Mapping[str, nn.Module] | None = None,
+        model: nn.Module | None = None,
         *,
         has_parameters: bool = False,
     ) -> None:
         self._kept: list[tuple[Holder, Contents]] = []
         self._draws: list[tuple[Holder, Contents]] = []
         self._leaves: dict[int, _Leaf] = {}
-        for path, module in (others or {}).items():
+        modules = dict(model.named_modules()) if model is not None else {}
+        for path, module in modules.items():
             if path not in roots.objects and module._buffers:
-                self._keep((holder, holder.read()) for holder in of_module(path, module))
+                self._keep(buffers_of(path, module))
             elif has_parameters and path in roots.objects:
-                holder = _parameters(path, module)
-                self._keep([(holder, holder.read())])
-        self._keep(walk(roots))
+                self._keep(_parameters(path, module))
+        for holder, contents in walk(roots):
+            self._keep(holder, contents)
 
-    def _keep(self, places: Iterable[tuple[Holder, Contents]]) -> None:
-        for holder, contents in places:
-            if holder.draw is not None:
-                self._draws.append((holder, contents))
-            elif holder.write is not None or holder.is_consumed:
-                self._kept.append((holder, contents))
-                for name, value in contents.items():
-                    is_leaf = isinstance(value, torch.Tensor | np.ndarray)
-                    if is_leaf and id(value) not in self._leaves and not _is_frequency(name):
-                        self._leaves[id(value)] = _Leaf(value)
+    def _keep(self, holder: Holder, contents: Contents | None = None) -> None:
+        contents = holder.read() if contents is None else contents
+        if holder.draw is not None:
+            self._draws.append((holder, contents))
+        elif holder.write is not None or holder.is_consumed:
+            self._kept.append((holder, contents))
+            for name, value in contents.items():
+                is_leaf = isinstance(value, torch.Tensor | np.ndarray)
+                if is_leaf and id(value) not in self._leaves and not _is_frequency(name):
+                    self._leaves[id(value)] = _Leaf(value)
 
     def restore(self, notes: Container[str] = ()) -> None:
         """Restore all places, but those that count or note rows."""
@@ -294,12 +295,6 @@ def _is_users(value: object) -> bool:
         inside = value.values() if isinstance(value, dict) else value
         return any(map(is_users_object, inside)) if len(value) <= _MOST_ITEMS else False
     return is_users_object(value) and not isinstance(value, nn.Module)
-
-
-def full_state(model: nn.Module, *, has_parameters: bool, roots: Roots | None = None) -> State:
-    """Keep all that a pass may move: of libraries' modules the buffers."""
-    roots = roots or roots_of_state(model)
-    return State(roots, dict(model.named_modules()), has_parameters=has_parameters)
 
 
 def why_not_divided(moved: Iterable[Moved]) -> str:

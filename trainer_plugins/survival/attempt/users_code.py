@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Iterator
+from types import CodeType
 
 _LIBRARIES = frozenset(
     (
@@ -31,11 +32,6 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def is_known(module: str) -> bool:
-    """Tell whether a module belongs to a known library or to Python."""
-    return module.partition(".")[0] in _KNOWN
-
-
 def is_users_function(function: object) -> bool:
     """Tell whether a function, a bound method or a partial comes from no known library."""
     return not is_library(home_of(function))
@@ -43,7 +39,8 @@ def is_users_function(function: object) -> bool:
 
 def is_users_object(value: object) -> bool:
     """Tell whether an object's class, or one that it inherits from, is the user's."""
-    return not all(is_known(kind.__module__) for kind in type(value).__mro__)
+    homes = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    return not homes <= _KNOWN
 
 
 def home_of(function: object) -> str:
@@ -68,3 +65,11 @@ def wrapped(function: object) -> Iterator[object]:
         function = getattr(function, "__func__", function)
         yield function.func if isinstance(function, functools.partial) else function
         function = getattr(function, "__wrapped__", None)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Give the global names and attributes that code reads, and those of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)

@@ -11,7 +11,9 @@ def create_states(optimizer: Any) -> str | None:
     """Create the states of torch's AdamW, Adam or SGD by a step of nothing; else say why not."""
     # The first real step stays bit-equal, and cannot fail half way, with some weights moved. It
     # goes parameter by parameter, so it takes no more memory than the states and one gradient.
-    inner = inner_optimizer(optimizer)
+    while hasattr(optimizer, "optimizer"):  # in accelerate's wrapper; DeepSpeed's holds a share
+        optimizer = optimizer.optimizer
+    inner: torch.optim.Optimizer = optimizer
     name = type(inner).__name__
     if inner.state:
         return None  # a checkpoint brought them
@@ -30,14 +32,6 @@ def create_states(optimizer: Any) -> str | None:
         inner.state.clear()
         return f"weights, gradients and states of {name} may not fit together: {failed.first_line}"
     return None
-
-
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's wrapper, and DeepSpeed's, which holds a share."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    inner: torch.optim.Optimizer = optimizer
-    return inner
 
 
 def _step_of_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
@@ -38,6 +38,8 @@ class Ranks(Exchanging):
     passes_twice = True  # whether rows may pass without gradients before the pieces
     measures_together = False  # whether ranks judge together; they measure gradients then
     micros: list[MicroBatch]  # those of this step, if ranks compute them again after a failure
+    tiny: Callable[[], object]  # runs a pass over a few tokens of this micro-batch
+    apart: Callable[[], AbstractContextManager[object]]  # inside, a pass exchanges no metrics
     options: Mapping[str, object] = {}  # what the Trainer passes to `backward`
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
@@ -68,16 +70,6 @@ class Ranks(Exchanging):
     def absent(self, roll_call: RollCall, *, is_met: bool) -> str:
         """Say which ranks do not take part; after a collective (`is_met`) none is on its way."""
         return ""
-
-    def prepare(
-        self,
-        tiny: Callable[[], object],
-        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Learn of the next micro-batch; `tiny` runs a pass over a few tokens of it.
-
-        Inside `apart` a pass exchanges no metrics.
-        """
 
     def begin(self, micro: MicroBatch) -> None:
         """Begin a micro-batch."""
@@ -214,27 +206,24 @@ class Together(Ranks):
         return math.inf if lowest == _NO_LIMIT else float(lowest)
 
     def highest(self, value: int) -> int:
-        found = self._votes.highest(value)
-        if found is None:
-            raise RuntimeError(self._no_answer())
-        return found
+        return self._answered(self._votes.highest(value))
 
     def _gather(self, value: torch.Tensor) -> torch.Tensor:
         """Do what accelerate's `gather` does, with a tensor on the CPU."""
-        return torch.cat(self._of_all(value.reshape(1) if value.dim() == 0 else value))
+        values = self._votes.gathered(value.reshape(1) if value.dim() == 0 else value)
+        return torch.cat(self._answered(values))
 
     def _reduce(
         self, value: torch.Tensor, reduction: str = "sum", scale: float = 1.0
     ) -> torch.Tensor:
         """Do what accelerate's `reduce` does, with a tensor on the CPU."""
-        values = torch.stack(self._of_all(value))
+        values = torch.stack(self._answered(self._votes.gathered(value)))
         if reduction == "max":
             return values.amax(0)
         total = values.sum(0)
         return total / len(values) if reduction == "mean" else total
 
-    def _of_all(self, value: torch.Tensor) -> list[torch.Tensor]:
-        found = self._votes.gathered(value)
+    def _answered(self, found: T | None) -> T:
         if found is None:
             raise RuntimeError(self._no_answer())
         return found

@@ -30,11 +30,10 @@ from trainer_plugins.survival.ranks.sharded import Sharded
 class FSDP1(Sharded):
     """Handles ranks whose units are wrapped, and hold a flat parameter each."""
 
+    wrapper = FullyShardedDataParallel
+
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        # TRL's second model gathers inside `compute_loss` too.
-        roots = (model, getattr(trainer, "ref_model", None))
-        self._roots: list[Any] = [r for r in roots if isinstance(r, FullyShardedDataParallel)]
         self._units: list[Any] = [
             unit for root in self._roots for unit in FullyShardedDataParallel.fsdp_modules(root)
         ]

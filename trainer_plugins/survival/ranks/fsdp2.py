@@ -23,13 +23,11 @@ _NEEDED = (
 class FSDP2(Sharded):
     """Handles ranks whose parameters are DTensors."""
 
+    wrapper = FSDPModule
     model: Any  # an `FSDPModule`; torch before 2.13 lacks methods of it that are called here
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        # TRL's second model gathers inside `compute_loss` too.
-        reference = getattr(trainer, "ref_model", None)
-        self._roots: list[Any] = [one for one in (model, reference) if isinstance(one, FSDPModule)]
         # Several modules may share what they gather, as accelerate wraps the last norm and the
         # head.
         units: dict[int, Any] = {

@@ -11,9 +11,9 @@
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,17 @@ class Sharded(Together):
 
     passes_twice = False
     recovery = HowToRecover.AGAIN
+    wrapper: type  # the class of a model that this version of FSDP shards
 
     def __init__(self, trainer: HfTrainer, model: nn.Module) -> None:
         super().__init__(trainer, model)
-        self._tiny: Callable[[], object] = list
-        self._apart: Callable[[], AbstractContextManager[object]] = nullcontext
         self._step, self._is_tried = -1, False
         self._is_spoilt = False  # whether a rank has failed in this pass
         self._ledger = Ledger()
         self._parameters: tuple[nn.Parameter, ...] = tuple(model.parameters())
+        # TRL's second model gathers inside `compute_loss` too.
+        models = (model, getattr(trainer, "ref_model", None))
+        self._roots: list[Any] = [one for one in models if isinstance(one, self.wrapper)]
 
     def _listing(self) -> AbstractContextManager[object]:
         """Surround a pass, whose collectives go into the ledger."""
@@ -73,13 +75,6 @@ class Sharded(Together):
         """Throw away the gradients that lie in the parameters."""
         for parameter in self.model.parameters():
             parameter.grad = None
-
-    def prepare(
-        self,
-        tiny: Callable[[], object],
-        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._tiny, self._apart = tiny, apart
 
     def may_exchange(self) -> bool:
         # A rank that failed does not know the shape of what the others exchange. So they vote.
@@ -131,8 +126,8 @@ class Sharded(Together):
 
         num = self.lowest(num)
         self._reset()
-        with self._apart():
-            self._compute(self._tiny)
+        with self.apart():
+            self._compute(self.tiny)
             num_fit = most(fits, num, least, (num,))
         self.clear()
         return num_fit
@@ -154,7 +149,7 @@ class Sharded(Together):
         """Throw away every gradient of this optimizer step; the first call tries that here."""
         # What is not reduced stays where FSDP keeps it, even through `reset_iter_state` (torch
         # 2.13), so a tiny pass reduces it too. Each later pass of the micro-batch reduces its own.
-        with self._apart():
+        with self.apart():
             self._flush()
             if self._is_tried:
                 return
@@ -167,7 +162,7 @@ class Sharded(Together):
 
     def _flush(self) -> None:
         self._reduce_each(True)
-        self._compute(self._tiny)
+        self._compute(self.tiny)
         self._drop()
 
     def _compute(self, work: Callable[[], T]) -> T:
@@ -195,7 +190,7 @@ class Sharded(Together):
         )
 
     def _norms(self) -> torch.Tensor:
-        self._tiny()
+        self.tiny()
         local = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
         return torch.stack([gradient.float().norm().cpu() for gradient in local])
 
@@ -204,7 +199,7 @@ class Sharded(Together):
         # If weights stay gathered after the forward pass, no collective follows them.
         self._ledger.fail_at = self._num_gathers() + 1 if is_here else None
         try:
-            self._tiny()
+            self.tiny()
         finally:
             self._ledger.fail_at = None
         if is_here:
@@ -223,7 +218,7 @@ class Sharded(Together):
             self._ledger.rewind()
             try:
                 with self._listing():
-                    outcome = super().attempt(self._tiny)
+                    outcome = super().attempt(self.tiny)
                 if not isinstance(outcome, DidNotFit):
                     return
             except IndivisibleError as error:

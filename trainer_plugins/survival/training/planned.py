@@ -76,8 +76,7 @@ class Planned(Recovery):
                 weight = self._run.certificate.weight(self._layout, self._kind)
                 cuts = [cut for cut in even(whole.num, num) if cut]
                 pieces = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        least = min(pieces, key=lambda piece: piece.num_cells)
-        return [*[_idle(least)] * (num - len(pieces)), *pieces]
+        return _filled(pieces, num)
 
     def _cut(self, piece: Piece) -> list[Piece]:
         return [piece]
@@ -96,13 +95,10 @@ class Replay(Planned):
         self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
-        why_not = self._wrong_so_far()
+        why_not = self._wrong_so_far() or self._why_whole
         self._story.failed(failure, piece, phase)
         if failure.is_here:
             self._tried.append(piece.num)
-        if self._run.has_exchanged_parameters():
-            why_not = why_not or "the model has other parameters than when training began"
-        why_not = why_not or self._why_whole
         if self._ranks.on_any(bool(why_not)):
             self._give_up(why_not or "another rank cannot continue, and logs why")
         self._ranks.clear()
@@ -160,8 +156,7 @@ class Replay(Planned):
         if len(cuts) > 1 and self._layout is not None:
             weight = self._weight(self._layout, max(cuts))
             parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        least = min(parts, key=lambda piece: piece.num_cells)
-        return [*[_idle(least)] * (num - len(parts)), *parts]
+        return _filled(parts, num)
 
     def _make_room_for(self, piece: Piece | None) -> None:
         """Lower the limit, or switch something on; `piece` is None if another rank failed."""
@@ -211,5 +206,8 @@ class Replay(Planned):
             replay._measure(replay._layout, replay._num_fit(limit))
 
 
-def _idle(piece: Piece) -> Piece:
-    return replace(piece, factor=0.0, share=0.0, is_idle=True)
+def _filled(pieces: list[Piece], num: int) -> list[Piece]:
+    """Put pieces that count as 0 before others, so that there are `num`."""
+    least = min(pieces, key=lambda piece: piece.num_cells)
+    idle = replace(least, factor=0.0, share=0.0, is_idle=True)
+    return [*[idle] * (num - len(pieces)), *pieces]

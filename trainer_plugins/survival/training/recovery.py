@@ -70,10 +70,15 @@ class Recovery:
         return limit < math.inf and micro.whole.num_cells > limit
 
     def _wrong_so_far(self) -> str:
-        """Say how `training_step` changed the loss of one of the micro-batches; empty if not."""
+        """Say what is wrong already, as a loss that `training_step` changed; empty if nothing."""
         for micro in self._ranks.micros or [self._micro]:
-            if micro.handed is not None and (changed := micro.handed.seen()) is not None:
-                return changed.why
+            if micro.handed is not None and (changed := micro.handed.seen()):
+                return changed
+        if self._run.has_exchanged_parameters():
+            return (
+                "the model has other parameters than when training began, and their gradients "
+                "were not watched"
+            )
         return ""
 
     def failed(
@@ -84,11 +89,6 @@ class Recovery:
         why_not = self._ranks.failed(phase, is_last, changed) or self._wrong_so_far()
         self._story.failed(failure, piece, phase)
         self._tried.append(piece.num)
-        if not why_not and self._run.has_exchanged_parameters():
-            why_not = (
-                "the model has other parameters than when training began, and their gradients "
-                "were not watched"
-            )
         if why_not:
             self._give_up(why_not)
         start.snapshot.restore()
@@ -134,15 +134,12 @@ class Recovery:
             self._note_computed(piece)
             if queue:  # the metrics of the last piece are those of the whole
                 self._micro.start.snapshot.begin_next()
-        self._finished()
-        self._tell()
-        assert total is not None
-        return total
-
-    def _finished(self) -> None:
         if self._coupling is not None:
             self._coupling.forget()
         self._ranks.finished()
+        self._tell()
+        assert total is not None
+        return total
 
     def _note_added(self, piece: Piece, start: Start, changed: set[nn.Parameter]) -> None:
         if changed:
@@ -176,9 +173,9 @@ class Recovery:
             limit = f"{story.count(num_fit)} of this length at once"
         if story.failures:
             run.memo.num_survived += 1
-            self._attached.say(story.survived(whole, limit), is_later=True)
+            self._attached.say(story.survived(whole, limit))
         elif is_divided and not run.is_division_said:
-            self._attached.say(story.divided(whole, limit), is_later=True)
+            self._attached.say(story.divided(whole, limit))
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:

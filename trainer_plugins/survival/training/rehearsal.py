@@ -9,9 +9,9 @@ from time import perf_counter
 from torch import nn
 
 from trainer_plugins.longest import LongestRows
-from trainer_plugins.survival.attempt.sources import Sources, sources_of
-from trainer_plugins.survival.attempt.state import RestorePoint
-from trainer_plugins.survival.exact.layouts import Completions, Layout, find_layout
+from trainer_plugins.survival.attempt.holders import Roots
+from trainer_plugins.survival.attempt.state import RestorePoint, State
+from trainer_plugins.survival.exact.layouts import Completions, find_layout
 from trainer_plugins.survival.exact.shares import Batch, IndivisibleError, Inputs, NumItems
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import HowToRecover
@@ -31,16 +31,15 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
         return
     sources = None
     with run.memo.harmless():
-        sources = sources_of(run.attached.trainer)
-    if sources is not None and sources.why_not:
-        logger.info("nothing is rehearsed: %s", sources.why_not)
-    if ranks.on_any(sources is None or bool(sources.why_not)) or sources is None:
+        sources = _sources(run)
+    if ranks.on_any(sources is None) or sources is None:
         return
     with _without_trace(run, sources):
         rehearsal = None
-        with run.memo.harmless():  # it asks the user's data set and collator
+        # It asks the user's data set and collator; their rows may be indivisible.
+        with run.memo.harmless(), suppress(IndivisibleError):
             rehearsal = _Rehearsal(run, inputs, num_items, scale)
-        if ranks.on_any(rehearsal is None or rehearsal.num == 0) or rehearsal is None:
+        if ranks.on_any(rehearsal is None) or rehearsal is None:
             return
         found = None
         # A row that no sampler draws may be none to train on; but an error ends ranks that wait.
@@ -68,8 +67,7 @@ def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
     """
     trainer, longest = run.attached.trainer, inputs
     with run.memo.harmless():
-        sources = sources_of(trainer)
-        if not sources.why_not:
+        if (sources := _sources(run)) is not None:
             with _without_trace(run, sources):
                 longest = _longest_batch(run, inputs) or inputs
     part = run.attached.rows_at_once / trainer._train_batch_size
@@ -83,11 +81,8 @@ class _Rehearsal:
         self._run, self._num_items, self._scale = run, num_items, scale
         self._num_tried, self._started = 0, perf_counter()
         self._inputs = _longest_batch(run, inputs)
-        self._layout: Layout | None = None
-        self.num = 0  # how many examples it has; 0 if there is none, or it cannot be divided
-        with suppress(IndivisibleError):
-            self._layout = find_layout(run.attached.family.layouts, self._inputs)
-            self.num = self._layout.count(self._inputs)
+        self._layout = find_layout(run.attached.family.layouts, self._inputs)
+        self.num = self._layout.count(self._inputs)
 
     def find(self) -> tuple[int, list[str]]:
         run, climbed = self._run, []
@@ -122,14 +117,10 @@ class _Rehearsal:
         return summary
 
     @property
-    def _unit(self) -> str:
-        return self._layout.unit if self._layout else "examples"
-
-    @property
     def _what(self) -> str:
         if isinstance(self._layout, Completions):
             return f"{self.num} completions of full length"
-        return f"the {self.num} longest {self._unit}"
+        return f"the {self.num} longest {self._layout.unit}"
 
     def _most(self) -> int:
         least = self._run.attached.min_micro_batch
@@ -149,7 +140,6 @@ class _Rehearsal:
 
     def _some(self, num: float) -> Batch:
         """Take the last ones: the short one, which is padded, is among them."""
-        assert self._layout is not None
         some = self._layout.take(self._inputs, self.num - math.ceil(num), self.num)
         if num < 1 and isinstance(self._layout, Completions):
             return self._layout.shortened(some, num)
@@ -178,8 +168,20 @@ def _longest_batch(run: TrainingRun, inputs: Inputs) -> Inputs:
     return batch
 
 
+def _sources(run: TrainingRun) -> State | None:
+    """Keep what a Trainer and its training rows draw from and count with; None if it is used up."""
+    trainer = run.attached.trainer
+    loader = trainer.callback_handler.train_dataloader
+    roots = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
+    sources = State(Roots({**roots, "trainer": trainer}))
+    if one := next(sources.consumed(), ""):
+        logger.info("nothing is rehearsed: rows come from %s, which cannot be restored", one)
+        return None
+    return sources
+
+
 @contextmanager
-def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
+def _without_trace(run: TrainingRun, sources: State) -> Iterator[None]:
     """Restore everything afterwards, except gradients: `ranks.most` takes care of these."""
     before = RestorePoint(run.attached.trainer, state=run.full_state())
     try:
@@ -187,5 +189,6 @@ def _without_trace(run: TrainingRun, sources: Sources) -> Iterator[None]:
     finally:
         before.restore()
         with run.memo.harmless():
+            sources.restore_draws()
             sources.restore()
         run.card.reset_peak()
