@@ -9,6 +9,8 @@ TRAINER = "transformers.Trainer"
 MODEL = "transformers.modeling_utils"
 
 WHERE: dict[str, tuple[str, ...]] = {
+    # safetensors
+    "_TYPES": ("safetensors.torch",),
     # torch
     "_Loss": ("torch.nn.modules.loss",),
     "_construct_storage_from_data_pointer": ("torch._C",),

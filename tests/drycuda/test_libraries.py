@@ -152,14 +152,6 @@ def test_objects_larger_than_what_is_exchanged_of_numbers_move(
     assert done.stdout.count("moved") == 2, done.stderr[-2000:]
 
 
-def test_what_another_compiler_has_begun_is_built_again(tmp_path: Path) -> None:
-    begun = tmp_path / "drycuda"
-    for compiler, is_there in (["g++"], False), (["g++"], True), (["zig", "c++"], False):
-        libraries._forget_what_another_began(begun, compiler)
-        assert (begun / "libcuda.so.1").exists() is is_there
-        (begun / "libcuda.so.1").touch()
-
-
 def test_the_card_compiles_for_aarch64(tmp_path: Path) -> None:
     """By the compiler that is fetched where none is installed: it has the headers of both."""
     fetch_package("ziglang", print)

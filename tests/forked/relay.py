@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tests.forked import MARK, ROOT, SHIM, TELL_TO
-from trainer_plugins.forks import Call, Files, ForkServer, Running
+from trainer_plugins.forks import Call, Files, Forked, ForkServer
 
 _READ_BY_LIBRARIES = """
     LD_LIBRARY_PATH LD_PRELOAD OMP_NUM_THREADS GOMP_CPU_AFFINITY OMP_WAIT_POLICY MKL_NUM_THREADS
@@ -63,7 +63,7 @@ class Relay:
         self._read = {*_READ_BY_LIBRARIES, *(_ON_CUDA if torch.version.cuda else ())}
         self._servers: list[tuple[Mapping[str, str], ForkServer]] = []
         self._missed: Counter[str] = Counter()
-        self._waits: list[Running] = []
+        self._waits: list[Forked] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -151,7 +151,7 @@ class Relay:
         words = ("tests.forked.as_python", "-c", "import os; os.read(0, 1)")
         reads, self._never = os.pipe()
         waits = Call(words=words, folder=ROOT, environ={**environ, SHIM: str(self.python)})
-        self._waits.append(server.start(waits, {0: reads, 1: 2, 2: 2}))
+        self._waits.append(Forked(server, waits, {0: reads, 1: 2, 2: 2}))
 
 
 def _has_only_scripts(folder: str) -> bool:

@@ -3,7 +3,7 @@
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from trainer_plugins.cli.typed_options import MOST_USED, with_options
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.check import Checklist
 
 _EXIT_BAD_INPUT = 2
 _EXIT_CODES = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 3}
@@ -64,38 +61,32 @@ def check(
     from trainer_plugins.cli.plan_inputs import inputs_of
     from trainer_plugins.launch.lint.document import ConfigError, files_of
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.report.check import check_report
+    from trainer_plugins.report.page import show
 
     try:
         for name, value in asdict(answer).items():
             if value and name != "verbose":
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         command = command_in(context.args)
-        if command and run.model.model is None:
+        if command and run.model is None:
             with by_any_signal():
-                (ran,) = variations_of(command, run, DryOptions(), foretells=True)
-                facts = gather_command(os.environ, ran, run.machine.gpu)
+                ran = variations_of(command, run, DryOptions(), foretells=True)
+                facts = gather_command(os.environ, ran, run.gpu)
         else:
             details, inputs = inputs_of(run, context.args)
-            seconds = run.machine.timeout
-            facts = gather_launch(os.environ, run.model.model, details, inputs, seconds)
+            seconds = run.timeout
+            facts = gather_launch(os.environ, run.model, details, inputs, seconds)
         checklist = judge(facts)
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
-    if form is Format.TEXT:
-        _show(checklist, answer.verbose, as_json)
-    else:
-        file, document = run.machine.accelerate_config, facts.document
+    if form is not Format.TEXT:
+        file, document = run.accelerate_config, facts.document
         files = () if file is None or document is None else files_of(document, file)
         print_annotations(form, checklist.findings, files)
+    elif as_json:
+        print_json("check", checklist)
+    else:
+        show(check_report(checklist, answer.verbose))
     raise typer.Exit(_EXIT_CODES[checklist.worst])
-
-
-def _show(checklist: "Checklist", verbose: bool, as_json: bool) -> None:
-    if not as_json:
-        from trainer_plugins.report.check import check_report
-        from trainer_plugins.report.page import show
-
-        show(check_report(checklist, verbose))
-        return
-    print_json("check", checklist)

@@ -14,7 +14,7 @@ from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotatio
 from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
 from trainer_plugins.cli.typed_options import AsJson
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
 
 configs = typer.Typer(
@@ -155,10 +155,13 @@ def check(
             host=host,
         )
     findings += tuple(lock_findings(read_locks(os.environ), needed_of(document)))
-    if form is Format.TEXT:
-        _print_findings(file, findings, as_json)
-    else:
+    if form is not Format.TEXT:
         print_annotations(form, findings, files_of(document, file))
+    elif as_json:
+        print(json.dumps(plain(findings), indent=2))
+    else:
+        lines = [f"{each.severity.name} {each}" for each in findings]
+        print("\n".join(lines) or f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
         raise typer.Exit(2)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
@@ -205,11 +208,3 @@ def _one_line_errors() -> Iterator[None]:
     except ValueError as error:
         print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
         raise typer.Exit(2) from None
-
-
-def _print_findings(file: Path, findings: tuple[Finding, ...], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(plain(findings), indent=2))
-    else:
-        lines = [f"{each.severity.name} {each}" for each in findings]
-        print("\n".join(lines) or f"{file}: no findings")

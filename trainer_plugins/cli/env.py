@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import Vllm
+from trainer_plugins.cli.typed_options import AsJson, Vllm
 from trainer_plugins.printable import printable
 
 
@@ -23,9 +23,7 @@ class Shell(str, Enum):
 
 def env(
     shell: Annotated[Shell, typer.Option(help="The shell whose syntax to print.")] = Shell.BASH,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of shell lines.")
-    ] = False,
+    as_json: AsJson = False,
     vllm: Vllm = False,
     info: Annotated[
         bool,

@@ -3,28 +3,36 @@
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from trainer_plugins.cli.typed_options import Vllm
+from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.plug_in.fitted import VARIABLE as CHANGES
 from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_options
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
 from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
 from trainer_plugins.printable import printable
+from trainer_plugins.units import size
 
+if TYPE_CHECKING:
+    from trainer_plugins.drycuda.dry_run import DryRun
+    from trainer_plugins.drycuda.wall import Allowed
+    from trainer_plugins.planner.cards import Card
+    from trainer_plugins.planner.plan import Proposal
+
+MAY = ("precision", "optim", "peft", "length")
+"""What a user may allow to be changed besides how the same result is computed."""
+
+_VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of inside/batches.py, which imports torch
 _ASK = "--fit-ask"
 _OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
-_Writes = Annotated[
-    list[Path] | None,
-    typer.Option(help="With --fit: let its plans write in this folder for real."),
-]
-_Network = Annotated[
-    bool,
-    typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
-]
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
 
@@ -69,8 +77,14 @@ def exec_(
             " peft (LoRA instead of all weights), length (half of TRL's max_length)."
         ),
     ] = None,
-    allow_writes: _Writes = None,
-    allow_network: _Network = False,
+    allow_writes: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --fit: let its plans write in this folder for real."),
+    ] = None,
+    allow_network: Annotated[
+        bool,
+        typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
+    ] = False,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -104,12 +118,15 @@ def exec_(
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.drycuda.wall import Allowed
+        from trainer_plugins.planner.plan import PlanError
 
         allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
-        card, answer = (gpu, num_gpus), sys.stdout if fit_ask else sys.stderr
-        options, changes = _chosen(
-            *(words, given, settings, *card, may or (), allowed, answer, anyway)
-        )
+        answer = sys.stdout if fit_ask else sys.stderr
+        try:
+            asked = _run_to_plan(words, given, settings, _cards(gpu, num_gpus), allowed)
+            options, changes = _fitted(asked, given, may or (), answer, anyway)
+        except PlanError as error:
+            ExecCommand.refuse(f"--fit: {error}; nothing was started")
         given, settings = given | options, settings | changes
         if fit_ask:
             return
@@ -164,24 +181,128 @@ def _python_path() -> str:
     return os.pathsep.join([*_site.__path__, *theirs])
 
 
-def _chosen(words: list[str], *how: Any) -> "tuple[dict[str, object], dict[str, str]]":
-    """Return options and variables with which the command fits, or end and say why there are none.
+def _run_to_plan(
+    words: Sequence[str],
+    given: Mapping[str, Any],
+    settings: Mapping[str, str],
+    cards: "tuple[Card, int]",
+    allowed: "Allowed",
+) -> "DryRun":
+    """Return the command on dry cards, with the allocator settings that it will get.
 
-    `how` is what `choose_to_fit` takes.
+    Raises:
+        PlanError: the preset has no SurviveOOM, which is to divide what does not fit.
     """
-    from trainer_plugins.cli.exec_fit import DoesNotFit, choose_to_fit
+    from trainer_plugins.drycuda.dry_run import DryRun
     from trainer_plugins.planner.plan import PlanError
+    from trainer_plugins.plug_in.options import memory_arguments
 
     try:
-        return choose_to_fit(words, *how)
-    except PlanError as error:
-        ExecCommand.refuse(f"--fit: {error}; nothing was started")
-    except DoesNotFit as error:
-        ExecCommand.refuse(
-            f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
-            " memory, add --preset survive",
-            _DOES_NOT_FIT,
+        memory_arguments(**{**given, "rows_at_once": 1})
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    card, number = cards
+    vouches = {_VOUCHES: "1"} if given.get("vouch_for_loss") else {}
+    return DryRun(
+        command=words,
+        card=card,
+        num_cards=number,
+        environment={**settings, **vouches},
+        foretells=True,
+        allowed=allowed,
+    )
+
+
+def _fitted(
+    asked: "DryRun", given: Mapping[str, Any], may: Sequence[str], answer: TextIO, anyway: bool
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan the command; return options of the callbacks and variables with which it fits.
+
+    Where nothing fits this ends, with exit code 3, or trains `anyway` as `given`. The choice is
+    printed to `answer`, and what is being done to standard error.
+
+    Raises:
+        PlanError: there is no plan of this command, or `may` is not of `MAY`.
+    """
+    from trainer_plugins.drycuda.dry_search import Variations
+    from trainer_plugins.planner.plan import PlanError
+
+    if unknown := {*may} - {*MAY}:
+        raise PlanError(
+            f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
         )
+    say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
+    with by_any_signal():
+        variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
+        if variations.fits:
+            spare = size(variations.plan.margin_bytes or 0)
+            say(f"it fits as it is, {spare} to spare")
+            return {}, {}
+        found, failed = variations.first_that_fits(may)
+    if found is None:
+        why = f"nothing fits that keeps the result: {'; '.join(failed)}"
+        if not anyway:
+            ExecCommand.refuse(
+                f"--fit: {why}; nothing was started. To train anyway, and divide what runs out of"
+                " memory, add --preset survive",
+                _DOES_NOT_FIT,
+            )
+        say(printable(f"{why}; it trains under the preset {given['preset']}"))
+        return {}, {}
+    options: dict[str, object] = {}
+    if found.rows_at_once:
+        options["rows_at_once"] = found.rows_at_once
+    if found.vouches:
+        options["vouch_for_loss"] = True
+    for line in _lines_of(found.proposal, {"preset": given["preset"]} | options):
+        say(printable(line))
+    changes = json.dumps({"planned": found.planned, "changed": found.changed})
+    return options, {CHANGES: changes} if found.changed else {}
+
+
+def _lines_of(proposal: "Proposal", options: Mapping[str, Any]) -> Iterator[str]:
+    """Say what is changed, what it costs, and what to type to have it without a plan."""
+    words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
+    yield f"{words}. Price: {proposal.price}"
+    typed = f"exec --preset {options['preset']}"
+    if "rows_at_once" in options:
+        typed += f" --memory-rows-at-once {options['rows_at_once']}"
+    if "vouch_for_loss" in options:
+        typed += " --memory-vouch-for-loss"
+    typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
+    yield f"without a plan, type: trainer-plugins {typed}"
+
+
+def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
+    """Return the card that is named, or the visible one with the least memory free; and how many.
+
+    Raises:
+        PlanError: no card is named, and none is visible.
+    """
+    from trainer_plugins.check.gather_here import gather_here
+    from trainer_plugins.check.machine import cards_in_use
+    from trainer_plugins.planner.calibrate import with_measured_context
+    from trainer_plugins.planner.cards import card_of, of_size
+    from trainer_plugins.planner.plan import PlanError
+
+    facts = gather_here(os.environ)
+    found = [
+        replace(
+            of_size(each.name, each.reading.total_bytes),
+            capacity_bytes=each.reading.free_bytes,
+            capability=each.capability or (9, 0),
+            guess="",
+        )
+        for each in cards_in_use(facts)
+        if each.reading is not None
+    ]
+    number = num_gpus or max(1, len(found))
+    if gpu is not None:
+        return with_measured_context(card_of(gpu)), number
+    if not found:
+        why = facts.driver_trouble or facts.no_cards or "no card is visible"
+        raise PlanError(f"name the card with --gpu: {why}")
+    return with_measured_context(min(found, key=lambda card: card.capacity_bytes)), number
 
 
 def _has_guards(given: dict[str, object]) -> bool:

@@ -2,17 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
-from trainer_plugins.explain.answer import Cause, Explanation
+from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.report.page import Indented
 
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
@@ -133,10 +130,17 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         show(Group(Text(printable(f"{answer.subject}: {heading}")), *lines))
         return
     if not verbose:
-        _print_briefly(answer)
+        briefly = []
+        for label, text in answer.brief():
+            style = "bold green" if label == "Do" else ""
+            indent = 7 if text.startswith("  ") else 5
+            said = Text(printable(text.strip()), style)
+            briefly.append(Indented(said, indent, Text(label, "bold")))
+        show(Group(*briefly))
         return
     first, *others = answer.causes
-    parts = [_why(first)]
+    summary = Text(printable(first.summary)).append(f"  [{first.grade}: {first.code}]", "dim")
+    parts = [Indented(summary, 5, Text("Why"))]
     parts += [Indented(Text(printable(line)), 5) for line in first.evidence]
     parts += [Indented(Text(printable(fact), "dim"), 5) for fact in answer.facts]
     if first.doubt:
@@ -155,26 +159,3 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
     for line in answer.unknown:
         parts.append(Indented(Text(printable(line), "dim"), 9, Text("Unknown:", "dim")))
     show(Group(*parts))
-
-
-def _print_briefly(answer: Explanation) -> None:
-    from rich.console import Group
-    from rich.text import Text
-
-    from trainer_plugins.report.page import Indented, show
-
-    parts = []
-    for label, text in answer.brief():
-        style = "bold green" if label == "Do" else ""
-        indent = 7 if text.startswith("  ") else 5
-        parts.append(Indented(Text(printable(text.strip()), style), indent, Text(label, "bold")))
-    show(Group(*parts))
-
-
-def _why(cause: Cause) -> "Indented":
-    from rich.text import Text
-
-    from trainer_plugins.report.page import Indented
-
-    summary = Text(printable(cause.summary)).append(f"  [{cause.grade}: {cause.code}]", "dim")
-    return Indented(summary, 5, Text("Why"))

@@ -3,12 +3,9 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -17,55 +14,56 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan_dry import (
     DryOptions,
     command_in,
-    fetch_now,
+    tell,
     variations_of,
     variations_of_model,
 )
 from trainer_plugins.cli.plan_options import RunOptions
+from trainer_plugins.cli.spelled import TYPED
 from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
     from trainer_plugins.drycuda.dry_search import Variations
-    from trainer_plugins.planner.calibrate import Calibration
-    from trainer_plugins.planner.plan import MemoryPlan
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.", rich_help_panel=MOST_USED)]
 
+_OTHER = "Other answers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """Says what else to print than a plan for a terminal."""
 
-    panel: ClassVar[str] = "Other answers"
-
     search: bool = option(
+        MOST_USED,
         "Find the largest micro-batch that fits, at the same effective batch.",
         default=False,
-        panel=MOST_USED,
     )
     verbose: bool = option(
+        MOST_USED,
         "Print everything: figures, tensors, assumptions and changes, or what is well.",
         default=False,
-        panel=MOST_USED,
     )
-    html: Path | None = option("Write an HTML page of the plan to this file.", panel=MOST_USED)
+    html: Path | None = option(MOST_USED, "Write an HTML page of the plan to this file.")
     search_lengths: str | None = option(
-        "With --search and --model: row lengths to try, with commas (default: --seq-length)."
+        _OTHER,
+        "With --search and --model: row lengths to try, with commas (default: --seq-length).",
     )
     explain_change: list[str] | None = option(
+        _OTHER,
         "Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
         metavar="SWITCH",
     )
     compare: tuple[Path, Path] | None = option(
-        "Compare two plans as JSON, or two folders of runs.", metavar="A B"
+        _OTHER, "Compare two plans as JSON, or two folders of runs.", metavar="A B"
     )
     calibrate: Path | None = option(
-        "Compare with the real run in this output_dir, and store its context size."
+        _OTHER, "Compare with the real run in this output_dir, and store its context size."
     )
 
 
@@ -87,6 +85,7 @@ def plan(
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
+    from trainer_plugins.drycuda.cuda_build import fetch
     from trainer_plugins.planner.plan import PlanError
 
     try:
@@ -95,44 +94,23 @@ def plan(
             return
         _refuse_contradictions(answer)
         command = command_in(context.args)
-        if dry.dry_env and not command and run.model.model is None:
-            print(f"torch's build for CUDA is in {fetch_now()}")
+        if dry.dry_env and not command and run.model is None:
+            print(f"torch's build for CUDA is in {fetch(tell)}")
             return
         # With --model a stray word is a slip of the pen, if it is no program.
-        is_command = bool(command) and (run.model.model is None or bool(shutil.which(command[0])))
+        is_command = bool(command) and (run.model is None or bool(shutil.which(command[0])))
         with by_any_signal():
             if is_command:
-                find = partial(variations_of, command, run, dry)
+                foretells = bool(answer.search or answer.explain_change)
+                variations = [variations_of(command, run, dry, foretells=foretells)]
             else:
-                find = partial(variations_of_model, run, context.args, answer, dry)
-            fits = _answered(find, answer, as_json, command_of(context))
+                variations = variations_of_model(run, context.args, answer, dry)
+            words = shlex.join(["trainer-plugins", "plan", *context.meta[TYPED]])
+            fits = _answered(variations, answer, as_json, words)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
-
-
-def command_of(context: typer.Context) -> str:
-    """Return the command line that makes this plan again: all that differs from the defaults."""
-    dashes = ["--"] if command_in(context.args) else []
-    words = ["trainer-plugins", context.info_name or "", *own_words(context)]
-    return shlex.join([*words, *dashes, *context.args])
-
-
-def own_words(context: typer.Context) -> list[str]:
-    """Return the options of this command that differ from the defaults, as words."""
-    words: list[str] = []
-    for parameter in context.command.params:
-        value = context.params[parameter.name or ""]
-        if value in (None, (), []) or value == parameter.get_default(context):
-            continue
-        flag = parameter.opts[0]
-        if isinstance(value, bool):
-            words.append(flag if value else parameter.secondary_opts[0])
-            continue
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            words += [flag, str(each.value if isinstance(each, Enum) else each)]
-    return words
 
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:
@@ -154,46 +132,34 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
 
 
 def _answered(
-    find: "Callable[..., list[Variations]]", answer: AnswerOptions, as_json: bool, command: str
+    variations: "list[Variations]", answer: AnswerOptions, as_json: bool, command: str
 ) -> bool | None:
     """Print what was asked of a command or of a model, and return whether it fits."""
     from trainer_plugins.cli.plan_search import show_changes, show_search
     from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.compare.saved import changes_of
+    from trainer_plugins.report.html.plan_page import plan_page
+    from trainer_plugins.report.page import show
+    from trainer_plugins.report.plan_text import brief_report, plan_report
+    from trainer_plugins.report.plans_text import calibration_report
 
-    changes = changes_of(answer.explain_change) if answer.explain_change else ()
-    variations = find(foretells=bool(answer.search or changes))
-    if changes:
+    if answer.explain_change:
+        changes = changes_of(answer.explain_change)
         return show_changes(*variations[0].explained(changes), as_json)
     if answer.search:
         return show_search(variations, as_json)
     found = variations[0].proposals() if answer.calibrate is None else variations[0].plan
     compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
     found = replace(found, planned={**found.planned, "command": command})
-    _show(found, answer, as_json, compared)
-    return found.fits
-
-
-def _show(
-    found: "MemoryPlan",
-    answer: AnswerOptions,
-    as_json: bool,
-    compared: "Calibration | None" = None,
-) -> None:
-    from trainer_plugins.report.html.plan_page import plan_page
-    from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan_text import brief_report, plan_report
-    from trainer_plugins.report.plans_text import calibration_report
-
     if answer.html is not None:
         answer.html.write_text(plan_page(found), encoding="utf-8")
     if as_json:
-        more = {} if compared is None else {"calibration": compared}
-        print_json("plan", found, **more)
-        return
+        print_json("plan", found, **({} if compared is None else {"calibration": compared}))
+        return found.fits
     show(plan_report(found) if answer.verbose else brief_report(found))
     if compared is not None:
         show(calibration_report(compared))
+    return found.fits
 
 
 def _show_compared(a: Path, b: Path, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.typed_options import option
@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from trainer_plugins.cli.plan import AnswerOptions
     from trainer_plugins.drycuda.dry_search import Variations
 
+_DRY_RUN = "The dry run, on cards that compute nothing"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DryOptions:
     """Says how to run a command that follows `--`."""
 
-    panel: ClassVar[str] = "The dry run, on cards that compute nothing"
-
-    steps: int | None = option("Optimizer steps to run (default: 2, for --model 3).")
+    steps: int | None = option(_DRY_RUN, "Optimizer steps to run (default: 2, for --model 3).")
     alone: bool = option(
-        "Run rank 0 only; the ranks that are not there are taken to be like it.", default=False
+        _DRY_RUN,
+        "Run rank 0 only; the ranks that are not there are taken to be like it.",
+        default=False,
     )
     snapshot: Path | None = option(
-        "Keep the allocator's snapshot here: trainer-plugins explain reads it."
+        _DRY_RUN, "Keep the allocator's snapshot here: trainer-plugins explain reads it."
     )
     allow_writes: list[Path] | None = option(
-        "Let the command write, rename and delete in this folder for real; may be repeated."
+        _DRY_RUN,
+        "Let the command write, rename and delete in this folder for real; may be repeated.",
     )
-    allow_network: bool = option("Let the command connect to other hosts.", default=False)
+    allow_network: bool = option(_DRY_RUN, "Let the command connect to other hosts.", default=False)
     dry_env: bool = option(
+        _DRY_RUN,
         "Fetch torch's build for CUDA into the cache if the installed one is for CPUs.",
         default=False,
     )
@@ -49,8 +53,6 @@ def variations_of_model(
     flags: Sequence[str],
     answer: "AnswerOptions",
     options: DryOptions,
-    *,
-    foretells: bool,
 ) -> list["Variations"]:
     """Return what trains a model on dry cards; one for each length of rows that is asked for."""
     from trainer_plugins.cli.plan_inputs import inputs_of, lengths_in
@@ -66,7 +68,7 @@ def variations_of_model(
                 "--config names a file of another program, which has to be installed: plan that"
                 f" program, as in -- axolotl train {file}, or -- llamafactory-cli train {file}"
             )
-    if run.model.model is None:
+    if run.model is None:
         raise PlanError(
             "name the model: --model with a config.json, its folder, or org/name; or give a"
             " command after --"
@@ -74,24 +76,24 @@ def variations_of_model(
     details, inputs = inputs_of(run, flags)
     if answer.calibrate is not None:  # the context that was measured must not be used here
         inputs = replace(inputs, calibration=False)
-    if answer.search and run.machine.gpu is None:
+    if answer.search and run.gpu is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
     _prepare(options)
     found = []
     lengths: list[int | None] = [*lengths_in(answer.search_lengths)]
     for length in lengths or [details.seq_length]:
-        request = request_of(run.model.model, replace(details, seq_length=length), inputs)
-        asked = dry_run_of(request, run.machine.timeout)
+        request = request_of(run.model, replace(details, seq_length=length), inputs)
+        asked = dry_run_of(request, run.timeout)
         asked = replace(
             asked, num_steps=options.steps or asked.num_steps, snapshot=options.snapshot
         )
-        found.append(Variations(asked, _tell))
+        found.append(Variations(asked, tell))
     return found
 
 
 def variations_of(
     command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
-) -> list["Variations"]:
+) -> "Variations":
     """Return what runs the command on dry cards, as it is and with other arguments.
 
     Raises:
@@ -103,51 +105,37 @@ def variations_of(
     from trainer_plugins.planner.calibrate import with_measured_context
     from trainer_plugins.planner.cards import NO_CARD, card_of
 
-    machine = run.machine
     _refuse_said_twice(run)
-    card = card_of(machine.gpu) if machine.gpu is not None else NO_CARD
+    card = card_of(run.gpu) if run.gpu is not None else NO_CARD
     _prepare(options)
     asked = DryRun(
         command=assigned(command),
-        card=with_measured_context(card) if machine.calibration else card,
-        num_cards=machine.num_gpus or 1,
+        card=with_measured_context(card) if run.calibration else card,
+        num_cards=run.num_gpus or 1,
         num_steps=options.steps or 2,
         alone=options.alone,
-        timeout_seconds=machine.timeout,
+        timeout_seconds=run.timeout,
         snapshot=options.snapshot,
         foretells=foretells,
         allowed=Allowed(writes=tuple(options.allow_writes or ()), network=options.allow_network),
     )
-    return [Variations(asked, _tell)]
+    return Variations(asked, tell)
 
 
 def _prepare(options: DryOptions) -> None:
     """Look whether a snapshot can be kept, and fetch torch if asked."""
+    from trainer_plugins.drycuda.cuda_build import fetch
     from trainer_plugins.planner.plan import PlanError
 
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
         raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
     if options.dry_env:
-        fetch_now()
+        fetch(tell)
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Say what is being done."""
     print(line, file=sys.stderr, flush=True)
-
-
-def fetch_now() -> Path:
-    """Fetch torch's build for CUDA if the installed one is for CPUs; return its folder.
-
-    Raises:
-        PlanError: pip has failed.
-    """
-    from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, fetch
-    from trainer_plugins.planner.plan import PlanError
-
-    try:
-        return fetch(_tell)
-    except DryCudaUnavailable as error:
-        raise PlanError(str(error)) from error
 
 
 _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}
@@ -159,9 +147,8 @@ def _refuse_said_twice(run: RunOptions) -> None:
 
     given = [
         f"--{each.name.replace('_', '-')}"
-        for group in (run.model, run.data, run.adapter, run.quantisation, run.machine)
-        for each in fields(group)
-        if each.name not in _OF_A_MACHINE and getattr(group, each.name) != each.default
+        for each in fields(run)
+        if each.name not in _OF_A_MACHINE and getattr(run, each.name) != each.default
     ]
     if given:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")

@@ -2,51 +2,54 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
-from trainer_plugins.cli.plan_options import AdapterOptions, RunOptions
+from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.planner.inputs import ConfigInputs, RunInputs
 from trainer_plugins.planner.plan import PlanError
 
 _LARGEST_LORA_RANK = 1 << 20
 _LONGEST_NAME = 200
+_QUANTISES = {each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))}
+"""Options that are fields of a BitsAndBytesConfig, under their own names."""
 
 
 def inputs_of(options: RunOptions, flags: Sequence[str]) -> tuple[ConfigInputs, RunInputs]:
     """Return the planner's inputs; `flags` are those of TrainingArguments."""
-    model, data, adapter, machine = options.model, options.data, options.adapter, options.machine
-    quantisation = {name: value for name, value in asdict(options.quantisation).items() if value}
+    quantisation = {
+        name: value for name, value in asdict(options).items() if name in _QUANTISES and value
+    }
     details = ConfigInputs(
-        training_args=(*flags, *_vllm_flags(model.trainer, machine.vllm_utilization)),
-        num_labels=model.num_labels,
-        images_per_row=data.images_per_row,
-        image_size=data.image_size,
-        sound_seconds=data.sound_seconds,
-        trainer=model.trainer,
-        seq_length=data.seq_length,
-        target_length=data.target_length,
-        dtype=model.dtype,
-        attention=model.attn_implementation,
-        head=model.head,
-        peft_config=_adapter(adapter),
-        accelerate_config=machine.accelerate_config,
-        num_evaluation_batches=data.eval_batches,
-        has_metrics=data.metrics,
+        training_args=(*flags, *_vllm_flags(options.trainer, options.vllm_utilization)),
+        num_labels=options.num_labels,
+        images_per_row=options.images_per_row,
+        image_size=options.image_size,
+        sound_seconds=options.sound_seconds,
+        trainer=options.trainer,
+        seq_length=options.seq_length,
+        target_length=options.target_length,
+        dtype=options.dtype,
+        attention=options.attn_implementation,
+        head=options.head,
+        peft_config=_adapter(options),
+        accelerate_config=options.accelerate_config,
+        num_evaluation_batches=options.eval_batches,
+        has_metrics=options.metrics,
         quantization_config=quantisation or None,
-        prepare_kbit=adapter.prepare_kbit,
-        resident_layers=adapter.stream_base,
-        streams_embeddings=adapter.stream_embeddings,
-        from_hub=model.from_hub,
+        prepare_kbit=options.prepare_kbit,
+        resident_layers=options.stream_base,
+        streams_embeddings=options.stream_embeddings,
+        from_hub=options.from_hub,
     )
     run = RunInputs(
-        gpu=machine.gpu,
-        calibration=machine.calibration,
-        num_gpus=machine.num_gpus,
-        has_padding=data.padding,
-        host_memory=machine.host_memory,
-        pinned_memory=machine.pinned_memory,
+        gpu=options.gpu,
+        calibration=options.calibration,
+        num_gpus=options.num_gpus,
+        has_padding=options.padding,
+        host_memory=options.host_memory,
+        pinned_memory=options.pinned_memory,
     )
     return details, run
 
@@ -62,7 +65,7 @@ def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
     return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
 
 
-def _adapter(options: AdapterOptions) -> dict[str, object] | None:
+def _adapter(options: RunOptions) -> dict[str, object] | None:
     rank, target = options.lora_r, options.lora_target
     if options.peft_config is not None:
         if rank is not None:

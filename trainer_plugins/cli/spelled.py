@@ -13,6 +13,9 @@ _SAME = {
 }  # of trl/trainer/model_config.py, TRL 1.16
 _NO_INFLUENCE = ("lora_alpha", "lora_dropout", "lora_task_type", "use_rslora", "trust_remote_code")
 _ADAPTER, _RANK = "use_peft", "16"  # TRL's default of `lora_r`
+TYPED = "trainer_plugins.typed"
+"""Under which a context keeps the words of the command line, as they were typed."""
+
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -20,6 +23,7 @@ class CommandOfARun(Command):
     """Understands TRL's flags before it parses its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[TYPED] = [*args]
         end = args.index("--") if "--" in args else len(args)
         own = {flag: each for each in self.params for flag in (*each.opts, *each.secondary_opts)}
         words = [*_as_ours(args[:end], own)]

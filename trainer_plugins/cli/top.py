@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer_plugins.cli.as_json import print_json
-from trainer_plugins.cli.typed_options import RunDir, bad_parameters
+from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 def top(
     run_dir: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
-    is_json: Annotated[
-        bool, typer.Option("--json", help="With --once: print JSON for machines.")
-    ] = False,
+    is_json: AsJson = False,
     every: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds between two looks.")
     ] = 1.0,

@@ -28,10 +28,8 @@ def bad_parameters(path: Path | str) -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def option(
-    help: str, *, default: object = None, metavar: str | None = None, panel: str | None = None
-) -> Any:
-    """Make a field of a dataclass an option of a command; by default in the panel of its class."""
+def option(panel: str, help: str, *, default: object = None, metavar: str | None = None) -> Any:
+    """Make a field of a dataclass an option of a command, in a panel of its help."""
     return field(default=default, metadata={"help": help, "metavar": metavar, "panel": panel})
 
 
@@ -50,7 +48,7 @@ def with_options(
                 options.append(each.replace(kind=Parameter.KEYWORD_ONLY))
 
         def called(**given: Any) -> None:
-            command(**{each.name: value_of(each.annotation, given, each.name) for each in own})
+            command(**{each.name: _value_of(each, given) for each in own})
 
         update_wrapper(called, command)
         options.sort(key=lambda option: _panel(option) != MOST_USED)
@@ -61,18 +59,15 @@ def with_options(
 
 
 def _options_of(kind: Any, shown: Container[str] | None) -> Iterator[Parameter]:
-    """Make a typer option of each field of a dataclass, and of the dataclasses in it."""
+    """Make a typer option of each field of a dataclass."""
     for each in fields(kind):
-        if is_dataclass(each.type):
-            yield from _options_of(each.type, shown)
-            continue
         # A switch that is off by default has no --no- form.
         flags = [f"--{each.name.replace('_', '-')}"] if each.default is False else []
         info = typer.Option(
             *flags,
             help=each.metadata["help"],
             metavar=each.metadata["metavar"],
-            rich_help_panel=each.metadata["panel"] or kind.panel,
+            rich_help_panel=each.metadata["panel"],
             hidden=shown is not None and each.name not in shown,
         )
         yield Parameter(
@@ -83,12 +78,12 @@ def _options_of(kind: Any, shown: Container[str] | None) -> Iterator[Parameter]:
         )
 
 
-def value_of(kind: Any, given: Mapping[str, Any], name: str = "") -> Any:
+def _value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
     """Return the value of an option, or the dataclass that holds the values of several."""
-    if not is_dataclass(kind):
-        return given[name]
-    make: Any = kind
-    return make(**{each.name: value_of(each.type, given, each.name) for each in fields(kind)})
+    make: Any = parameter.annotation
+    if not is_dataclass(make):
+        return given[parameter.name]
+    return make(**{each.name: given[each.name] for each in fields(make)})
 
 
 def _panel(option: Parameter) -> str | None:

@@ -15,12 +15,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.drycuda.wall import Allowed
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.cards import card_of
-from trainer_plugins.planner.plan import PlanError
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
@@ -60,7 +58,7 @@ def main(arguments: list[str]) -> int:
             numbers=options.numbers,
             allowed=Allowed(writes=tuple(options.allow_writes), network=options.allow_network),
         )
-    except (PlanError, DryCudaUnavailable, ValueError) as error:
+    except ValueError as error:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
     with suppress(KeyboardInterrupt), by_any_signal(), made as dry:

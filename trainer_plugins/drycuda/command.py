@@ -5,6 +5,7 @@ import json
 import math
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,20 +22,32 @@ _MOST_BYTES = 16 * GIB
 """A prediction that takes more than this, or than half of the machine, is stopped before the kernel
 kills another program."""
 
+_FORKED = "trainer_plugins.inside.forked"
 _IMPORTS = (
     "transformers.trainer",
-    "trainer_plugins.inside.forked",
+    _FORKED,
     "trainer_plugins.inside.batches",  # and what a training is watched by
 )
 
 
 def ended(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_seconds: float
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    timeout_seconds: float,
+    most_bytes: float = math.inf,
 ) -> int:
     """Run a command to its end, its output in a file; return its exit code.
 
+    Args:
+        command: the words.
+        environment: the variables that it gets.
+        log: the file for its output.
+        timeout_seconds: how long it may take.
+        most_bytes: of main memory that it may take for itself.
+
     Raises:
-        PlanError: it cannot be run, it took too long, or it has left the dry card.
+        PlanError: it cannot be run, it took too long or too much, or it has left the dry card.
     """
     with log.open("w") as output:
         try:
@@ -48,25 +61,24 @@ def ended(
             )
         except OSError as error:
             raise PlanError(f"the command cannot be run: {error}") from error
-    return _wait(process, timeout_seconds)
+    return _wait(process, timeout_seconds, most_bytes)
 
 
 def ended_fork(
-    module: str,
-    words: Sequence[str],
+    request: Path,
     imports: Sequence[str],
     dry: DryCuda,
     environment: Mapping[str, str],
     log: Path,
     timeout_seconds: float,
 ) -> int:
-    """Call `main` of a module in a fork of a Python that has imported what it needs.
+    """Train a pickled request in a fork of a Python that has imported what it needs.
 
     The first call imports it, over the dry libraries; the calls after it do not take that time.
+    Where a fork is not safe, as after an import that starts a thread, each call is a new Python.
 
     Args:
-        module: what has the function.
-        words: its arguments.
+        request: the file.
         imports: modules that it needs, besides transformers.
         dry: the cards.
         environment: what it sees of them, from `dry.environment`.
@@ -74,7 +86,7 @@ def ended_fork(
         timeout_seconds: how long it may take; the imports may take as long.
 
     Raises:
-        PlanError: it took too long.
+        PlanError: it took too long or too much.
     """
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([environment["PYTHONPATH"], home])
@@ -88,29 +100,31 @@ def ended_fork(
         "DRYCUDA_SERVES": f"{major} {minor}",
         "DS_ACCELERATOR": "cuda",  # or DeepSpeed would ask CUDA
     }
-    server = forks.server_for((*_IMPORTS, module, *imports), of_server)
+    server = forks.server_for((*_IMPORTS, *imports), of_server)
     if not server.is_ready(timeout_seconds):
-        forks.forget(server)
         raise _late(timeout_seconds)
     wall = json.dumps(dry.wall.asked if dry.wall else {})
     call = forks.Call(
-        words=("trainer_plugins.inside.forked", wall, module, *words),
+        words=(_FORKED, wall, str(request)),
         folder=os.getcwd(),
         environ={**environment, "PYTHONPATH": path},
         scratch=str(dry.folder),  # if this process is killed
     )
-    process = server.start_into(log, call)
-    most = min(_MOST_BYTES, psutil.virtual_memory().total // 2)
-    try:
-        return _wait(process, timeout_seconds, most)
-    finally:
-        process.end()
+    most_bytes = min(_MOST_BYTES, psutil.virtual_memory().total // 2)
+    process = None
+    with contextlib.suppress(OSError):  # the server has just ended, idle
+        if server.forks:
+            with log.open("w") as output, open(os.devnull) as nothing:
+                files = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+                process = forks.Forked(server, call, files)
+    if process is not None:
+        return _wait(process, timeout_seconds, most_bytes)
+    python = [sys.executable, "-X", "faulthandler", "-m", *call.words]
+    return ended(python, call.environ, log, timeout_seconds, most_bytes)
 
 
 def _wait(
-    process: "subprocess.Popen[bytes] | forks.Running",
-    timeout_seconds: float,
-    most_bytes: float = math.inf,
+    process: subprocess.Popen[bytes] | forks.Forked, timeout_seconds: float, most_bytes: float
 ) -> int:
     end = time.monotonic() + timeout_seconds
     try:

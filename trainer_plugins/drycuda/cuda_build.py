@@ -11,12 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainer_plugins.compiled import cache_folder, locked, package_site, plain_compiler
+from trainer_plugins.planner.plan import PlanError
 
 _TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
 
 
 # It names a state, like torch.cuda.is_available.
-class DryCudaUnavailable(RuntimeError):  # noqa: N818
+class DryCudaUnavailable(PlanError):  # noqa: N818
     """The dry card cannot be had here; the text says in one line what is missing."""
 
 
@@ -27,23 +28,14 @@ def site_with_cuda() -> Path:
         DryCudaUnavailable: no such torch is here, and what to do.
     """
     installed = _installed()
-    if _is_for_cuda(installed):
-        return installed
-    if _is_for_cuda(cached := _cached(installed)):
-        return cached
+    for site in (installed, _cached(installed)):
+        if _is_for_cuda(site):
+            return site
     raise DryCudaUnavailable(
         f"the installed torch {_version_of(installed)} was built without CUDA:"
         " `plan --dry-env` fetches the build for CUDA (some 700 MB) and leaves the"
         " installed one as it is"
     )
-
-
-def is_installed() -> bool:
-    """Return whether the installed torch is built for CUDA, on a machine that has dry cards."""
-    try:
-        return _is_for_cuda(_installed())
-    except DryCudaUnavailable:
-        return False
 
 
 def provide(tell: Callable[[str], None]) -> Path:
@@ -64,27 +56,15 @@ def fetch(tell: Callable[[str], None]) -> Path:
     Raises:
         DryCudaUnavailable: pip has failed; its last line is in the text.
     """
-    site = _fetch_torch(tell)
-    if not plain_compiler("c++"):
-        fetch_package(_COMPILER, tell)
-    return site
-
-
-def _fetch_torch(tell: Callable[[str], None]) -> Path:
     installed = _installed()
-    if _is_for_cuda(installed):
-        return installed
-    site = _cached(installed)
+    site = installed if _is_for_cuda(installed) else _cached(installed)
     if not _is_for_cuda(site):
         site.parent.mkdir(parents=True, exist_ok=True)
         with locked(site.parent):  # two plans that begin together fetch it once
             if not _is_for_cuda(site):
-                version = _version_of(installed)
-                tell(
-                    f"dry card: fetching torch {version} in its build for CUDA (some 700 MB, once"
-                    f" for all projects) into {site}"
-                )
-                _install(version, site)
+                _fetch_torch(_version_of(installed), site, tell)
+    if not plain_compiler("c++"):
+        fetch_package(_COMPILER, tell)
     return site
 
 
@@ -117,8 +97,12 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
     return True
 
 
-def _install(version: str, site: Path) -> None:
+def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
     """Install beside the folder, which gets its name when all of it is there."""
+    tell(
+        f"dry card: fetching torch {version} in its build for CUDA (some 700 MB, once for all"
+        f" projects) into {site}"
+    )
     with TemporaryDirectory(dir=site.parent, prefix="fetching-") as folder:
         draft = Path(folder) / "site"
         _pip(draft, f"torch==={version}")

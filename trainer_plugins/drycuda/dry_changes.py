@@ -1,9 +1,10 @@
 """Changes a command that runs on dry cards, by the TrainingArguments and variables that it gets."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import yaml
 
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.dry_run import DryRun
@@ -62,24 +63,13 @@ def run_with(run: DryRun, changed: Mapping[str, object]) -> DryRun:
 def turn(run: DryRun, change: Switch) -> DryRun:
     """Change a run by a switch: a request in all that it says, a command by its arguments."""
     if (request := run.of_config) is not None:
-        changed = change.turn(request)
-        environment = dict(run.environment)
-        if changed.allocator != request.allocator:
-            environment["PYTORCH_ALLOC_CONF"] = changed.allocator
-        return replace(run, request=changed, environment=environment, snapshot=None)
+        return replace(run, request=change.turn(request), snapshot=None)
     if change == switches.ADAPTER_IN_SCRIPT:
         return run_with(run, {"peft_config": switches.LORA})
     if flags := flags_in(change.flags):
-        return run_with(run, dict(_typed(flags)))
+        # YAML reads booleans, numbers, JSON and words as TrainingArguments hold them
+        return run_with(run, {name: yaml.safe_load(text) for name, text in flags.items()})
     variable, is_one, value = change.flags.partition("=")
     if is_one and variable.isupper():
         return replace(run, environment={**run.environment, variable: value}, snapshot=None)
     raise PlanError("the command itself says this: change it there")
-
-
-def _typed(flags: Mapping[str, str]) -> Iterator[tuple[str, object]]:
-    """Yield values as TrainingArguments hold them: numbers, booleans, mappings and words."""
-    booleans: Mapping[str, object] = {"True": True, "False": False}
-    for name, text in flags.items():
-        is_json = text.isdigit() or text.startswith("{")
-        yield name, json.loads(text) if is_json else booleans.get(text, text)

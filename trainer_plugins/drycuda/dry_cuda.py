@@ -33,8 +33,6 @@ from trainer_plugins.testing.nvml import ScriptedNvml
 _SITE = Path(__file__).parents[1] / "plug_in" / "_site"
 """What Python imports when it starts; it prepares a process of a dry run."""
 
-__all__ = ["DryCuda", "DryCudaUnavailable", "unavailable_reason"]
-
 
 def unavailable_reason() -> str | None:
     """Say why the dry card cannot be had here; None if it can. Builds nothing."""
@@ -60,7 +58,7 @@ class DryCuda:
 
     Raises:
         DryCudaUnavailable: the libraries cannot be built here.
-        ValueError: a folder in `allowed` does not exist.
+        PlanError: a folder in `allowed` does not exist.
     """
 
     def __init__(
@@ -151,16 +149,13 @@ class DryCuda:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_what_is_left()
-        unlock(self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _end_what_is_left(self) -> None:
-        """End the processes that have these cards: what a launcher started may outlive it."""
-        for each in psutil.process_iter():
+        """End all processes that have these cards, and delete their folder."""
+        for each in psutil.process_iter():  # what a launcher started may outlive it
             with contextlib.suppress(psutil.Error):
                 if each.environ().get("TRAINER_PLUGINS_DRYCUDA") == str(self.folder):
                     each.kill()
+        unlock(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _nvml() -> Path:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trainer_plugins.accumulation import Accumulation
-from trainer_plugins.drycuda.dry_run import DryResult, DryRun, ran
+from trainer_plugins.drycuda.dry_result import DryResult
+from trainer_plugins.drycuda.dry_run import DryRun, ran
 from trainer_plugins.launch.main_memory import PROCESS_BYTES, HostLimits, HostNeed
 from trainer_plugins.planner.cards import NO_CARD, Card, about_context, about_size, in_one_memory
 from trainer_plugins.planner.plan import (
@@ -147,7 +148,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         versions=fullest["versions"],
         cards=_cards(fullest),
         accumulation=from_json(Accumulation, found) if found else None,
-        timeline=tuple((moment, now, held) for moment, now, held in fullest["timeline"]),
+        timeline=tuple(result.timeline),
         planned=fullest["planned"] or _planned(fullest, run),
         known_error=known_error(fullest["is_quantised"]),
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
@@ -275,7 +276,7 @@ def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
     counts: Counter[tuple[int, Category, str, str, Moment]] = Counter()
     for life in result.at_peak():
         category, name = result.name_of(life)
-        place, born = result.case.sorter.place(life), result.moment_of(life)
+        place, born = result.case.sorter.place(life), result.moment_of(life.birth)
         counts[(life.num_bytes, category, part_of(name.rpartition(".")[0]), place, born)] += 1
     largest = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])[:_MOST_GROUPS]
     for (num_bytes, category, part, place, born), count in largest:

@@ -6,12 +6,11 @@ import pickle
 import re
 import shutil
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -26,11 +25,12 @@ from trainer_plugins.drycuda.cuda_build import (
     provide,
 )
 from trainer_plugins.drycuda.dry_cuda import DryCuda
+from trainer_plugins.drycuda.dry_result import DryResult, SmallestCard
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.drycuda.wall import Allowed, explain_refusal
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.cards import NO_CARD, Card
-from trainer_plugins.planner.plan import Category, Moment, NotPredicted, PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import (
     GPUS_PER_NODE,
     OPTIMIZER_STEPS,
@@ -40,32 +40,15 @@ from trainer_plugins.planner.request import (
 )
 from trainer_plugins.printable import printable, without_leaks
 from trainer_plugins.snapshot.cards import read
-from trainer_plugins.snapshot.held import Category as HeldAs
-from trainer_plugins.snapshot.lives import Life
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.snapshot.stacks import meaning_of
 from trainer_plugins.units import size
 
-_OF_REQUEST = "trainer_plugins.inside.of_request"
 _MAY_IMPORT = ("deepspeed", "peft", "trl")  # what a request may need, and touches no card
 _LONGEST_SECONDS = 7 * 24 * 3600
 _LAST_LINES = 12
 _CAUSE = "Original error: "  # what bitsandbytes says of a library that cannot be loaded
-
-_CATEGORIES: Mapping[HeldAs, Category] = {
-    "parameters": "weights",
-    "gradients": "gradients",
-    "optimizer states": "optimizer states",
-    "activations": "activations",
-    "logits": "logits and loss",
-    "temporaries": "activations",
-    "other": "activations",
-    "unknown": "workspaces",
-    "gathered parameters": "sharding buffers",
-    "KV cache": "KV cache",
-    "waiting": "activations",
-}
 
 _ERROR = re.compile(r"(?:^|\]: )(?!\S*(?:ChildFailed|CalledProcess))[\w.]*(?:Error|Exception)\b")
 """The line of an exception, also with the rank that torchrun puts before it."""
@@ -119,49 +102,6 @@ class DryRun:
         return self.request if is_config else None
 
 
-class SmallestCard(NamedTuple):
-    """Holds the smallest card on which all processes of a command complete."""
-
-    card_bytes: int
-    fails_on_less: str | None
-    """The line whose request fails on a smaller one."""
-
-
-class DryResult:
-    """Holds what the processes of a command have seen, the fullest one first."""
-
-    def __init__(
-        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: SmallestCard | None
-    ) -> None:
-        self.seen, self.case, self.smallest = seen, case, smallest
-
-    def at_peak(self) -> list[Life]:
-        """Return the blocks that were in use at the peak."""
-        return self.case.sorter.alive_at(self.case.held.position)
-
-    def name_of(self, life: Life) -> tuple[Category, str]:
-        """Return what a block was for, and the parameter that it belonged to, if one."""
-        named: tuple[Category, str] | None = self.seen[0]["named"].get(str(life.birth))
-        return named or (_CATEGORIES[self.case.sorter.category(life)], "")
-
-    def moment_of(self, life: Life) -> Moment:
-        """Return the moment in which a block was allocated."""
-        began: list[tuple[int, Moment]] = self.seen[0]["beginnings"]
-        at = bisect_right(began, life.birth, key=lambda each: each[0]) - 1
-        return began[max(at, 0)][1]
-
-    @property
-    def died(self) -> bool:
-        """Return whether a process ended because it was out of memory."""
-        return any(each["died"] for each in self.seen)
-
-    @property
-    def failed_request(self) -> tuple[int, str | None]:
-        """Return what the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
-        oom = self.case.oom
-        return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
-
-
 def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
     """Return what trains a request on dry cards.
 
@@ -180,7 +120,6 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
     is_divided = request.num_gpus > 1 or request.is_launched or request.uses_deepspeed
     parts = request.source.device_map if isinstance(request.source, TrainerSource) else {}
     num_cards = max(min(request.num_gpus, GPUS_PER_NODE), 1 + max(parts.values(), default=0))
-    settings = {"PYTORCH_ALLOC_CONF": request.allocator} if request.allocator else {}
     return DryRun(
         request=request,
         card=request.card or NO_CARD,
@@ -189,7 +128,6 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
         num_steps=OPTIMIZER_STEPS,
         alone=is_divided,
         timeout_seconds=timeout_seconds,
-        environment=settings,
         foretells=True,
     )
 
@@ -197,13 +135,9 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
 def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
-        raise PlanError(f"{_file_under_import()} plans in a dry run, which is a plan already")
-    try:
-        provide(tell)
-        made = DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed)
-    except (DryCudaUnavailable, ValueError) as error:
-        raise PlanError(str(error)) from error
-    with made as dry:
+        raise PlanError("this program plans in a dry run, which is a plan already")
+    provide(tell)
+    with DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed) as dry:
         try:
             result = _ran(run, dry, tell)
         except PlanError as error:
@@ -212,14 +146,6 @@ def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
         else:
             return _resumed(run, result, dry, tell)
     return ran(run, tell)  # on libraries that have the package's names too
-
-
-def _file_under_import() -> str:
-    """Return the file that is run, or imported, where that asks for a plan."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame.f_code.co_filename
 
 
 def _fetched(error: str, tell: Callable[[str], None]) -> bool:
@@ -272,7 +198,7 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         if run.request.uses_deepspeed:
             imports.append("deepspeed.compile.backend")  # as its engine does, in each run
         seconds = run.timeout_seconds
-        code = ended_fork(_OF_REQUEST, [str(file)], imports, dry, environment, log, seconds)
+        code = ended_fork(file, imports, dry, environment, log, seconds)
     else:
         code = ended(dry.command(run.command), environment, log, run.timeout_seconds)
     seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
@@ -309,7 +235,10 @@ def _environment(run: DryRun) -> dict[str, str]:
         if name == "ACCELERATE_MIXED_PRECISION" or not name.startswith(_LAUNCHED)
     }
     path = os.pathsep.join((_path(run.request), str(package_site())))
-    return {**kept, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    kept |= {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    if run.request.allocator:
+        kept["PYTORCH_ALLOC_CONF"] = run.request.allocator
+    return kept
 
 
 def _path(request: PlanRequest) -> str:
@@ -342,12 +271,12 @@ def _both(first: DryResult, resumed: DryResult) -> DryResult:
     one, other = (own, its) if both is first else (its, own)
     own |= {
         "moments": {**other["moments"], **one["moments"]},
-        "timeline": [*one["timeline"], *other["timeline"]],
         "notes": list(dict.fromkeys([*one["notes"], *other["notes"]])),
         "host": {**other["host"], **one["host"]},
         "process_bytes": max(one["process_bytes"], other["process_bytes"]),
         "tokens": one["tokens"],
     }
+    both.timeline = [*first.timeline, *resumed.timeline]
     smallest = [each.smallest for each in (first, resumed) if each.smallest is not None]
     both.smallest = max(smallest, key=lambda each: each.card_bytes) if smallest[1:] else None
     return both

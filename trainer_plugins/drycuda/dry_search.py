@@ -13,11 +13,7 @@ from itertools import islice
 
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
-from trainer_plugins.drycuda.bounds import (
-    least_bytes,
-    most_rows_by,
-    short_moments,
-)
+from trainer_plugins.drycuda.bounds import least_bytes, most_rows_by, short_moments
 from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, effort, is_usual, run_with, turn
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.drycuda.dry_run import DryRun
@@ -26,7 +22,7 @@ from trainer_plugins.planner.compare.changes import possible_changes
 from trainer_plugins.planner.compare.lines import SearchLine, SearchResult, line_of
 from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
-from trainer_plugins.planner.compare.saved import Saved, explain
+from trainer_plugins.planner.compare.saved import Saved, saved_by, switches_in
 from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
 from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal, at_least
 from trainer_plugins.planner.tried import error_bytes, is_safe
@@ -98,7 +94,13 @@ class Variations:
         found: list[tuple[SearchLine, MemoryPlan]] = []
         for changes in ((), (switches.CHECKPOINTING,))[: 2 - self._checkpoints]:
             rows, plan = self._most_rows(changes, self._divisors(self._rows))
-            line = self._line(rows, plan, bool(changes) or self._checkpoints)
+            line = line_of(
+                plan,
+                gradient_checkpointing=bool(changes) or self._checkpoints,
+                sequence_length=self._as_given.tokens,
+                micro_batch=rows,
+                rows=self._rows,
+            )
             found.append((line, plan))
             show(line)
             if rows == self._rows and is_safe(plan):
@@ -316,7 +318,14 @@ class Variations:
 
     def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
-        return explain(self._run, changes, lambda run: self._answer(run).plan, turn)
+        plan = self.plan
+        return plan, tuple(saved_by(each, plan, self._plan_with(each)) for each in changes)
+
+    def _plan_with(self, change: str) -> MemoryPlan | PlanError:
+        try:
+            return self._answer(reduce(turn, switches_in(change), self._run)).plan
+        except PlanError as error:
+            return error
 
     def _answer(self, run: DryRun) -> DryAnswer:
         key = repr((sorted(run.changed.items()), sorted(run.environment.items()), run.request))
@@ -358,15 +367,6 @@ class Variations:
             else:
                 high = middle - 1
         return sizes[low], best
-
-    def _line(self, rows: int, plan: MemoryPlan, checkpoints: bool) -> SearchLine:
-        return line_of(
-            plan,
-            gradient_checkpointing=checkpoints,
-            sequence_length=self._as_given.tokens,
-            micro_batch=rows,
-            rows=self._rows,
-        )
 
     def _proposal(self, changes: Sequence[Switch], rows: int, plan: MemoryPlan) -> Proposal:
         request = self._run.of_config

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trainer_plugins.drycuda.dry_run import dry_run_of
 from trainer_plugins.drycuda.dry_search import Variations
@@ -88,12 +88,10 @@ def plan_run(
 
 
 def predict_one(
-    request: PlanRequest,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    tell: Callable[[str], None] = lambda text: None,
+    request: PlanRequest, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> MemoryPlan:
     """Predict one run, with what would make it fit if the request asks for that."""
-    variations = Variations(dry_run_of(request, timeout_seconds), tell)
+    variations = Variations(dry_run_of(request, timeout_seconds), lambda _: None)
     return variations.proposals() if request.proposes else variations.plan
 
 

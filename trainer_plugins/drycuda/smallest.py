@@ -37,11 +37,13 @@ def smallest_room(card: Card, rules: AllocatorRules, room_bytes: int) -> Smalles
     or if the first events are lost.
     """
     run = [*_steps(card, room_bytes)]
-    if not _is_whole(run):
-        return None
     whole = AllocatorModel(room_bytes, rules)
     reserved = max(reserved_after(card))
-    if _failure(whole, run) is not None or whole.peak_reserved_bytes != reserved:
+    try:
+        is_same = _failure(whole, run) is None and whole.peak_reserved_bytes == reserved
+    except KeyError:  # a block is freed that was allocated before the first event
+        return None
+    if not is_same:
         return None
     low, high = whole.peak_allocated_bytes // MIB, -(-reserved // MIB)  # high goes through
     fails_at = None
@@ -79,17 +81,6 @@ def _steps(card: Card, room_bytes: int) -> Iterator[_Step]:
             released = 0
             size = event.num_bytes if event.action == "alloc" else 0
             yield _Step(event.address, size, event.stream, number)
-
-
-def _is_whole(run: list[_Step]) -> bool:
-    """Return whether what is freed was allocated before."""
-    known: set[int] = set()
-    for address, num_bytes, _, _ in run:
-        if num_bytes > 0:
-            known.add(address)
-        elif num_bytes == 0 and address not in known:
-            return False
-    return True
 
 
 def _failure(model: AllocatorModel, run: list[_Step]) -> int | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer_plugins import namespaces
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.drycuda.card.libraries import WALL
+from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.snapshot.owners import is_ours
 
 _NAMESPACES = namespaces.__file__
@@ -64,12 +65,12 @@ class Wall:
         allowed: what the command may do for real besides.
 
     Raises:
-        ValueError: a folder of `allowed` does not exist.
+        PlanError: a folder of `allowed` does not exist.
     """
 
     def __init__(self, scratch: Path, allowed: Allowed) -> None:
         if missing := [path for path in allowed.writes if not path.exists()]:
-            raise ValueError(
+            raise PlanError(
                 f"--allow-writes: {missing[0]} does not exist: name a folder or a file that does"
             )
         self._scratch, self._network = scratch, allowed.network

@@ -5,7 +5,6 @@ imports does not spend them. A server belongs to the process that started it, an
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from trainer_plugins.forks.server import NUMBER, READY, kill_group
@@ -69,8 +67,7 @@ Files: TypeAlias = Mapping[int, int]
 class ForkServer:
     """Starts processes that need the same imports.
 
-    Where fork is not safe, it starts a new Python each time. The server process ends when the last
-    reference to this object goes.
+    The server process ends when the last reference to this object goes.
 
     Args:
         imports: the modules that the server imports.
@@ -79,7 +76,6 @@ class ForkServer:
 
     def __init__(self, imports: Sequence[str], environ: Mapping[str, str]) -> None:
         self._needs = _needs(imports, environ)
-        self._process: subprocess.Popen[bytes] | None = None
         self.refusal: str | None = None
         """Why it does not fork; empty if it does; None during the imports."""
         self._control, theirs = _socketpair()
@@ -99,7 +95,7 @@ class ForkServer:
 
     def is_for(self, imports: Sequence[str], environ: Mapping[str, str]) -> bool:
         """Return whether it can start processes with these imports and this environment."""
-        if self.forks and self._process and self._process.poll() is not None:
+        if self.forks and self._process.poll() is not None:
             return False  # it was idle and has ended
         return self._needs == _needs(imports, environ)
 
@@ -109,25 +105,15 @@ class ForkServer:
             self._control.settimeout(timeout)
             with contextlib.suppress(TimeoutError):
                 said = self._control.recv(4096).decode() or "the server ended while it imported"
-                self._refuse("" if said == READY else said)
+                self.refusal = "" if said == READY else said
+                if self.refusal:
+                    logger.info("every plan starts a new Python: %s", self.refusal)
         return self.refusal is not None
 
     @property
     def forks(self) -> bool:
         """Return whether the imports are over and a fork is safe."""
         return self.refusal == ""
-
-    def start(self, call: Call, files: Files) -> "Running":
-        """Start a process for a call, once `is_ready`."""
-        if self.forks:
-            with contextlib.suppress(OSError):  # the server has just ended, idle
-                return Forked(self, call, files)
-        return NewPython(call, files)
-
-    def start_into(self, log: Path, call: Call) -> "Running":
-        """Start a process for a call, once `is_ready`: it reads nothing, and writes to a file."""
-        with log.open("w") as output, open(os.devnull) as nothing:
-            return self.start(call, {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()})
 
     def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
         """Have the server fork for a call, and tell `answers` the process id, then the exit code.
@@ -141,16 +127,6 @@ class ForkServer:
             message = [b"+", os.fsencode(call.scratch)]
             fds = [answers.fileno(), asked.fileno(), *files.values()]
             socket.send_fds(self._control, message, fds)
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        if reason:
-            _say_once(reason)
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.info("every plan starts a new Python and imports torch again: %s", reason)
 
 
 def _needs(imports: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
@@ -183,28 +159,14 @@ def server_for(imports: Sequence[str], environ: Mapping[str, str]) -> ForkServer
         return _current
 
 
-def forget(server: ForkServer) -> None:
-    """Do not use this server again, for instance because its imports take too long."""
-    global _current
-    with _lock:
-        if _current is server:
-            _current = None
-
-
 def _socketpair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets; the first is closed in every fork of this process.
 
     Otherwise a fork that outlives it, such as a data loader's worker, would keep the server alive.
     """
-    _close_sockets_in_forks()
     ours, theirs = socket.socketpair()
     _sockets.add(ours)
     return ours, theirs
-
-
-@functools.cache
-def _close_sockets_in_forks() -> None:
-    os.register_at_fork(after_in_child=_become_a_fork)
 
 
 def _become_a_fork() -> None:
@@ -212,6 +174,9 @@ def _become_a_fork() -> None:
     for ours in list(_sockets):
         ours.close()
     _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_become_a_fork)
 
 
 class Forked:
@@ -240,15 +205,8 @@ class Forked:
             except ConnectionError:
                 kill_group(self.pid)
                 self._code = -signal.SIGKILL
+            self._answers.close()
         return self._code
-
-    def end(self) -> None:
-        """Kill what is left of its group, and wait for it."""
-        if self._code is None:
-            with contextlib.suppress(OSError):
-                self._answers.shutdown(socket.SHUT_WR)
-            self.wait()
-        self._answers.close()
 
     def _read(self) -> int:
         found = self._answers.recv(NUMBER.size)
@@ -256,43 +214,3 @@ class Forked:
             raise ConnectionResetError("the server was ended")
         number: int = NUMBER.unpack(found)[0]
         return number
-
-
-class NewPython:
-    """Stands for a process that was started without a server: it leads a group of its own."""
-
-    def __init__(self, call: Call, files: Files) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", *call.words],
-            stdin=files[0],
-            stdout=files[1],
-            stderr=files[2],
-            env=dict(call.environ),
-            cwd=call.folder,
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
-        self.wait = self._process.wait
-        # The connection closes when this process ends, however it ends.
-        kill = 'read _; kill -KILL -"$0"; [ -z "$1" ] || rm -rf "$1" || rm -rf "$1"'
-        self._lifeline, theirs = _socketpair()
-        with theirs:
-            self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", kill, str(self.pid), call.scratch],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        """Kill what is left of its group, and wait for it."""
-        self._guard.kill()
-        self._guard.wait()
-        self._lifeline.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-Running: TypeAlias = Forked | NewPython

@@ -15,12 +15,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 from trainer_plugins.inside.process import has_numbers
 
 _LARGE_BYTES = 1 << 20
-_FUNCTIONS = (
-    "uniform_", "normal_", "constant_", "ones_", "zeros_", "eye_", "dirac_", "xavier_uniform_",
-    "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
-    "sparse_",
-)  # fmt: skip
-
 _aten: Any = torch.ops.aten
 _FILL = {
     _aten.zero_, _aten.fill_, _aten.copy_, _aten.mul_, _aten._fused_adam_, _aten._fused_adamw_,
@@ -45,8 +39,9 @@ _empty = torch.empty  # before DeepSpeed's zero.Init replaces it
 
 def skip_initialisation() -> None:
     """Replace the functions of `torch.nn.init`, for tensors of 1 MiB and more."""
-    for name in _FUNCTIONS:
-        setattr(torch.nn.init, name, _only_if_small(getattr(torch.nn.init, name)))
+    for name, fill in [*vars(torch.nn.init).items()]:
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch.nn.init, name, _only_if_small(fill))
 
 
 def _only_if_small(fill: Callable[..., Any]) -> Callable[..., Any]:

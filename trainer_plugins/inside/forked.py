@@ -1,21 +1,18 @@
-"""Begins a dry run in a process that was forked for it: WALL MODULE WORDS.
+"""Trains a request in a process that was forked for it: WALL REQUEST.
 
-The server has imported torch over the dry libraries, and not touched a card. `main` of the module
-gets the words.
+The server has imported torch over the dry libraries, and not touched a card.
 """
 
 import ctypes
-import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch  # noqa: F401 - before `start`, which runs when torch has been imported
 
-from trainer_plugins.inside import start
+from trainer_plugins.inside import of_request, start
 from trainer_plugins.namespaces import build_wall
 
 if __name__ != "__main__":  # in the server: a table that transformers makes is made for all forks
@@ -25,8 +22,8 @@ if __name__ != "__main__":  # in the server: a table that transformers makes is 
         get_checkpoint_conversion_mapping("")
 
 
-def main(wall: str, module: str, words: Sequence[str]) -> None:
-    """Stand behind the wall, see the cards of this run, and call the module's `main`."""
+def main(wall: str, request: str) -> None:
+    """See the cards of this run, stand behind the wall, and train."""
     libraries = ctypes.CDLL(None)
     libraries.scriptedNvmlFollow(os.environ["TRAINER_PLUGINS_NVML_SCRIPT"].encode())
     if asked := json.loads(wall):
@@ -35,8 +32,8 @@ def main(wall: str, module: str, words: Sequence[str]) -> None:
     else:
         libraries.drywall_read()
     start.begin()
-    importlib.import_module(module).main(*words)
+    of_request.main(request)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(*sys.argv[1:])

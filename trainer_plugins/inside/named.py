@@ -1,14 +1,11 @@
-"""Names what the allocator has recorded: which block was which parameter, gradient or state."""
+"""Names where parameters, gradients and optimizer states lie, and counts parameters."""
 
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from trainer_plugins.snapshot.cards import ACTIONS
 
 
 class Names(NamedTuple):
@@ -54,45 +51,6 @@ class Namer:
             for state in states.values() if isinstance(states, Mapping) else ():
                 if isinstance(state, torch.Tensor):
                     yield what, names.get(parameter, ""), state
-
-
-def numbered(
-    events: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the events that `explain` reads, with the numbers that they have there."""
-    return enumerate(event for event in events if event["action"] in ACTIONS)
-
-
-def named_allocations(
-    events: Sequence[Mapping[str, Any]], names: Iterable[Names]
-) -> dict[int, tuple[str, str]]:
-    """Return the category and the name of allocations, by the numbers of their events."""
-    waiting = [*names]
-    live: dict[int, tuple[int, int]] = {}  # number and bytes
-    found: dict[int, tuple[str, str]] = {}
-    for number, event in numbered(events):
-        while waiting and waiting[0].time_us <= event.get("time_us", 0):
-            _note(waiting.pop(0), live, found)
-        if event["action"] == "alloc":
-            live[event["addr"]] = (number, event["size"])
-        elif event["action"] == "free_completed":
-            live.pop(event["addr"], None)
-    for each in waiting:
-        _note(each, live, found)
-    return found
-
-
-def _note(
-    names: Names, live: Mapping[int, tuple[int, int]], found: dict[int, tuple[str, str]]
-) -> None:
-    starts = sorted(live)
-    for address, name in names.of.items():
-        at = bisect_right(starts, address) - 1
-        if at < 0:
-            continue
-        number, num_bytes = live[starts[at]]
-        if address < starts[at] + num_bytes:
-            found.setdefault(number, name)
 
 
 def count_parameters(model: Any) -> tuple[int, int]:

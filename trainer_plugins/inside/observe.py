@@ -4,6 +4,7 @@ A training of few steps on the longest rows, one evaluation, one save: what deci
 in these. `TRAINER_PLUGINS_DRY_STEPS` says how many steps; unset, programs run as they are.
 """
 
+import dis
 import functools
 import gc
 import json
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -21,19 +24,9 @@ import torch
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.inside import alone
-from trainer_plugins.inside.later import later_training
-from trainer_plugins.inside.named import (
-    Namer,
-    Names,
-    count_parameters,
-)
-from trainer_plugins.inside.passes import (
-    notice_passes,
-    peaks,
-    reset_peaks,
-    until_training,
-)
-from trainer_plugins.inside.process import host_peak, leave_imports_alone, say
+from trainer_plugins.inside.named import Namer, count_parameters
+from trainer_plugins.inside.passes import notice_passes, peaks, reset_peaks, until_training
+from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
 
 _RESUMES = "TRAINER_PLUGINS_DRY_RESUMES"  # set where a process only resumes what another saved
@@ -71,9 +64,9 @@ def record() -> None:
                 _Observer.last.write(died=True)
             else:
                 seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
-                moments, began = until_training()
+                moments, seen.began = until_training()
                 seen.moments = moments or {"load": peaks()}
-                write(seen, began)
+                write(seen)
         show(kind, error, traceback)
 
     sys.excepthook = written
@@ -87,7 +80,8 @@ def watch_trainers() -> None:
 
     from trainer_plugins.inside.shortened import evaluate_few_rows
 
-    leave_imports_alone()
+    if not torch.cuda.is_initialized():  # else what is kept alive might be on the card
+        gc.freeze()  # accelerate collects often, and imports hold no garbage
     train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
     evaluate_few_rows(notes)
 
@@ -103,7 +97,7 @@ def watch_trainers() -> None:
         except torch.OutOfMemoryError:
             observer.write(died=True)
             raise
-        later = later_training(sys._getframe(1))
+        later = _later_training(sys._getframe(1))
         observer.write(*[f"the program has not come to the training in {later}"] * bool(later))
         if later:
             say(f"the program goes on, to the training in {later}")
@@ -118,6 +112,21 @@ def watch_trainers() -> None:
         os._exit(0)
 
     Trainer.train = watched
+
+
+def _later_training(frame: FrameType | None) -> str | None:
+    """Return where the functions that are under way will call another `train`; None if nowhere.
+
+    A model's `train` is one too: the program then goes on for a while.
+    """
+    while frame is not None:
+        for each in dis.get_instructions(frame.f_code):
+            is_later = each.offset > frame.f_lasti and each.argval == "train"
+            if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                line = each.positions.lineno if each.positions else ""
+                return f"{Path(frame.f_code.co_filename).name}:{line}"
+        frame = frame.f_back
+    return None
 
 
 def _moments_of_first_rank(trainer: Any) -> list[str]:
@@ -159,24 +168,20 @@ class _Observer:
         self._seen.host["load"] = host_peak()
         memory = psutil.Process().memory_info()
         self._seen.process_bytes = memory.rss - memory.shared - host_peak()
-        self._seen.moments, self._began = until_training()
+        self._seen.moments, self._seen.began = until_training()
         self._namer: Any = Namer(trainer)
-        self._names: list[Names] = []
         self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
         if (before := _Observer.last) is not None:
-            self._seen.moments, self._names = before._seen.moments, before._names
+            self._seen.moments, self._seen.names = before._seen.moments, before._seen.names
             self._seen.host = before._seen.host
-            self._began = [*before._began, (before._ended, "load")]
+            self._seen.began = [*before._seen.began, (before._ended, "load")]
             self._trainers = [*before._trainers, *self._trainers]
 
     def run(self, train: Callable[[], object]) -> object:
         """Train; evaluate and save in the end, and resume, as the arguments ask for."""
         from trainer_plugins.inside.batches import Batches
-        from trainer_plugins.inside.shortened import (
-            OnceInTheEnd,
-            take_the_longest_rows,
-        )
+        from trainer_plugins.inside.shortened import OnceInTheEnd, take_the_longest_rows
 
         trainer, args = self._trainer, self._trainer.args
         trains = _RESUMES not in os.environ
@@ -254,7 +259,7 @@ class _Observer:
             self._ended = time.time_ns() // 1000
             self._trainer = self._namer = None  # the program may be done with it
             _Observer.last = self
-        write(seen, self._began, self._names)
+        write(seen)
 
     def _watch_moments(self) -> None:
         trainer = self._trainer
@@ -302,7 +307,7 @@ class _Observer:
     def _name(self, what: str, moment: str) -> None:
         """Name the tensors of the model where they have come to lie."""
         if moment in ("load", "resume", "backward", "optimizer step"):
-            self._names.append(self._namer.names_of(what))
+            self._seen.names.append(self._namer.names_of(what))
 
     @contextmanager
     def _at(self, moment: str) -> Iterator[None]:
@@ -319,7 +324,7 @@ class _Observer:
 
     def _begin(self, moment: str) -> None:
         self._moment = moment
-        self._began.append((time.time_ns() // 1000, moment))
+        self._seen.began.append((time.time_ns() // 1000, moment))
 
     def _close(self) -> None:
         """Count the peaks since the last call as those of the present moment."""

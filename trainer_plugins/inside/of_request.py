@@ -7,7 +7,6 @@ by `from_pretrained`, and bitsandbytes, Triton and DeepSpeed are the installed o
 import json
 import os
 import pickle
-import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,7 +135,3 @@ def _padded(batch: Batch) -> Batch:
     if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
         mask[0, -1] = 0
     return batch
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

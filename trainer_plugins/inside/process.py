@@ -1,18 +1,19 @@
 """Asks the libraries of a process on the dry card, and writes its lines."""
 
 import ctypes
-import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from trainer_plugins.testing.card import SimCard
+
+_LOADED = ctypes.CDLL(None)
+"""All libraries of this process."""
 
 
 def is_dry() -> bool:
     """Return whether torch's CUDA runtime here is the dry one."""
-    return hasattr(_runtime(), "drycuda_counters")
+    return hasattr(_LOADED, "drycuda_counters")
 
 
 def has_numbers() -> bool:
@@ -22,9 +23,8 @@ def has_numbers() -> bool:
 
 def counters() -> dict[str, int]:
     """Return what the libraries have counted in this process, by name."""
-    library = _runtime()
-    library.drycuda_counters.restype = ctypes.c_char_p
-    lines = (line.partition(" ") for line in library.drycuda_counters().decode().splitlines())
+    _LOADED.drycuda_counters.restype = ctypes.c_char_p
+    lines = (line.partition(" ") for line in _LOADED.drycuda_counters().decode().splitlines())
     return {name: int(number) for number, _, name in lines}
 
 
@@ -35,9 +35,8 @@ def calls_since() -> list[tuple[str, int, int]]:
     from pinned memory to the card, `unpinned` from other memory, `copy` is any other; an `event` is
     recorded, and a stream does a `wait` for it.
     """
-    library = _runtime()
-    library.drycuda_record.restype = ctypes.c_char_p
-    lines = (line.split() for line in library.drycuda_record().decode().splitlines())
+    _LOADED.drycuda_record.restype = ctypes.c_char_p
+    lines = (line.split() for line in _LOADED.drycuda_record().decode().splitlines())
     return [(name, int(stream), int(number)) for name, stream, number in lines]
 
 
@@ -47,9 +46,8 @@ def host_peak() -> int:
     Weights that lie in a mapped file of safetensors do not count: the kernel takes that memory back
     where it is short.
     """
-    library = _runtime()
-    library.drycuda_host_peak.restype = ctypes.c_size_t
-    return int(library.drycuda_host_peak())
+    _LOADED.drycuda_host_peak.restype = ctypes.c_size_t
+    return int(_LOADED.drycuda_host_peak())
 
 
 def outside_bytes(index: int) -> int:
@@ -64,21 +62,7 @@ def outside_bytes(index: int) -> int:
     return card.used_bytes - torch.cuda.memory_reserved(index)
 
 
-def leave_imports_alone() -> None:
-    """Let garbage be looked for without what was imported: accelerate collects often.
-
-    Once a card is in use, what is kept alive by this might be on it: nothing is done.
-    """
-    cards: Any = sys.modules["torch"].cuda
-    if not cards.is_initialized():
-        gc.freeze()
-
-
 def say(text: str) -> None:
     """Write a line to stderr, once for each process."""
     rank = os.environ.get("RANK")
     sys.stderr.write(f"dry CUDA{f' (rank {rank})' if rank else ''}: {text}\n")
-
-
-def _runtime() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

@@ -92,20 +92,8 @@ def save_holes() -> None:
     if has_numbers():
         return
 
-    def save_file(
-        tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None
-    ) -> None:
-        write_holes(Path(filename), tensors, metadata)
-
     # While it is being imported its package does not know it yet.
-    sys.modules["safetensors.torch"].save_file = save_file  # type: ignore[attr-defined]
-
-
-def scratch(output_dir: str) -> str:
-    """Return the folder in which a dry run writes what it would write to `output_dir`."""
-    folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "output" / Path(output_dir).name
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
+    sys.modules["safetensors.torch"].save_file = write_holes  # type: ignore[attr-defined]
 
 
 def protect_arguments() -> None:
@@ -124,7 +112,10 @@ def protect_arguments() -> None:
         for name, value in changed.items():
             setattr(args, name, value)
         if args.output_dir:
-            args.output_dir = scratch(args.output_dir)
+            scratch = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "output"
+            folder = scratch / Path(args.output_dir).name
+            folder.mkdir(parents=True, exist_ok=True)
+            args.output_dir = str(folder)
         made(args)
 
     Patches().wrap(TrainingArguments, "__post_init__", post_init)

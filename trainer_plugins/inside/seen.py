@@ -1,23 +1,24 @@
 """Seen: what one process of a dry run saw, and the files in which it leaves that."""
 
+import functools
 import json
 import os
 import pickle
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer_plugins.inside import shapes
-from trainer_plugins.inside.drawn import (
-    beginnings_of,
-    leave_out_the_dry_run,
-    timeline_of,
-)
-from trainer_plugins.inside.named import Names, named_allocations
+from trainer_plugins.inside.named import Names
 from trainer_plugins.inside.process import counters, outside_bytes
+
+_OURS = re.compile(r"trainer_plugins/(?:drycuda|inside|plug_in)/|torch/_ops\.py$")
+_BACKWARD = {"filename": "/torch/autograd/graph.py", "line": 0, "name": "_engine_run_backward"}
 
 MOST_EVENTS = 1_000_000
 """How many of the allocator's events are recorded, the last ones."""
@@ -75,11 +76,8 @@ class Seen:
     is_quantised: bool = False
     model: str = ""
     trainer: str = ""
-    timeline: list[tuple[str, int, int]] = field(default_factory=list)
-    """Moment, allocated and reserved bytes of the fullest card, each the maximum of some events."""
-
-    beginnings: list[tuple[int, str]] = field(default_factory=list)
-    """The first event of each moment, by its number in the snapshot."""
+    began: list[tuple[int, str]] = field(default_factory=lambda: [(0, "load")])
+    """When each moment began, in microseconds since 1970, the first one at 0."""
 
     planned: dict[str, str] = field(default_factory=dict)
     """What runs, in words, where a request and not a command says it."""
@@ -90,13 +88,11 @@ class Seen:
     accumulation: dict[str, object] = field(default_factory=dict)
     """What more micro-batches of fewer rows do to the gradient."""
 
-    named: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """The category and the name of allocations, by the numbers of their events."""
+    names: list[Names] = field(default_factory=list)
+    """What lay at addresses, at several times."""
 
 
-def write(
-    seen: Seen, began: Sequence[tuple[int, str]] = ((0, "load"),), names: Sequence[Names] = ()
-) -> None:
+def write(seen: Seen) -> None:
     """Write what a process saw, and a snapshot of the allocator."""
     stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     seen.num_ooms = sum(each.get("num_ooms", 0) for each in stats)
@@ -108,16 +104,34 @@ def write(
             seen.versions[name] = sys.modules[name].__version__
     folder = Path(os.environ["TRAINER_PLUGINS_DRYCUDA"])
     snapshot = torch.cuda.memory._snapshot()
-    events = max(snapshot["device_traces"], key=len)
-    if len(events) >= MOST_EVENTS:
+    if max(map(len, snapshot["device_traces"])) >= MOST_EVENTS:
         seen.notes.append(
             f"of the allocator's events the last {MOST_EVENTS:,} are known: no smallest card"
         )
-    seen.timeline = timeline_of(events, began)
-    seen.beginnings, seen.named = beginnings_of(events, began), named_allocations(events, names)
-    leave_out_the_dry_run(snapshot)
+    _leave_out_the_dry_run(snapshot)
     with (folder / f"snapshot-{seen.rank}.pickle").open("wb") as file:
         pickle.dump(snapshot, file)
     draft = folder / f"seen-{seen.rank}.draft"
     draft.write_text(json.dumps(asdict(seen), default=str))
     draft.rename(folder / f"seen-{seen.rank}.json")
+
+
+def _leave_out_the_dry_run(snapshot: dict[str, Any]) -> None:
+    """Leave the frames of the dry run itself out of the stacks.
+
+    A stack that had no others is one of autograd's thread, which has no Python below it.
+    """
+    segments = (block for segment in snapshot["segments"] for block in segment["blocks"])
+    left: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}  # by the identities of frames
+    for each in (*segments, *(event for card in snapshot["device_traces"] for event in card)):
+        if frames := each.get("frames"):
+            key = tuple(map(id, frames))
+            if key not in left:
+                own = [frame for frame in frames if not _is_ours(frame["filename"])]
+                left[key] = own or [_BACKWARD]
+            each["frames"] = left[key]  # one list, which a pickle holds once
+
+
+@functools.cache
+def _is_ours(filename: str) -> bool:
+    return _OURS.search(filename) is not None

@@ -1,7 +1,8 @@
 """Shapes that depend on values: `nonzero`, `unique` and the like are computed on the host.
 
 Their kernels for CUDA are replaced, so this holds wherever torch calls them, as an index by a mask
-does. What is large has no values: it counts as zero, and the call is counted by its name.
+does. What is large has no values: it counts as zero, and the call is counted by its name. A text
+has its greatest length: no token of it is chosen by the model.
 """
 
 from collections import Counter
@@ -68,3 +69,15 @@ def _on_card(tensor: torch.Tensor) -> torch.Tensor:
     if own.numel():
         alias(own).copy_(tensor)
     return own
+
+
+def generate_to_the_end() -> None:
+    """Let no end token end a generation of transformers, unless the model really chooses them."""
+    if has_numbers():
+        return
+    from transformers.generation import stopping_criteria
+
+    def never(self: object, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return _zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    stopping_criteria.EosTokenCriteria.__call__ = never

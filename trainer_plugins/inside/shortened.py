@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer, TrainerCallback
 
@@ -81,7 +80,7 @@ def take_the_longest_rows(trainer: Any, notes: list[str]) -> None:
     num = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     batch = (chosen * rows)[:rows]
     order = batch * (num * trainer.args.world_size)
-    trainer._get_train_sampler = lambda *_: _InOrder(order)
+    trainer._get_train_sampler = lambda *_: order
 
 
 def _first(args: Any, data: Any, notes: list[str]) -> Any:
@@ -111,14 +110,3 @@ class _First(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._data), self._num)
-
-
-class _InOrder(torch.utils.data.Sampler[int]):
-    def __init__(self, indices: list[int]) -> None:
-        self._order = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)

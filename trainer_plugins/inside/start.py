@@ -40,7 +40,7 @@ def start() -> None:
         cheap.skip_initialisation()
         safety.save_no_bytes()
     shapes.compute_on_the_host()
-    values = Values(all_numbers=has_numbers())
+    values = Values()
     see_into_operators(values)
     values.__enter__()  # type: ignore[no-untyped-call] # for the rest of the process
     if served := os.environ.get("DRYCUDA_SERVES"):

@@ -9,7 +9,9 @@ see `shapes.py`.
 """
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from trainer_plugins.inside.cheap import on_processor
-from trainer_plugins.inside.in_place import IN_PLACE, is_autograds_own
+from trainer_plugins.inside.process import has_numbers
 
 _MOST_FLOAT_BYTES = 4 << 10
 _MOST_INTEGER_BYTES = 4 << 20
@@ -42,19 +44,31 @@ _UNSET = {getattr(_aten, name) for name in ("empty", "empty_like", "empty_stride
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 """Operators that change which memory a tensor has; its values stay in it."""
 
+_OURS = str(Path(__file__).parent)
+
+# input_buffer.cpp, accumulate; FunctionsManual.cpp, areAnyTensorSubclassLike.
+_IN_PLACE = {
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+}
+"""What autograd does in place on a card, but not where a mode is on."""
+
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes what is small; `with Values():`, or `Values().__enter__()` for a whole process.
 
-    Args:
-        all_numbers: compute every operator, so that a small model really trains.
+    Where this process has numbers it computes every operator, so that a small model really trains.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, all_numbers: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._all = all_numbers
+        self._all = has_numbers()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -87,8 +101,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return on_processor(func, given, args, kwargs)
         if not is_on_card or func.namespace in _EXCHANGES:
             return func(*args, **kwargs)
-        if func in IN_PLACE and is_autograds_own(args[0]):
-            func = IN_PLACE[func]
+        if func in _IN_PLACE and _is_autograds_own(args[0]):
+            func = _IN_PLACE[func]
         packet: Any = func.overloadpacket
         if not all(map(self._is_small, given)):
             made = func(*args, **kwargs)
@@ -149,6 +163,37 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return self._all or not tensor.is_cuda or is_small(tensor)
+
+
+def _is_autograds_own(tensor: object) -> bool:
+    """Return whether autograd, without Python, writes to this tensor, which nothing else holds.
+
+    It adds to such a tensor in place, but not where a mode is on (TensorSubclassLikeUtils.h,
+    isTensorSubclassLike).
+    """
+    if torch.is_grad_enabled() or not isinstance(tensor, torch.Tensor) or _is_called_by_python():
+        return False
+    held_here = 2  # references: the tensor, and the Python object of the storage
+    storage = tensor.untyped_storage()
+    fills_storage = storage.nbytes() == tensor.numel() * tensor.element_size()
+    return (
+        fills_storage
+        and torch._C._current_autograd_node() is not None
+        and torch._C._storage_Use_Count(storage._cdata) == held_here
+    )
+
+
+def _is_called_by_python() -> bool:
+    """Return whether Python code between autograd and an operation called that operation.
+
+    Frames around every dispatch do not count: on a card they are absent.
+    """
+    frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
+    wrapped = ("_dynamo", "_python_dispatch.py", "_compile.py", "torch/_ops.py", _OURS)
+    while frame is not None and any(name in frame.f_code.co_filename for name in wrapped):
+        frame = frame.f_back
+    # _engine_run_backward: a backward inside a backward
+    return frame is not None and frame.f_code.co_name != "_engine_run_backward"
 
 
 def see_into_operators(values: Values) -> None:

@@ -89,7 +89,7 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
     files = []
     for number, part in enumerate(_in_parts(tensors)):
         files.append(str(folder / f"{stem}-{number}.safetensors"))
-        write_holes(Path(files[-1]), part, {"format": "pt"})
+        write_holes(part, files[-1], {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
     return files, {"weight_map": homes, "all_checkpoint_keys": [*homes]}  # which 4.57 reads
 

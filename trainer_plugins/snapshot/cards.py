@@ -94,6 +94,7 @@ class Card:
     has_mapped: bool  # whether pages were mapped, as expandable segments do
     has_taken: bool  # whether segments were taken
     indices: tuple[int, ...] = ()  # for each event its number in the file's trace of this card
+    times: tuple[int, ...] = ()  # of each event, in microseconds since 1970
 
     @property
     def allocated_bytes(self) -> int:
@@ -185,6 +186,7 @@ class _Reader:
         events: list[Event] = []
         stacks: list[int] = []
         indices: list[int] = []
+        times: list[int] = []
         waits: list[Wait] = []
         released: dict[int, int] = {}
         names = set()
@@ -203,6 +205,7 @@ class _Reader:
             events.append(Event(action, address, num_bytes, _number(each["stream"])))
             stacks.append(self._stack(each.get("frames")))
             indices.append(number)
+            times.append(_number(each.get("time_us", 0)))
         waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
         return Card(
             index,
@@ -213,6 +216,7 @@ class _Reader:
             has_mapped=bool(names & {"segment_map", "segment_unmap"}),
             has_taken=bool(names & {"segment_alloc", "segment_free"}),
             indices=tuple(indices),
+            times=tuple(times),
         )
 
     def _segment(self, raw: Mapping[str, Any]) -> Segment:

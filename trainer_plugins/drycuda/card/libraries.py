@@ -1,7 +1,6 @@
 """Builds the libraries that stand where CUDA's would: once for each installed torch."""
 
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from trainer_plugins.compiled import (
     cache_folder,
     compiled_once,
     fingerprint,
+    locked,
     package_site,
     plain_compiler,
 )
@@ -67,20 +67,25 @@ def built() -> Path:
     callers = [*of_torch, *_other_callers(site, {*chain(*map(linked_to, of_torch))})]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
     sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
-    stamps.append(str(sorted(_names_of_the_driver(site))))
+    of_driver = _names_of_the_driver(site)
+    stamps.append(str(sorted(of_driver)))
     name = fingerprint(*stamps, *(path.read_bytes() for path in sources))
     folder = cache_folder().absolute() / f"drycuda-{name}"
-    compiler = plain_compiler("c++")
-    if (folder / "complete").exists():
+    if folder.exists():
         return folder
+    compiler = plain_compiler("c++")
     if not compiler:
         raise DryCudaUnavailable(NO_COMPILER)
     try:
-        needed = {"libcuda.so.1": Library(), **needs_of(callers)}
-        needed["libcuda.so.1"].names |= _names_of_the_driver(site)
-        _forget_what_another_began(folder, compiler)
-        _build(folder, compiler, needed, _version_of_cudnn(site))
-        (folder / "complete").touch()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.parent):  # two plans that begin together build it once
+            if not folder.exists():
+                needed = {"libcuda.so.1": Library(), **needs_of(callers)}
+                needed["libcuda.so.1"].names |= of_driver
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix="building-") as scratch:
+                    draft = Path(scratch) / "libraries"
+                    _build(draft, compiler, needed, _version_of_cudnn(site))
+                    draft.replace(folder)
     except ELFError as error:
         raise DryCudaUnavailable(
             f"a library of torch, or beside it, cannot be read: {error}"
@@ -94,15 +99,6 @@ def built() -> Path:
             f"the dry card cannot write to its cache, set TRAINER_PLUGINS_CACHE: {error}"
         ) from error
     return folder
-
-
-def _forget_what_another_began(folder: Path, compiler: list[str]) -> None:
-    """Remove libraries of another compiler, whose C++ has other names for the same."""
-    begun = folder / "compiler"
-    if begun.exists() and begun.read_text() != str(compiler):
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    begun.write_text(str(compiler))
 
 
 def libraries_in(folder: Path) -> list[Path]:
@@ -161,8 +157,6 @@ def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cud
     wall = [*base, f"-Wl,-soname,{WALL}", str(_SOURCES / "wall.cpp"), "-ldl"]
     compiled_once(folder / WALL, wall, _TIMEOUT_SECONDS)
     for name, library in sorted(needed.items()):
-        if (folder / name).exists():
-            continue
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             ours = _OURS.get(re.sub(r"\.\d+$", "", name))
             own = _object(base, _SOURCES / ours, Path(scratch)) if ours else None

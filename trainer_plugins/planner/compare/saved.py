@@ -1,11 +1,9 @@
 """Predicts what switches save that are asked for by their names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import reduce
 from os import environ
-from typing import TypeVar
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -26,7 +24,6 @@ from trainer_plugins.planner.plan import MemoryPlan, PlanError, at_least
 from trainer_plugins.planner.request import PlanRequest
 
 _SEVERAL = "+"
-Run = TypeVar("Run")  # PlanRequest, or a run of a command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,44 +90,19 @@ def changes_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def explain(
-    run: Run,
-    changes: Sequence[str],
-    predict: Callable[[Run], MemoryPlan],
-    turn: Callable[[Run, Switch], Run],
-) -> tuple[MemoryPlan, tuple[Saved, ...]]:
-    """Predict a run as it is and with each of the changes that `changes_of` returned.
-
-    Args:
-        run: a request, or a run of a command.
-        changes: the switches by name, several joined by "+".
-        predict: makes the plan of a run.
-        turn: changes a run by a switch.
-
-    Raises:
-        PlanError: the run as it is has no plan.
-    """
-    before = predict(run)
-    found = []
-    for change in changes:
-        turned = (SWITCHES[name] for name in change.split(_SEVERAL))
-        try:
-            after = predict(reduce(turn, turned, run))
-        except PlanError as error:
-            found.append(Saved(change=change, how=_how(change), reason=str(error)))
-        else:
-            found.append(_saved(change, before, after))
-    return before, tuple(found)
+def switches_in(change: str) -> list[Switch]:
+    """Return the switches that a change of `changes_of` joins."""
+    return [SWITCHES[name] for name in change.split(_SEVERAL)]
 
 
-def _how(change: str) -> str:
-    """Say what to pass or set; the variable has the unified name, if this torch reads it."""
-    flags = ", ".join(SWITCHES[name].flags for name in change.split(_SEVERAL))
-    return flags.replace(_VARIABLE, names_read(gather_machine(environ))[-1])
-
-
-def _saved(change: str, before: MemoryPlan, after: MemoryPlan) -> Saved:
-    how = _how(change)
+def saved_by(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
+    """Say what a change saves: the plan without it, and with it or why there is none."""
+    # the unified name is the last one, if this torch reads it
+    variable = names_read(gather_machine(environ))[-1]
+    flags = ", ".join(each.flags for each in switches_in(change))
+    how = flags.replace(_VARIABLE, variable)
+    if isinstance(after, PlanError):
+        return Saved(change=change, how=how, reason=str(after))
     if after.streamed is not None and before.streamed is None:
         how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
     return Saved(

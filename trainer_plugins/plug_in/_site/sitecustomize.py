@@ -80,7 +80,7 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
         ("transformers.training_args", "safety", "protect_arguments"),
         ("transformers.trainer", "observe", "watch_trainers"),
         ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),
-        ("transformers.generation.stopping_criteria", "longest", "generate_to_the_end"),
+        ("transformers.generation.stopping_criteria", "shapes", "generate_to_the_end"),
     ):
         when_imported(name, _prepare("dry CUDA", inside + place, function))
     fitted = "trainer_plugins.plug_in.fitted"

@@ -1,0 +1,107 @@
+"""DryResult: what a dry run has shown, with the allocator's recording of its fullest process."""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+from trainer_plugins.planner.plan import Category, Moment
+from trainer_plugins.snapshot.held import Category as HeldAs
+from trainer_plugins.snapshot.lives import BEFORE, Life
+from trainer_plugins.snapshot.oom import SnapshotCase, reserved_after
+
+_MOST_POINTS = 400
+"""Of a timeline, and at most one more for each moment."""
+
+_CATEGORIES: Mapping[HeldAs, Category] = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer states": "optimizer states",
+    "activations": "activations",
+    "logits": "logits and loss",
+    "temporaries": "activations",
+    "other": "activations",
+    "unknown": "workspaces",
+    "gathered parameters": "sharding buffers",
+    "KV cache": "KV cache",
+    "waiting": "activations",
+}
+
+
+class SmallestCard(NamedTuple):
+    """Holds the smallest card on which all processes of a command complete."""
+
+    card_bytes: int
+    fails_on_less: str | None
+    """The line whose request fails on a smaller one."""
+
+
+class DryResult:
+    """Holds what the processes of a command have seen, the fullest one first."""
+
+    def __init__(
+        self, seen: list[dict[str, Any]], case: SnapshotCase, smallest: SmallestCard | None
+    ) -> None:
+        self.seen, self.case, self.smallest = seen, case, smallest
+        self._starts: tuple[int, ...]
+        self._moments: tuple[Moment, ...]
+        self._starts, self._moments = zip(*seen[0]["began"], strict=True)
+        self.timeline = [*self._points()]
+        """Moment, allocated and reserved bytes, each the maximum of equally many events."""
+
+    def at_peak(self) -> list[Life]:
+        """Return the blocks that were in use at the peak."""
+        return self.case.sorter.alive_at(self.case.held.position)
+
+    def name_of(self, life: Life) -> tuple[Category, str]:
+        """Return what a block was for, and the parameter that it belonged to, if one."""
+        return self._names.get(life.birth) or (_CATEGORIES[self.case.sorter.category(life)], "")
+
+    def moment_of(self, position: int) -> Moment:
+        """Return the moment of an event; one before the recording is of the first."""
+        time_us = self.case.card.times[position] if position >= 0 else 0
+        return self._moments[bisect_right(self._starts, time_us) - 1]
+
+    @property
+    def died(self) -> bool:
+        """Return whether a process ended because it was out of memory."""
+        return any(each["died"] for each in self.seen)
+
+    @property
+    def failed_request(self) -> tuple[int, str | None]:
+        """Return what the fullest process asked for in vain, in bytes, and where; 0 if nothing."""
+        oom = self.case.oom
+        return (oom.num_bytes, self.case.request.place) if oom is not None else (0, None)
+
+    @cached_property
+    def _names(self) -> dict[int, tuple[Category, str]]:
+        """Name allocations, by their events, from what lay at addresses at several times."""
+        found: dict[int, tuple[Category, str]] = {}
+        for time_us, names in self.seen[0]["names"]:
+            position = bisect_left(self.case.card.times, time_us) - 1
+            alive = self.case.sorter.alive_at(position)
+            lives = [life for life in alive if life.birth != BEFORE]
+            lives.sort(key=lambda life: life.address)
+            starts = [life.address for life in lives]
+            for address, (category, name) in names.items():
+                at = bisect_right(starts, int(address)) - 1
+                if at >= 0 and int(address) < starts[at] + lives[at].num_bytes:
+                    found.setdefault(lives[at].birth, (category, name))
+        return found
+
+    def _points(self) -> Iterator[tuple[Moment, int, int]]:
+        card, changes = self.case.card, Counter[int]()
+        for life in self.case.sorter.lives:
+            changes[life.birth] += life.num_bytes
+            if life.death is not None:
+                changes[life.death] -= life.num_bytes
+        positions, reserved = range(len(card.events)), reserved_after(card)
+        held = [*accumulate((changes[at] for at in positions), initial=changes[BEFORE])]
+        interval = len(positions) // _MOST_POINTS + 1
+        for moment, group in groupby(positions, key=self.moment_of):
+            of_moment = [*group]
+            for first in of_moment[::interval]:
+                after = slice(first + 1, min(first + interval, of_moment[-1] + 1) + 1)
+                yield moment, max(held[after]), max(reserved[after])
