@@ -16,7 +16,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from benchmarks.card_survival import Clock
 from benchmarks.configs_train import peak_host_bytes
-from trainer_plugins.callbacks.strategy_in_force import strategy_of
+from trainer_plugins.launch.in_force import strategy_of
 
 LENGTH = 2048
 STEPS = 6

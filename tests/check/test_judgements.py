@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainer_plugins.allocator.machine import Machine
-from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check import judge
 from trainer_plugins.check.data import wasted
 from trainer_plugins.check.facts import (
@@ -48,11 +47,9 @@ MAIN = MainMemory(
     machine_bytes=256 * GIB,
     shared=HostFacts(num_oom_kills=0, shm_total_bytes=64 * GIB, shm_free_bytes=64 * GIB),
 )
-ENVIRONMENT = Environment(variables=Variables({}), machine=Machine(), versions={"torch": "2.13.0"})
+ENVIRONMENT = Environment(environ={}, machine=Machine(), versions={"torch": "2.13.0"})
 RUN = RunSettings(values={"output_dir": "runs"}, strategy=STRATEGY, num_cards=1)
-MODEL = ModelFacts(
-    name="LlamaForCausalLM", trainable_bytes={"bfloat16": 15 * GIB}, homes={"cuda": 15 * GIB}
-)
+MODEL = ModelFacts(trainable_bytes={"bfloat16": 15 * GIB}, homes={"cuda": 15 * GIB})
 HEALTHY = Facts(
     cards=(CARD,), own_pids=frozenset({7, 8}), device_bytes=80 * GIB, device_free_bytes=60 * GIB,
     main=MAIN, environment=ENVIRONMENT, run=RUN, model=MODEL, data=DataFacts(lengths=(64,) * 200),
@@ -168,9 +165,9 @@ CHANGED = [
         "vllm-share",
         Severity.WARNING,
     ),
-    (Facts(environment=environment(locks=(LOCK,))), "extension-lock", Severity.WARNING),
+    (Facts(locks=(LOCK,)), "extension-lock", Severity.WARNING),
     (
-        replace(HEALTHY, environment=environment(switches={"CUDA_LAUNCH_BLOCKING": "1"})),
+        replace(HEALTHY, environment=environment(environ={"CUDA_LAUNCH_BLOCKING": "1"})),
         "debug-switch",
         Severity.WARNING,
     ),
@@ -313,8 +310,9 @@ def test_fsdp2_checkpointing_of_accelerate_before_1_15_is_known(tmp_path: Path) 
         "  fsdp_activation_checkpointing: true\n"
     )
     for version, expected in (("1.14.0", ["known-version"]), ("1.15.0", [])):
-        there = environment(document=read_document(file), versions={"accelerate": version})
-        found = judge(replace(HEALTHY, environment=there)).findings
+        there = environment(versions={"accelerate": version})
+        facts = replace(HEALTHY, environment=there, document=read_document(file))
+        found = judge(facts).findings
         assert [each.code for each in found if each.severity > Severity.INFO] == expected
 
 
@@ -345,11 +343,12 @@ def test_what_transformers_5_does_to_experts_is_known(version, frozen, issue, tm
     file = tmp_path / "fsdp2.yaml"
     loads = "fsdp_cpu_ram_efficient_loading: true" if "uint8" not in frozen else "fsdp_version: 2"
     file.write_text(f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  {loads}\n")
-    there = environment(document=read_document(file), versions={"transformers": version})
+    there = environment(versions={"transformers": version})
+    facts = replace(HEALTHY, environment=there, document=read_document(file))
     mixture = replace(ADAPTERS, frozen_bytes=frozen, expert_bytes=8 * GIB)
 
     def found(model):
-        judged = judge(replace(HEALTHY, environment=there, model=model)).findings
+        judged = judge(replace(facts, model=model)).findings
         return [each for each in judged if each.code == "known-version"]
 
     assert [issue in each.evidence for each in found(mixture)] == [True] * bool(issue)

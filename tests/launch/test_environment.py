@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from trainer_plugins.launch.environment import LaunchFacts, gather, launch_environment
+from trainer_plugins.launch import environment
+from trainer_plugins.launch.environment import launch_environment
 
 NAMES = (
     "PYTORCH_ALLOC_CONF",
@@ -128,27 +129,23 @@ def test_it_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "set()"
 
 
-def test_the_threads_are_shared_between_ranks() -> None:
+def test_the_threads_are_shared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cpus: int, cards: int) -> str | None:
-        environment = launch_environment({}, LaunchFacts(num_cpus=cpus, num_cards=cards))
-        return {export.name: export.value for export in environment.exports}.get("OMP_NUM_THREADS")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cpus)})
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(cards)))}
+        exports = launch_environment(visible).exports
+        return {export.name: export.value for export in exports}.get("OMP_NUM_THREADS")
 
     assert [threads(64, 8), threads(2, 8)] == ["8", "1"]
     assert threads(64, 0) is None  # how many ranks there will be is not told
 
 
-def test_what_the_facts_change() -> None:
-    def exports(environ: dict[str, str], **facts: object) -> dict[str, str]:
-        found = launch_environment(environ, LaunchFacts(**facts)).exports  # type: ignore[arg-type]
-        return {export.name: export.purpose for export in found}
+def test_what_this_machine_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exports(**environ: str) -> dict[str, str]:
+        return {export.name: export.purpose for export in launch_environment(environ).exports}
 
-    assert "give --vllm" in exports({}, vllm_is_installed=True)["PYTORCH_CUDA_ALLOC_CONF"]
-    assert "TOKENIZERS_PARALLELISM" not in exports({"TOKENIZERS_PARALLELISM": "true"})
-
-
-def test_the_facts_of_this_machine() -> None:
-    assert gather({"CUDA_VISIBLE_DEVICES": "0,1"}).num_cards == 2
-    assert gather({"CUDA_VISIBLE_DEVICES": ""}).num_cards == 0
-    assert gather({"CUDA_VISIBLE_DEVICES": "MIG-aaaa"}).machine.is_mig
-    assert gather({}, with_vllm=True).machine.has_vllm
-    assert gather({}).num_cpus >= 1
+    assert "give --vllm" not in exports()["PYTORCH_CUDA_ALLOC_CONF"]
+    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm")
+    assert "give --vllm" in exports()["PYTORCH_CUDA_ALLOC_CONF"]
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in exports(CUDA_VISIBLE_DEVICES="MIG-aaaa")
+    assert "TOKENIZERS_PARALLELISM" not in exports(TOKENIZERS_PARALLELISM="true")

@@ -326,13 +326,12 @@ def test_each_first_build_says_what_is_built_and_how_long_it_takes(
     finally:
         cpp_extension.load = before
 
-    minute = "one minute on two quiet cores, up to ten on busy ones"
+    takes = "usually one to three minutes on two quiet cores, up to ten on busy ones"
     lines = [line for line in capfd.readouterr().err.splitlines() if "compiles" in line]
     assert lines == [
         "trainer_plugins: torch compiles cpu_adam first (DeepSpeed's optimizer in main memory):"
-        f" usually {minute}, without output, and once for this Python",
+        f" {takes}, without output, and once for this Python",
         "trainer_plugins: torch compiles deepspeed_shm_comm first (DeepSpeed's collectives on the"
-        f" CPU): usually {minute}, without output, and once for this Python",
-        "trainer_plugins: torch compiles mine first: usually one minute to several, without output, and"
-        " once for this Python",
+        f" CPU): {takes}, without output, and once for this Python",
+        f"trainer_plugins: torch compiles mine first: {takes}, without output, and once for this Python",
     ]

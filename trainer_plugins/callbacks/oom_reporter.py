@@ -23,11 +23,11 @@ from trainer_plugins.callbacks._run import (
     calling_trainer,
     wrap_once,
 )
-from trainer_plugins.callbacks.strategy_in_force import strategy_of
 from trainer_plugins.compiled import locked
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
+from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading

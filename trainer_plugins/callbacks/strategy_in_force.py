@@ -4,9 +4,6 @@ import logging
 import os
 import socket
 
-from accelerate.state import AcceleratorState
-from torch import nn
-
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.allocator import in_force as allocator
 from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, model_of
@@ -14,11 +11,10 @@ from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.asked import Asked, read_asked
 from trainer_plugins.launch.extensions import announce_builds, lock_findings, needed, read_locks
-from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.launch.place import job
 from trainer_plugins.launch.verify import summed_gradient, verify
 from trainer_plugins.record.timeline import Beginning, Remark
-from trainer_plugins.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +82,6 @@ def _summed_gradient(trainer: HfTrainer) -> Finding | None:
     args = trainer.args
     found = judge_accumulation(trainer)
     return summed_gradient(found, args.gradient_accumulation_steps, args.world_size)
-
-
-def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:
-    """Return the strategy of a training that has been prepared."""
-    return read_in_force(
-        wrapper,
-        optimizer,
-        distributed_type=AcceleratorState().distributed_type.value,
-        world_size=args.world_size,
-        device=args.device.type,
-    )
 
 
 def _asked(args: HfArguments) -> Asked:

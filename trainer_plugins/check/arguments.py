@@ -14,7 +14,6 @@ from trainer_plugins.check.facts import (
     folder_of,
     severity_of,
 )
-from trainer_plugins.check.model import cache_bytes
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.verify import summed_gradient
 from trainer_plugins.units import percent, size
@@ -22,7 +21,7 @@ from trainer_plugins.units import percent, size
 
 def one_process(facts: Facts) -> Line | None:
     """Judge whether one process drives several cards."""
-    num_cards = None if facts.run is None else facts.run.num_cards
+    num_cards = facts.run.num_cards
     if num_cards is None:
         return None
     if num_cards < 2:
@@ -40,34 +39,28 @@ def one_process(facts: Facts) -> Line | None:
 def evaluation(facts: Facts) -> Line | None:
     """Judge what an evaluation keeps until its end."""
     run = facts.run
-    if run is None:
+    if not run.values:
         return None
     if not run.evaluates:
         return Line("evaluation", "none")
-    if not run.has_metrics:
-        return Line("evaluation", "keeps the loss")
     savers = ("prediction_loss_only", "batch_eval_metrics", "predict_with_generate")
     is_reduced = run.reduces_logits or run.logits_to == "argmax"
-    keeps_outputs = not is_reduced and not any(map(run.flag, savers))
-    longest = 0 if facts.data is None else facts.data.longest_evaluation
-    if facts.model is None or facts.model.shape is None or not longest:
-        return Line("evaluation", "keeps all outputs" if keeps_outputs else "keeps the loss")
-    if not keeps_outputs or not facts.model.predicts_tokens:
+    if not run.has_metrics or is_reduced or any(map(run.flag, savers)):
         return Line("evaluation", "keeps little")
-    return Line("evaluation", "keeps all logits", tuple(_gathered_logits(facts, run)))
+    found = _gathered_logits(facts, run) if facts.model.predicts_tokens else ()
+    return Line("evaluation", "keeps all outputs", tuple(found))
 
 
 def generation(facts: Facts) -> Line | None:
     """Judge the cache that a generating evaluation needs."""
     run, model, free = facts.run, facts.model, facts.device_free_bytes
-    if run is None or model is None or model.shape is None or not run.flag("predict_with_generate"):
+    if model.shape is None or not run.flag("predict_with_generate"):
         return None
-    length = run.number("generation_max_length", 0)
-    if not length and facts.data is not None:
-        length = facts.data.longest_evaluation
+    length = run.number("generation_max_length", 0) or facts.data.longest_evaluation
     beams = max(1, run.number("generation_num_beams", 1))
     rows = run.number("per_device_eval_batch_size", 8) * beams
-    need = cache_bytes(facts, rows, 4 if "float32" in model.trainable_bytes else 2, length)
+    width = 4 if "float32" in model.trainable_bytes else 2
+    need = rows * length * model.shape.cache_bytes_a_token(width)
     seen, layers = f"a cache of {size(need)}", model.shape.num_layers
     if free is None or need < MUCH * free:
         return Line("generation", seen)
@@ -88,22 +81,22 @@ def generation(facts: Facts) -> Line | None:
 def saves(facts: Facts) -> Line | None:
     """Judge whether checkpoints can be written, and what they gather."""
     run = facts.run
-    if run is None or "output_dir" not in run.values:
+    if "output_dir" not in run.values:
         return None
     if not run.saves:
         return Line("saves", "none")
-    found = (*_folder(run), *_disk(facts, run), *_gathering_save(facts, run))
+    found = (*_disk(facts, run), *_gathering_save(facts, run))
     return Line("saves", str(folder_of(run.values)), found)
 
 
 def best_model(facts: Facts) -> Line | None:
     """Judge what loading the best model at the end needs."""
-    if not facts.flag("load_best_model_at_end"):
+    if not facts.run.flag("load_best_model_at_end"):
         return None
     model, free = facts.model, facts.free_main_bytes
-    weights = 0 if model is None else sum(model.homes.values())
-    adapters = sum(model.trainable_bytes.values()) if model and model.frozen_bytes else 0
-    if facts.strategy is not None and facts.strategy.family == "DeepSpeed":
+    weights = sum(model.homes.values())
+    adapters = sum(model.trainable_bytes.values()) if model.frozen_bytes else 0
+    if facts.run.strategy is not None and facts.run.strategy.family == "DeepSpeed":
         why = "DeepSpeed loads the whole checkpoint, with optimizer states (transformers#25027)"
     elif facts.device_bytes and adapters > LITTLE * facts.device_bytes:
         why = f"the card gets a second copy of the adapters, {size(adapters)} (transformers#44637)"
@@ -123,7 +116,7 @@ def best_model(facts: Facts) -> Line | None:
 def batch_size(facts: Facts) -> Line | None:
     """Judge whether an OOM would change the training silently."""
     name = "auto_find_batch_size"
-    if not facts.flag(name):
+    if not facts.run.flag(name):
         return None
     finding = Finding.warning(
         code="auto-find-batch-size",
@@ -137,7 +130,7 @@ def batch_size(facts: Facts) -> Line | None:
 def gradient(facts: Facts) -> Line | None:
     """Judge whether the gradient of a step is the mean over its rows."""
     accumulation, run = facts.accumulation, facts.run
-    if accumulation is None or run is None:
+    if accumulation is None:
         return None
     num_ranks = facts.plan.num_gpus if facts.plan else 1
     if run.strategy is not None:
@@ -148,7 +141,7 @@ def gradient(facts: Facts) -> Line | None:
 
 def vllm(facts: Facts) -> Line | None:
     """Judge what vLLM takes of the training card."""
-    share = 0.0 if facts.run is None else facts.run.vllm_share
+    share = facts.run.vllm_share
     if not share:
         return None
     seen = f"takes {percent(share)} of the card"
@@ -170,10 +163,10 @@ def vllm(facts: Facts) -> Line | None:
 
 def graphs(facts: Facts) -> Line | None:
     """Judge whether a compiled model will record a CUDA graph for each length."""
-    if not facts.flag("torch_compile"):
+    if not facts.run.flag("torch_compile"):
         return None
-    mode = str(facts.values.get("torch_compile_mode") or "default")
-    num_lengths = 0 if facts.data is None else len(set(facts.data.lengths))
+    mode = str(facts.run.values.get("torch_compile_mode") or "default")
+    num_lengths = len(set(facts.data.lengths))
     if mode not in ("reduce-overhead", "max-autotune") or num_lengths < 2:
         return Line("compiled", mode)
     finding = Finding.warning(
@@ -199,14 +192,13 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
-    assert facts.data is not None
-    assert facts.shape is not None
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows
+    words = 0 if facts.model.shape is None else facts.model.shape.vocab_size
     is_joined = run.values.get("eval_do_concat_batches") is not False
-    need = rows * longest * facts.shape.vocab_size * 4 * (2 if is_joined else 1)
+    need = rows * longest * words * 4 * (2 if is_joined else 1)
     is_moved = run.number("eval_accumulation_steps", 0) > 0 or run.logits_to == "cpu"
     free = facts.free_main_bytes if is_moved else facts.device_free_bytes
-    if free is None or need < MUCH * free:
+    if free is None or not need or need < MUCH * free:
         return
     twice = ", twice while batches are joined" if is_joined else ""
     place = "main memory" if is_moved else "the device"
@@ -217,15 +209,15 @@ def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
         code="evaluation-gathers-logits",
         severity=severity_of(need, free),
         summary=f"an evaluation keeps {size(need)} of logits, and {size(free)} of {place} is free",
-        evidence=f"{rows:,} rows x {longest:,} tokens x {facts.shape.vocab_size:,} words x 4"
-        f" bytes{twice}, for compute_metrics (transformers#7232)",
+        evidence=f"{rows:,} rows x {longest:,} tokens x {words:,} words x 4 bytes{twice}, for"
+        " compute_metrics (transformers#7232)",
         remedy=remedy,
         amount=float(need),
         data={"logits_bytes": need, "free_bytes": free, "num_rows": rows, "num_tokens": longest},
     )
 
 
-def _folder(run: RunSettings) -> Iterator[Finding]:
+def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     if run.folder_trouble:
         yield Finding.error(
             code="output-not-writable",
@@ -233,11 +225,8 @@ def _folder(run: RunSettings) -> Iterator[Finding]:
             evidence=run.folder_trouble,
             remedy="Give another --output_dir, or --save_strategy no",
         )
-
-
-def _disk(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     model, free = facts.model, run.disk_free_bytes
-    if model is None or free is None:
+    if free is None:
         return
     trainable, frozen = sum(model.trainable_bytes.values()), sum(model.frozen_bytes.values())
     weights = trainable if 0 < trainable < frozen else trainable + frozen  # adapters alone, or all
@@ -263,8 +252,7 @@ def _gathering_save(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     weights = 2 * run.strategy.num_params  # 16 bits in any training
     remedy, door = advice.SAVE_WITHOUT_GATHER, Door.DEEPSPEED
     if run.gathers_on_save.startswith("FSDP"):
-        own = 0 if facts.model is None else sum(facts.model.homes.values())
-        weights = own * run.strategy.world_size
+        weights = sum(facts.model.homes.values()) * run.strategy.world_size
         remedy, door = advice.SHARDED_SAVE, Door.ACCELERATE
     if weights > MUCH * free:
         yield Finding(

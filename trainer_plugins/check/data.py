@@ -16,8 +16,6 @@ _FEWEST = 100  # fewer rows have no meaningful percentiles
 def lengths(facts: Facts) -> Line | None:
     """Judge how unequal the rows are: padding, and the row that does not fit."""
     data = facts.data
-    if data is None:
-        return None
     if data.unseen:
         finding = Finding(
             code="data-not-seen",
@@ -40,7 +38,7 @@ def lengths(facts: Facts) -> Line | None:
 
 def collator(facts: Facts) -> Line | None:
     """Judge whether the longest sampled rows make a batch."""
-    if facts.data is None or not facts.data.collator_error:
+    if not facts.data.collator_error:
         return None
     finding = Finding.warning(
         code="collator-fails",
@@ -81,12 +79,10 @@ def _outlier(ordered: Sequence[int], data: DataFacts) -> Finding | None:
 
 
 def _padding(facts: Facts, data: DataFacts) -> Finding | None:
-    is_balanced = facts.values.get("train_sampling_strategy") == "batch_rebalance"
-    if facts.run is None or data.is_packed or is_balanced or _are_grouped(facts):
+    is_balanced = facts.run.values.get("train_sampling_strategy") == "batch_rebalance"
+    if data.is_packed or is_balanced or _are_grouped(facts) or len(data.lengths) < _FEWEST:
         return None
-    if len(data.lengths) < _FEWEST:
-        return None
-    rows = facts.run.number("per_device_train_batch_size", 8)
+    rows = facts.run.rows
     part = wasted(data.lengths, rows)
     if part < _WASTED:
         return None
@@ -102,8 +98,8 @@ def _padding(facts: Facts, data: DataFacts) -> Finding | None:
 
 
 def _are_grouped(facts: Facts) -> bool:
-    strategy = facts.values.get("train_sampling_strategy")
-    return strategy == "group_by_length" or facts.flag("group_by_length")
+    strategy = facts.run.values.get("train_sampling_strategy")
+    return strategy == "group_by_length" or facts.run.flag("group_by_length")
 
 
 def _padded_before(data: DataFacts) -> Finding | None:

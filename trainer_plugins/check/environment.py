@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.allocator.lint import lint
+from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.check.facts import Check, Environment, Facts, Line
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
@@ -19,29 +20,28 @@ _DEBUG = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is a cudaMalloc: training is many times slower",
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for each kernel",
 }
-SWITCHES = tuple(_DEBUG)
-_LOADS_ON_ONE = "fsdp_cpu_ram_efficient_loading"
 _HALVES = ("bfloat16", "float16")
 
 
 def allocator(facts: Facts) -> Line | None:
     """Judge the settings of the allocator."""
     there = facts.environment
-    if there is None:
+    if not there.versions:
         return None
-    seen = ", ".join(f"{name}={text}" for name, text in there.variables.texts.items())
-    return Line("allocator", seen or "default settings", lint(there.variables, there.machine))
+    variables = Variables.of(there.environ)
+    seen = ", ".join(f"{name}={text}" for name, text in variables.texts.items())
+    return Line("allocator", seen or "default settings", lint(variables, there.machine))
 
 
 def launch_file(facts: Facts) -> Line | None:
     """Judge the file for `accelerate launch`."""
-    if facts.document is None:
+    if not facts.document.name:
         return None
-    local_ranks = 1 if facts.run is None else facts.run.local_ranks
-    num_ranks = facts.strategy.world_size if facts.strategy else local_ranks
+    strategy = facts.run.strategy
+    num_ranks = strategy.world_size if strategy else facts.run.local_ranks
     found = judge_document(
         facts.document,
-        training=dict(facts.values) or None,
+        training=dict(facts.run.values) or None,
         num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also the default
     )
     return Line("launch file", facts.document.name, found)
@@ -49,17 +49,16 @@ def launch_file(facts: Facts) -> Line | None:
 
 def builds(facts: Facts) -> Line | None:
     """Judge whether an interrupted build of an extension will make the launch wait forever."""
-    if facts.environment is None or facts.own_pids:  # in a Trainer, StrategyInForce reports it
+    if facts.own_pids:  # in a Trainer, StrategyInForce reports it
         return None
-    will_need = () if facts.document is None else needed_of(facts.document)
-    found = tuple(lock_findings(facts.environment.locks, will_need))
+    found = tuple(lock_findings(facts.locks, needed_of(facts.document)))
     return Line("extensions", "no build was interrupted", found)
 
 
 def versions(facts: Facts) -> Line | None:
     """Judge whether the versions are known to leak or to take more than they need."""
     there = facts.environment
-    if there is None:
+    if not there.versions:
         return None
     names = ("torch", "transformers", "accelerate")
     seen = ", ".join(f"{name} {there.versions[name]}" for name in names if name in there.versions)
@@ -69,8 +68,8 @@ def versions(facts: Facts) -> Line | None:
 
 def switches(facts: Facts) -> Line | None:
     """Judge variables that were set for debugging."""
-    given = {} if facts.environment is None else facts.environment.switches
-    on = {name: text for name, text in given.items() if text not in ("", "0")}
+    environ = facts.environment.environ
+    on = {name: environ[name] for name in _DEBUG if environ.get(name, "0") not in ("", "0")}
     if not on:
         return None
     finding = Finding.warning(
@@ -119,43 +118,27 @@ class _KnownVersions:
         )
 
 
-def _in_fsdp_config(facts: Facts, key: str) -> object:
-    document = facts.document
-    return None if document is None else document.in_accelerate(f"fsdp_config.{key}")
-
-
 def _is_fsdp2(facts: Facts) -> bool:
-    strategy = facts.strategy
+    strategy = facts.run.strategy
     if strategy is None or strategy.family != "FSDP":
-        return _in_fsdp_config(facts, "fsdp_version") == 2
+        return facts.document.in_fsdp("version") == 2
     return strategy.wrapped_class != "FullyShardedDataParallel"
 
 
-def _has_fsdp_checkpointing(facts: Facts) -> bool:
-    return _is_fsdp2(facts) and _in_fsdp_config(facts, "fsdp_activation_checkpointing") is True
-
-
-def _has_frozen_halves_under_fsdp2(facts: Facts) -> bool:
-    is_mixed = facts.flag("bf16") or facts.flag("fp16")
-    frozen = {} if facts.model is None else facts.model.frozen_bytes
-    return is_mixed and _is_fsdp2(facts) and any(frozen.get(each) for each in _HALVES)
-
-
-def _has_experts(facts: Facts) -> bool:
-    return facts.model is not None and facts.model.expert_bytes > 0
+def _has_frozen_halves(facts: Facts) -> bool:
+    is_mixed = facts.run.flag("bf16") or facts.run.flag("fp16")
+    return is_mixed and any(facts.model.frozen_bytes.get(each) for each in _HALVES)
 
 
 def _has_whole_experts(facts: Facts) -> bool:
-    frozen = {} if facts.model is None else facts.model.frozen_bytes
-    return _has_experts(facts) and not {"uint8", "int8"}.isdisjoint(frozen)
+    is_quantised = not {"uint8", "int8"}.isdisjoint(facts.model.frozen_bytes)
+    return is_quantised and facts.model.expert_bytes > 0
 
 
 def _asks_one_rank_to_load(facts: Facts) -> bool:
-    return _has_experts(facts) and _in_fsdp_config(facts, _LOADS_ON_ONE) is True
-
-
-def _is_reentrant(facts: Facts) -> bool:
-    return _is_fsdp2(facts) and options(facts.values).get("use_reentrant") is True
+    return (
+        facts.model.expert_bytes > 0 and facts.document.in_fsdp("cpu_ram_efficient_loading") is True
+    )
 
 
 # Add a row for a problem that was read in the code or reported, with its source.
@@ -164,7 +147,9 @@ _KNOWN = (
     _KnownVersions(
         package="accelerate",
         fixed=(1, 15),
-        applies=_has_fsdp_checkpointing,
+        applies=lambda facts: (
+            _is_fsdp2(facts) and facts.document.in_fsdp("activation_checkpointing") is True
+        ),
         what="FSDP2's activation checkpointing wraps the parts of a layer one by one, and keeps"
         " all tensors between them",
         issue="accelerate#3897, #4172: 29 of 40.8 GB at 131,072 tokens",
@@ -175,7 +160,7 @@ _KNOWN = (
     _KnownVersions(
         package="accelerate",
         fixed=(1, 13),
-        applies=_has_frozen_halves_under_fsdp2,
+        applies=lambda facts: _is_fsdp2(facts) and _has_frozen_halves(facts),
         what="FSDP2 makes all weights float32, the frozen ones too: twice the memory of a base in"
         " 16 bits",
         issue="accelerate#3844",
@@ -197,15 +182,17 @@ _KNOWN = (
         since=(5,),
         fixed=None,
         applies=_asks_one_rank_to_load,
-        what=f"{_LOADS_ON_ONE} has no effect: each rank of a machine stacks all experts in main"
-        " memory",
+        what="fsdp_cpu_ram_efficient_loading has no effect: each rank of a machine stacks all"
+        " experts in main memory",
         issue="transformers#43749, open; seen with 5.0.0",
         remedy=f"Count the weights once for each rank; or {advice.READ_BY_ONE_RANK.effect}",
     ),
     _KnownVersions(
         package="torch",
         fixed=None,
-        applies=_is_reentrant,
+        applies=lambda facts: (
+            _is_fsdp2(facts) and options(facts.run.values).get("use_reentrant") is True
+        ),
         what="reentrant checkpointing under FSDP2 leaks in the backward pass",
         issue="pytorch#169349, open; seen with 2.9.0",
         remedy=advice.NON_REENTRANT.flag(Door.ARGUMENTS),
@@ -213,7 +200,7 @@ _KNOWN = (
     _KnownVersions(
         package="torch",
         fixed=(2, 10),
-        applies=lambda facts: facts.flag("torch_compile"),
+        applies=lambda facts: facts.run.flag("torch_compile"),
         what="torch.compile leaks memory",
         issue="pytorch#174468: fixed in 2.10, as far as known",
         remedy="pip install -U 'torch>=2.10'",

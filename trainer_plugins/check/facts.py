@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.allocator.machine import Machine
-from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import GpuProcess, HostFacts
+from trainer_plugins.devices.nvml_cards import InstalledCard
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.extensions import ExtensionLock
 from trainer_plugins.launch.lint.document import Document
@@ -30,16 +31,11 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardFacts:
-    """Describes one card of this machine."""
+class CardFacts(InstalledCard):
+    """Describes one card of this machine, and who is on it."""
 
-    uuid: str
-    name: str = ""  # the maker's name for it
-    slices: tuple[str, ...] = ()  # the UUIDs of its MIG slices
     reading: MemoryReading | None = None  # its memory; None if the driver does not answer
     owners: tuple[Owner, ...] | None = None  # who holds memory on it; None if unknown
-    capability: tuple[int, int] | None = None  # None if unknown or not CUDA
-    trouble: str = ""  # why the driver cannot read it; empty if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +52,11 @@ class MainMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Describes what surrounds a launch: variables, versions, the launch file."""
+    """Describes what surrounds a launch: its variables, the versions of packages."""
 
-    variables: Variables  # the settings of the allocator
-    machine: Machine
-    visible: str | None = None  # CUDA_VISIBLE_DEVICES; None if it is not set
-    card_order: str = ""  # CUDA_DEVICE_ORDER
-    switches: Mapping[str, str] = field(default_factory=dict)  # those that cost memory or time
+    environ: Mapping[str, str] = field(default_factory=dict)
+    machine: Machine = field(default_factory=Machine)
     versions: Mapping[str, str] = field(default_factory=dict)
-    locks: tuple[ExtensionLock, ...] = ()
-    document: Document | None = None  # the launch file, if one was named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +68,10 @@ class Shape:
     num_heads: int
     num_key_value_heads: int
     head_size: int
+
+    def cache_bytes_a_token(self, width: int) -> int:
+        """Return the size of the keys and values of all layers, of `width` bytes each number."""
+        return 2 * self.num_layers * self.num_key_value_heads * self.head_size * width
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "Shape | None":
@@ -125,7 +120,6 @@ class OtherModel:
 class ModelFacts:
     """Describes the model in training as its objects show it. Sizes in bytes, on this rank."""
 
-    name: str
     shape: Shape | None = None
     predicts_tokens: bool = False  # whether its loss needs a logit for each token and word
     makes_no_logits: bool = False  # whether a fused loss avoids them
@@ -134,7 +128,7 @@ class ModelFacts:
     expert_bytes: int = 0  # of experts that one tensor of a layer holds, which is not quantised
     homes: Mapping[str, int] = field(default_factory=dict)  # by the type of device
     others: tuple[OtherModel, ...] = ()
-    not_live: str = ""  # why activations are kept although checkpointing is requested; else empty
+    is_checkpointing: bool = False  # whether a module of it has checkpointing switched on
     is_cut_off: bool = False  # whether reentrant checkpointing gets inputs that need no gradient
     attention: str = ""  # the implementation that its config names: sdpa, eager
     takes_sdpa: bool = False
@@ -165,7 +159,7 @@ class DataFacts:
 class RunSettings:
     """Holds TrainingArguments by name, and the Trainer's other arguments."""
 
-    values: Mapping[str, object]
+    values: Mapping[str, object] = field(default_factory=dict)
     has_metrics: bool = False  # whether there is a `compute_metrics`
     reduces_logits: bool = False  # whether there is a `preprocess_logits_for_metrics`
     logits_to: str = ""  # where an EvaluationGuard puts logits that do not fit: cpu, argmax
@@ -183,6 +177,11 @@ class RunSettings:
     def number(self, name: str, default: int) -> int:
         value = self.values.get(name)
         return int(value) if isinstance(value, (int, float)) else default
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a micro-batch."""
+        return self.number("per_device_train_batch_size", 8)
 
     @property
     def vllm_share(self) -> float:
@@ -203,7 +202,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Holds everything that is known before step 1; None stands for what is unknown."""
+    """Holds everything that is known before step 1; None, or empty, is what is unknown."""
 
     cards: tuple[CardFacts, ...] = ()
     no_cards: str = ""  # why there are none
@@ -213,19 +212,17 @@ class Facts:
     device_free_bytes: int | None = None  # the part of it that is free, or cached by this process
     capability: tuple[int, int] | None = None  # of the training device, if it is CUDA
     main: MainMemory | None = None
-    environment: Environment | None = None
-    model: ModelFacts | None = None
-    data: DataFacts | None = None
-    run: RunSettings | None = None
+    environment: Environment = field(default_factory=Environment)
+    locks: tuple[ExtensionLock, ...] = ()  # of builds of extensions; not read inside a run
+    document: Document = field(default_factory=partial(Document, name=""))  # the launch file
+    model: ModelFacts = field(default_factory=ModelFacts)
+    data: DataFacts = field(default_factory=DataFacts)
+    run: RunSettings = field(default_factory=RunSettings)
     accumulation: Accumulation | None = None  # what it does to the gradient; None if unread
     plan: MemoryPlan | None = None
     streamed_plan: MemoryPlan | None = None  # with its frozen base streamed, if it does not fit
     no_plan: str = ""  # why there is no plan, if one was requested
     failed: tuple[str, ...] = ()  # which facts could not be read, and why
-
-    @property
-    def values(self) -> Mapping[str, object]:
-        return {} if self.run is None else self.run.values
 
     @property
     def fewer_rows(self) -> str:
@@ -234,23 +231,8 @@ class Facts:
         return f"fewer rows with more accumulation{f' ({cure})' if cure else ''}"
 
     @property
-    def strategy(self) -> Strategy | None:
-        return None if self.run is None else self.run.strategy
-
-    @property
-    def shape(self) -> Shape | None:
-        return None if self.model is None else self.model.shape
-
-    @property
-    def document(self) -> Document | None:
-        return None if self.environment is None else self.environment.document
-
-    @property
     def free_main_bytes(self) -> int | None:
         return None if self.main is None else self.main.reading.free_bytes
-
-    def flag(self, name: str) -> bool:
-        return self.run is not None and self.run.flag(name)
 
 
 @dataclass(frozen=True, slots=True)

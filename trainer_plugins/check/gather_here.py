@@ -4,7 +4,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,15 +12,12 @@ from typing import TypeVar
 import psutil
 
 from trainer_plugins.allocator.machine import gather_machine
-from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.check.environment import SWITCHES
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
 from trainer_plugins.devices.nvml import NvmlErrorKind
 from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
-from trainer_plugins.launch.lint.document import Document
 from trainer_plugins.launch.masked import masked_command
 from trainer_plugins.launch.place import installed_versions
 
@@ -49,18 +46,15 @@ class Notes:
             return default
 
 
-def gather_here(environ: Mapping[str, str], document: Document | None = None) -> Facts:
+def gather_here(environ: Mapping[str, str]) -> Facts:
     """Look at the cards, the main memory and the environment of this machine."""
     notes = Notes()
-    there = notes.tried("the environment", partial(environment, environ), None)
-    if there is not None:
-        unread: tuple[ExtensionLock, ...] = ()
-        locks = notes.tried("extensions", partial(read_locks, environ), unread)
-        there = replace(there, locks=locks, document=document)
+    unread: tuple[ExtensionLock, ...] = ()
     return replace(
         notes.tried("the cards", _cards, Facts()),
         main=notes.tried("main memory", main_memory, None),
-        environment=there,
+        environment=notes.tried("the environment", partial(environment, environ), Environment()),
+        locks=notes.tried("extensions", partial(read_locks, environ), unread),
         failed=tuple(notes.failed),
     )
 
@@ -81,12 +75,7 @@ def main_memory() -> MainMemory:
 def environment(environ: Mapping[str, str]) -> Environment:
     """Look at variables and versions."""
     return Environment(
-        variables=Variables.of(environ),
-        machine=gather_machine(environ),
-        visible=environ.get("CUDA_VISIBLE_DEVICES"),
-        card_order=environ.get("CUDA_DEVICE_ORDER", ""),
-        switches={name: environ[name] for name in SWITCHES if name in environ},
-        versions=installed_versions(),
+        environ=environ, machine=gather_machine(environ), versions=installed_versions()
     )
 
 
@@ -133,13 +122,7 @@ def _cards() -> Facts:
 
 
 def _card(card: InstalledCard) -> CardFacts:
-    facts = CardFacts(
-        uuid=card.uuid,
-        name=card.name,
-        slices=card.slices,
-        capability=card.capability,
-        trouble=card.trouble,
-    )
+    facts = CardFacts(**asdict(card))
     if card.trouble:
         return facts
     try:

@@ -42,8 +42,9 @@ def gather_launch(
     if model is None and details.trainer is None and (why := unknown_argument(values)):
         raise PlanError(why)
     file = details.accelerate_config or values.get("deepspeed")
-    document = read_document(Path(file)) if isinstance(file, (str, Path)) else None
-    facts = _with_card(gather_here(environ, document), inputs.gpu)
+    facts = _with_card(gather_here(environ), inputs.gpu)
+    if isinstance(file, (str, Path)):
+        facts = replace(facts, document=read_document(Path(file)))
     if not values and model is None:
         return facts
     folder = folder_of(values)
@@ -74,7 +75,7 @@ def gather_launch(
 def gather_command(environ: Mapping[str, str], ran: Variations, gpu: str | None) -> Facts:
     """Look at this machine, and gather what the dry run of a command shows."""
     plan, values = ran.plan, ran.arguments
-    facts = _with_card(gather_here(environ, None), gpu)
+    facts = _with_card(gather_here(environ), gpu)
     run = RunSettings(values=values, folder_trouble=folder_trouble(folder_of(values)))
     return replace(facts, run=run, plan=plan, accumulation=plan.accumulation)
 
@@ -124,7 +125,6 @@ def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
     classes = config.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     return ModelFacts(
-        name=name,
         shape=Shape.of(config),
         predicts_tokens=predicts_tokens(name) or not name,
         makes_no_logits=run.flag("use_liger_kernel"),

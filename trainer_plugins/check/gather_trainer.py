@@ -17,6 +17,7 @@ from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.check.facts import (
     CardFacts,
     DataFacts,
+    Environment,
     Facts,
     ModelFacts,
     OtherModel,
@@ -33,15 +34,16 @@ from trainer_plugins.check.gather_here import (
     main_memory,
     owner_of,
 )
+from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.devices import Device
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.longest import Lengths, has_rows, lengths_of
 from trainer_plugins.planner.rehearse.gather import undisturbed
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.upkeep.holders import root_modules, storage_of
 from trainer_plugins.watch.memory_watch import own_pids
-from trainer_plugins.wrapped import base_model, local_tensor
+from trainer_plugins.wrapped import base_model, local_tensor, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +56,13 @@ def gather_trainer(
 ) -> Facts:
     """Look at a Trainer when training begins, in up to a second; the model has no wrappers."""
     notes = Notes()
-    facts = _around(notes, device)
-    run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings(values={}))
-    data = notes.tried("the data", partial(_data, trainer, model, run), None)
-    read_loss = partial(judge_accumulation, trainer, data.batch_names if data else None)
-    read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
-    return replace(
-        facts,
-        run=run,
-        model=notes.tried("the model", read_model, None),
-        data=data,
-        accumulation=notes.tried("the loss", read_loss, None),
-        failed=tuple(notes.failed),
-    )
-
-
-def _around(notes: Notes, device: Device) -> Facts:
-    reading = device.read()
-    is_card = device.name != "cpu"
+    reading, is_card = device.read(), device.name != "cpu"
     card = notes.tried("the card", partial(_card, device, reading), None) if is_card else None
-    return Facts(
+    run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings())
+    data = notes.tried("the data", partial(_data, trainer, model, run), DataFacts())
+    read_loss = partial(judge_accumulation, trainer, data.batch_names)
+    read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
+    facts = Facts(
         cards=(card,) if card is not None else (),
         no_cards="" if is_card else "training runs on the CPU",
         own_pids=frozenset(own_pids()),
@@ -81,8 +70,13 @@ def _around(notes: Notes, device: Device) -> Facts:
         capability=card.capability if card is not None else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
         main=notes.tried("main memory", main_memory, None),
-        environment=notes.tried("the environment", partial(environment, os.environ), None),
+        environment=notes.tried("the environment", partial(environment, os.environ), Environment()),
+        run=run,
+        model=notes.tried("the model", read_model, ModelFacts()),
+        data=data,
+        accumulation=notes.tried("the loss", read_loss, None),
     )
+    return replace(facts, failed=tuple(notes.failed))
 
 
 def _card(device: Device, reading: MemoryReading) -> CardFacts:
@@ -108,7 +102,6 @@ def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
     values = {each.name: getattr(args, each.name, None) for each in fields(args)}
     callbacks = trainer.callback_handler.callbacks
     asked = [each.logits_to for each in callbacks if type(each).__name__ == "EvaluationGuard"]
-    state = trainer.accelerator.state
     return RunSettings(
         values=values,
         has_metrics=trainer.compute_metrics is not None,
@@ -116,14 +109,8 @@ def _run(trainer: HfTrainer, optimizer: object) -> RunSettings:
         logits_to=next(filter(None, asked), ""),
         num_cards=args.n_gpu,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-        strategy=read_in_force(
-            trainer.model_wrapped,
-            optimizer,
-            distributed_type=state.distributed_type.value,
-            world_size=args.world_size,
-            device=args.device.type,
-        ),
-        gathers_on_save=_gathers_on_save(state),
+        strategy=strategy_of(trainer.model_wrapped, optimizer, args),
+        gathers_on_save=_gathers_on_save(trainer.accelerator.state),
         folder_trouble=folder_trouble(folder_of(values)) if args.should_save else "",
         disk_free_bytes=disk_free_bytes(folder_of(values)),
     )
@@ -153,11 +140,10 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
         (trainable if parameter.requires_grad else frozen)[dtype] += local.nbytes
         homes[local.device.type] += local.nbytes
     config: Any = getattr(base, "config", None)
-    is_live, is_cut_off = _checkpointing(model, base)
+    is_live = is_checkpointing(model)
     inner: Any = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
-    states = inner.state.values() if hasattr(inner, "state") else ()
+    states = tensors_in(getattr(inner, "state", None))
     return ModelFacts(
-        name=type(base).__name__,
         shape=Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None,
         predicts_tokens=predicts_tokens(type(base).__name__),
         makes_no_logits=_has_fused_loss(trainer, base),
@@ -166,13 +152,13 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
         expert_bytes=expert_bytes,
         homes=homes,
         others=tuple(_others(trainer, model, device_type)),
-        not_live="" if is_live else "no module of the model has it switched on",
-        is_cut_off=is_cut_off,
+        is_checkpointing=is_live,
+        is_cut_off=_is_cut_off(model, base),
         attention=str(getattr(config, "_attn_implementation", None) or ""),
         takes_sdpa=bool(getattr(base, "_supports_sdpa", False)),
         uses_cache=getattr(config, "use_cache", False) is True and not is_live,
         optimizer=_optimizer_name(inner),
-        optimizer_state_bytes=sum(_tensor_bytes(state) for state in states),
+        optimizer_state_bytes=sum(each.nbytes for each in states),
         stray_bytes=_stray_bytes(trainer, model, inner),
     )
 
@@ -183,17 +169,15 @@ def _optimizer_name(optimizer: object) -> str:
     return name if package == "torch" else f"{package}.{name}"
 
 
-def _checkpointing(model: nn.Module, base: Any) -> tuple[bool, bool]:
-    """Return whether checkpointing is active, and whether none of its inputs needs a gradient."""
-    modules: list[Any] = [*model.modules()]
-    live = [each for each in modules if getattr(each, "gradient_checkpointing", False) is True]
-    function = getattr(live[0], "_gradient_checkpointing_func", None) if live else None
+def _is_cut_off(model: nn.Module, base: Any) -> bool:
+    """Return whether checkpointing is reentrant, and none of its inputs needs a gradient."""
+    live = (each for each in model.modules() if getattr(each, "gradient_checkpointing", False))
+    function = getattr(next(live, None), "_gradient_checkpointing_func", None)
     if getattr(function, "keywords", {}).get("use_reentrant") is not True:
-        return bool(live), False
+        return False
     embeddings: Any = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
     weight = getattr(embeddings, "weight", None)
-    needs = weight is None or weight.requires_grad or embeddings._forward_hooks
-    return True, not needs
+    return not (weight is None or weight.requires_grad or embeddings._forward_hooks)
 
 
 def _has_fused_loss(trainer: HfTrainer, base: nn.Module) -> bool:
@@ -236,12 +220,6 @@ def _local(tensor: Any) -> torch.Tensor:
     return shard if shard is not None else local_tensor(tensor)
 
 
-def _tensor_bytes(values: object) -> int:
-    """Return the size of the tensors in a mapping; 0 for anything else."""
-    tensors = values.values() if isinstance(values, Mapping) else ()
-    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-
-
 def _stray_bytes(trainer: HfTrainer, model: nn.Module, optimizer: Any) -> int:
     """Return the size of tensors that only the optimizer has; 0 if anything is sharded."""
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -266,7 +244,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
         if pads:  # then the lengths that were read include padding
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
         longest = sorted(lengths, key=lambda index: -lengths[index])
-        longest = longest[: run.number("per_device_train_batch_size", 8)]
+        longest = longest[: run.rows]
         batch, error = _collated(model, dataset, collate, longest)
         longest_target = _longest_target(model, read)
     inner = getattr(collate, "data_collator", collate)
@@ -277,7 +255,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
         pads_in_rows=pads,
         is_packed=getattr(inner, "padding_free", False) is True
         or "Flattening" in type(inner).__name__,
-        batch_bytes=_tensor_bytes(batch),
+        batch_bytes=sum(each.nbytes for each in tensors_in(batch)),
         batch_names=tuple(batch) if isinstance(batch, Mapping) else None,
         collator_error=error,
         longest_target=longest_target,

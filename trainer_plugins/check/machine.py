@@ -1,7 +1,6 @@
 """Judges the cards of a machine: which are visible, and what else holds memory on them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
@@ -12,16 +11,8 @@ from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memor
 
 _AMPERE = (8, 0)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NUMBER, _CARD, _SLICE = "a number", "a card's UUID", "a MIG slice"
-
-
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """Holds the cards and slices that a process sees, in its order."""
-
-    uuids: tuple[str, ...]
-    trouble: str = ""  # why some entries of the list are invisible; empty if none is
-    by_number: bool = False  # whether cards are named by numbers, which depend on CUDA_DEVICE_ORDER
+_NUMBER = "a number"
+_KINDS = {"GPU-": "a card's UUID", "MIG-": "a MIG slice"}
 
 
 def cards(facts: Facts) -> Line:
@@ -39,7 +30,7 @@ def cards(facts: Facts) -> Line:
             remedy = f"Leave {card.uuid} out of {_VISIBLE} until it does"
             silent.append(_silent(card.name or card.uuid, card.trouble, remedy))
     seen = f"{_named(cards_in_use(facts))} of {len(facts.cards)}"
-    return Line("cards", seen, (*_visibility(facts, _visible(facts)), *silent))
+    return Line("cards", seen, (*_visibility(facts), *silent))
 
 
 def memory_of_others(facts: Facts) -> Line | None:
@@ -76,7 +67,7 @@ def precision(facts: Facts) -> Line | None:
     if capability >= _AMPERE:
         return Line("precision", "bf16, TF32 and flash attention")
     seen = "no bf16, TF32 or flash attention: fp16"
-    if not facts.flag("bf16"):
+    if not facts.run.flag("bf16"):
         return Line("precision", seen)
     number = ".".join(map(str, capability))
     finding = Finding.warning(
@@ -92,7 +83,7 @@ def cards_in_use(facts: Facts) -> list[CardFacts]:
     """Return the cards that a process will see, or this process's card once it has one."""
     if facts.own_pids:
         return list(facts.cards)
-    uuids = _visible(facts).uuids
+    uuids, _ = _visible(facts)
     return [card for card in facts.cards if not {card.uuid, *card.slices}.isdisjoint(uuids)]
 
 
@@ -113,30 +104,33 @@ def _silent(what: str, trouble: str, remedy: str) -> Finding:
     )
 
 
-def _visibility(facts: Facts, seen: Visible) -> Iterator[Finding]:
-    there = facts.environment
-    if there is None:
+def _visibility(facts: Facts) -> Iterator[Finding]:
+    environ = facts.environment.environ
+    visible = environ.get(_VISIBLE, "").strip()
+    if not visible:  # an empty list hides all on purpose
         return
-    given = f"{_VISIBLE}={there.visible}"
-    if seen.trouble:
-        uuids = "; ".join(f"{number}: {card.uuid}" for number, card in enumerate(facts.cards))
+    uuids, trouble = _visible(facts)
+    given = f"{_VISIBLE}={visible}"
+    if trouble:
+        all_of_them = "; ".join(f"{number}: {card.uuid}" for number, card in enumerate(facts.cards))
         yield Finding(
             code="card-not-visible",
-            severity=Severity.WARNING if seen.uuids else Severity.ERROR,
-            summary=f"CUDA will show {len(seen.uuids)} of {len(facts.cards)} cards: {seen.trouble}",
-            evidence=f"{given}; the driver has {uuids}",
+            severity=Severity.WARNING if uuids else Severity.ERROR,
+            summary=f"CUDA will show {len(uuids)} of {len(facts.cards)} cards: {trouble}",
+            evidence=f"{given}; the driver has {all_of_them}",
             remedy="Name cards by their UUIDs, as `nvidia-smi -L` prints them",
         )
     num_kinds = len({card.name for card in facts.cards})
-    if seen.by_number and num_kinds > 1 and there.card_order != "PCI_BUS_ID":
+    is_by_number = _kind(visible) == _NUMBER
+    if is_by_number and num_kinds > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         yield Finding.warning(
             code="card-order",
             summary=f"the numbers in {_VISIBLE} may mean other cards than in nvidia-smi",
             evidence=f"{_named(facts.cards)}: CUDA puts the fastest first (pytorch#86539)",
             remedy="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
-    slices = [uuid for uuid in seen.uuids if uuid.startswith("MIG-")]
-    if there.visible is not None and len(slices) > 1:
+    slices = [uuid for uuid in uuids if uuid.startswith("MIG-")]
+    if len(slices) > 1:
         yield Finding.warning(
             code="mig-one-slice",
             summary=f"a process uses one MIG slice, and {_VISIBLE} names {len(slices)}",
@@ -194,45 +188,40 @@ def _strays(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _visible(facts: Facts) -> Visible:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: from the left, up to an entry that names nothing."""
+def _visible(facts: Facts) -> tuple[list[str], str]:
+    """Return the cards and slices that a process will see, and why entries of the list are lost.
+
+    CUDA reads CUDA_VISIBLE_DEVICES from the left, up to an entry that names nothing.
+    """
     # CUDA C++ Programming Guide, "CUDA Environment Variables"
-    cards = facts.cards
-    text = facts.environment.visible if facts.environment is not None else None
+    text = facts.environment.environ.get(_VISIBLE)
     if text is None:
-        return Visible(tuple(each for card in cards for each in card.slices[:1] or (card.uuid,)))
+        return [each for card in facts.cards for each in card.slices[:1] or (card.uuid,)], ""
     found: list[str] = []
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
-    kind = _kind(entries[0]) if entries else ""
     for entry in entries:
-        if _kind(entry) != kind:
-            why = f"{entry} is {_kind(entry)}, and the list began with {kind}: they cannot be mixed"
-            return Visible(tuple(found), why, kind == _NUMBER)
-        named, why = _uuid_named(entry, cards)
-        if named in found:
+        kind, first = _kind(entry), _kind(entries[0])
+        if kind != first:
+            why = f"{entry} is {kind}, and the list began with {first}: they cannot be mixed"
+            return found, why
+        named = _named_by(entry, facts.cards)
+        if len(named) != 1:
+            return found, f"{entry} names {len(named) or 'none'} of them"
+        if named[0] in found:
             # torch/cuda/__init__.py, _parse_visible_devices: then CUDA reports no devices
-            return Visible((), f"{entry} names a card twice, so CUDA shows none", kind == _NUMBER)
-        if named is None:
-            return Visible(tuple(found), why, kind == _NUMBER)
-        found.append(named)
-    return Visible(tuple(found), by_number=kind == _NUMBER)
+            return [], f"{entry} names a card twice, so CUDA shows none"
+        found += named
+    return found, ""
 
 
 def _kind(entry: str) -> str:
-    if entry.startswith("GPU-"):
-        return _CARD
-    return _SLICE if entry.startswith("MIG-") else _NUMBER
+    return _KINDS.get(entry[:4], _NUMBER)
 
 
-def _uuid_named(entry: str, cards: Sequence[CardFacts]) -> tuple[str | None, str]:
+def _named_by(entry: str, cards: Sequence[CardFacts]) -> list[str]:
+    """Return the UUIDs of the cards or slices that an entry names: a number, or how they begin."""
     if _kind(entry) == _NUMBER:
-        if entry.isdecimal() and int(entry) < len(cards):
-            return cards[int(entry)].uuid, ""
-        return None, f"there is no card {entry}: this machine has {len(cards)}"
-    is_slice = _kind(entry) == _SLICE
-    uuids = (each for card in cards for each in (card.slices if is_slice else (card.uuid,)))
-    there = [uuid for uuid in uuids if uuid.startswith(entry)]
-    if len(there) == 1:
-        return there[0], ""
-    what = "no card or slice has the UUID" if not there else f"{len(there)} cards begin with"
-    return None, f"{what} {entry}"
+        numbers = [int(entry)] if entry.isdecimal() else []
+        return [cards[number].uuid for number in numbers if number < len(cards)]
+    uuids = (each for card in cards for each in (card.uuid, *card.slices))
+    return [uuid for uuid in uuids if uuid.startswith(entry)]

@@ -35,8 +35,10 @@ def shared(facts: Facts) -> Line | None:
     if facts.main is None or not facts.main.shared.shm_total_bytes:
         return None
     there = facts.main.shared
-    need, how = _need(facts)
-    free = there.shm_free_bytes
+    workers = facts.run.number("dataloader_num_workers", 0)
+    prefetch = facts.run.number("dataloader_prefetch_factor", _PREFETCH)
+    ranks, batch = facts.run.local_ranks, facts.data.batch_bytes
+    need, free = ranks * workers * prefetch * batch, there.shm_free_bytes
     seen = f"{size(free)} free" + (f", {size(need)} needed" if need else "")
     if need <= free / 2:
         found = shared_memory(there)
@@ -47,7 +49,7 @@ def shared(facts: Facts) -> Line | None:
         severity=severity_of(need, free),
         summary=f"dataloader workers need {size(need)} of /dev/shm, and {size(free)} is free: they"
         " die with a bus error",
-        evidence=how,
+        evidence=f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}",
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
     )
@@ -93,10 +95,11 @@ def swap(facts: Facts) -> Line | None:
 
 def wsl(facts: Facts) -> Line | None:
     """Report the limits of Windows."""
-    machine = None if facts.environment is None else facts.environment.machine
-    if machine is None or not (machine.is_wsl or machine.is_windows):
+    machine = facts.environment.machine
+    if not (machine.is_wsl or machine.is_windows):
         return None
-    pins = facts.run is not None and facts.values.get("dataloader_pin_memory") is not False
+    values = facts.run.values
+    pins = bool(values) and values.get("dataloader_pin_memory") is not False
     finding = Finding(
         code="windows-limits",
         severity=Severity.WARNING if pins or _offload(facts) else Severity.INFO,
@@ -111,22 +114,10 @@ def wsl(facts: Facts) -> Line | None:
 CHECKS: tuple[Check, ...] = (main_memory, shared, locked, swap, wsl)
 
 
-def _need(facts: Facts) -> tuple[int, str]:
-    """Return what all workers of this machine hold at once, and how it is counted."""
-    if facts.run is None or facts.data is None:
-        return 0, ""
-    workers = facts.run.number("dataloader_num_workers", 0)
-    prefetch = facts.run.number("dataloader_prefetch_factor", _PREFETCH)
-    ranks, batch = facts.run.local_ranks, facts.data.batch_bytes
-    need = ranks * workers * prefetch * batch
-    return need, f"{ranks} rank(s) x {workers} workers x {prefetch} batches of {size(batch)}"
-
-
 def _offload(facts: Facts) -> dict[str, str]:
     """Return what is offloaded and where to, by the running strategy or else the launch file."""
-    if facts.strategy is not None:
-        return dict(facts.strategy.offload)
-    return {} if facts.document is None else facts.document.offload_devices
+    strategy = facts.run.strategy
+    return facts.document.offload_devices if strategy is None else dict(strategy.offload)
 
 
 def _lockers(facts: Facts) -> Iterator[str]:
@@ -134,5 +125,5 @@ def _lockers(facts: Facts) -> Iterator[str]:
     if "nvme" in _offload(facts).values():
         yield "DeepSpeed's offload to a drive"
     # docs.nvidia.com, NCCL, Troubleshooting, "Memory issues"
-    if facts.strategy is not None and (facts.strategy.num_machines or 1) > 1:
+    if facts.run.strategy is not None and (facts.run.strategy.num_machines or 1) > 1:
         yield "NCCL over InfiniBand"

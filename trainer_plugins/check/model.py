@@ -28,7 +28,7 @@ _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
 def copies(facts: Facts) -> Line | None:
     """Judge which other models are alive in addition to the one in training."""
     model = facts.model
-    if model is None or not model.homes:
+    if not model.homes:
         return None
     found = [
         Finding.warning(
@@ -49,11 +49,11 @@ def copies(facts: Facts) -> Line | None:
 def frozen(facts: Facts) -> Line | None:
     """Judge whether frozen weights take twice the memory that they need."""
     model = facts.model
-    if model is None or not sum(model.frozen_bytes.values()):
+    if not sum(model.frozen_bytes.values()):
         return None
     wide = model.frozen_bytes.get("float32", 0)
     seen = f"{size(sum(model.frozen_bytes.values()))} of {', '.join(model.frozen_bytes)}"
-    is_mixed = facts.flag("bf16") or facts.flag("fp16")
+    is_mixed = facts.run.flag("bf16") or facts.run.flag("fp16")
     if wide < LITTLE * _device(facts):
         return Line("frozen weights", seen)
     finding = Finding(
@@ -71,32 +71,51 @@ def frozen(facts: Facts) -> Line | None:
 def dtypes(facts: Facts) -> Line | None:
     """Judge where the parameters are, and whether a gradient scaler can work with them."""
     model = facts.model
-    if model is None or not model.homes:
+    if not model.homes:
         return None
     kinds = {**model.trainable_bytes, **model.frozen_bytes}
-    seen = f"{', '.join(kinds) or 'no parameters'} on {', '.join(model.homes) or 'no device'}"
-    findings = [*_unscalable(facts, model), *_scattered(facts, model)]
-    return Line("parameters", seen, tuple(findings))
+    seen = f"{', '.join(kinds)} on {', '.join(model.homes)}"
+    found = tuple(_unfit(facts, model)) if _is_whole(facts) else ()
+    return Line("parameters", seen, found)
 
 
 def checkpoints(facts: Facts) -> Line | None:
     """Judge whether requested checkpointing is active."""
-    if facts.model is None or not facts.model.homes or facts.run is None:
+    model = facts.model
+    if not model.homes:
         return None
-    if not is_asked(facts.values):
+    if not is_asked(facts.run.values):
         return Line("checkpointing", "not requested")
-    return Line("checkpointing", "active", tuple(_checkpointing(facts.model)))
+    if not model.is_checkpointing:
+        finding = Finding.warning(
+            code="checkpointing-not-live",
+            summary="gradient checkpointing is requested, but all activations are kept",
+            evidence="no module of the model has it switched on",
+            remedy=f"Leave it to the Trainer ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
+            " not switch it off afterwards",
+        )
+    elif model.is_cut_off:
+        finding = Finding.error(
+            code="checkpointing-without-gradients",
+            summary="reentrant checkpointing computes no gradients here: no input requires one",
+            evidence="use_reentrant is true, input embeddings are frozen (transformers#42489)",
+            remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
+            f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
+        )
+    else:
+        return Line("checkpointing", "active")
+    return Line("checkpointing", "", (finding,))
 
 
 def attention(facts: Facts) -> Line | None:
     """Judge whether attention stores a score for each pair of tokens, by its kernel."""
-    model, longest = facts.model, _longest(facts)
-    if model is None or model.shape is None or not model.attention:
+    model, rows, longest = facts.model, facts.run.rows, max(facts.data.lengths, default=0)
+    if model.shape is None or not model.attention:
         return None
     kernel = _kernel(facts, model, model.shape)
     seen = model.attention if kernel is None else f"{model.attention}: {kernel}"
     # Of the scores, a softmax in float32 and a copy with 16 bits live through the backward pass.
-    scores = _rows(facts) * model.shape.num_heads * longest * longest * (4 + 2)
+    scores = rows * model.shape.num_heads * longest * longest * (4 + 2)
     falls_back = kernel == "all scores"
     if not (falls_back or model.attention == "eager") or scores < LITTLE * _device(facts):
         return Line("attention", seen)
@@ -112,13 +131,13 @@ def attention(facts: Facts) -> Line | None:
     finding = Finding.warning(
         code="attention-stores-scores",
         summary=f"{model.attention} attention stores all scores: {size(scores)} a layer",
-        evidence=f"{_rows(facts)} row(s) x {model.shape.num_heads} heads x {longest:,} x"
+        evidence=f"{rows} row(s) x {model.shape.num_heads} heads x {longest:,} x"
         f" {longest:,} tokens, {percent(part)} of the device{why}",
         remedy=change,
         amount=float(scores),
         data={
             "bytes_a_layer": scores,
-            "num_rows": _rows(facts),
+            "num_rows": rows,
             "num_tokens": longest,
             "fraction": part,
         },
@@ -129,9 +148,10 @@ def attention(facts: Facts) -> Line | None:
 def cache(facts: Facts) -> Line | None:
     """Judge whether training forwards keep keys and values."""
     model = facts.model
-    if model is None or model.shape is None or not model.homes:
+    if model.shape is None or not model.homes:
         return None
-    need = cache_bytes(facts, _rows(facts), 2)
+    num_tokens = facts.run.rows * max(facts.data.lengths, default=0)
+    need = num_tokens * model.shape.cache_bytes_a_token(2)
     if not model.uses_cache or need < LITTLE * _device(facts):
         return Line("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
     finding = Finding.warning(
@@ -146,8 +166,8 @@ def cache(facts: Facts) -> Line | None:
 
 def logits(facts: Facts) -> Line | None:
     """Judge how much the logits of a micro-batch take when the loss is computed."""
-    model, longest = facts.model, 0 if facts.data is None else facts.data.longest_target
-    if model is None or model.shape is None or not model.predicts_tokens or not longest:
+    model, rows, longest = facts.model, facts.run.rows, facts.data.longest_target
+    if model.shape is None or not model.predicts_tokens or not longest:
         return None
     if model.makes_no_logits:
         return Line("logits", "computed in parts")
@@ -155,7 +175,7 @@ def logits(facts: Facts) -> Line | None:
     widths, why = [2, 4, 4], "logits, their float32 copy for the loss, and its gradient"
     if _dtype(facts, model) == "float32":
         widths, why = [4, 4], "logits in float32, and their gradient"
-    need = _rows(facts) * longest * model.shape.vocab_size * sum(widths)
+    need = rows * longest * model.shape.vocab_size * sum(widths)
     part, seen = need / _device(facts), size(need)
     if part < MUCH:
         return Line("logits", seen)
@@ -163,13 +183,13 @@ def logits(facts: Facts) -> Line | None:
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
         summary=f"one micro-batch has at least {seen} of logits, {percent(part)} of the device",
-        evidence=f"{_rows(facts)} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
+        evidence=f"{rows} row(s) x {longest:,} tokens x {model.shape.vocab_size:,} words x"
         f" ({' + '.join(map(str, widths))}) bytes: {why}",
         remedy=f"{advice.LIGER.flag(Door.TRAINER)}, or {facts.fewer_rows}",
         amount=float(need),
         data={
             "logits_bytes": need,
-            "num_rows": _rows(facts),
+            "num_rows": rows,
             "num_tokens": longest,
             "vocab_size": model.shape.vocab_size,
             "fraction": part,
@@ -181,8 +201,8 @@ def logits(facts: Facts) -> Line | None:
 def states(facts: Facts) -> Line | None:
     """Judge whether gradients and optimizer states fit next to the weights."""
     model, free = facts.model, facts.device_free_bytes
-    times = None if model is None else _STATES.get(model.optimizer)
-    if model is None or free is None or times is None or not _is_whole(facts):
+    times = _STATES.get(model.optimizer)
+    if free is None or times is None or not _is_whole(facts):
         return None
     trainable = sum(model.trainable_bytes.values())
     need = int(trainable * (1 + times)) - model.optimizer_state_bytes
@@ -204,10 +224,10 @@ def states(facts: Facts) -> Line | None:
 
 def gradients(facts: Facts) -> Line | None:
     """Judge whether whole gradients, which FSDP keeps between micro-batches, fit on a card."""
-    model, free, strategy = facts.model, facts.device_free_bytes, facts.strategy
-    if model is None or free is None or strategy is None or strategy.family != "FSDP":
+    model, free, strategy = facts.model, facts.device_free_bytes, facts.run.strategy
+    if free is None or strategy is None or strategy.family != "FSDP":
         return None
-    if not keeps_whole_gradients(facts.values):
+    if not keeps_whole_gradients(facts.run.values):
         return Line("gradients", "divided among the cards")
     trainable = sum(model.trainable_bytes.values())
     need, seen = trainable * strategy.world_size, "whole between the micro-batches of a step"
@@ -218,7 +238,7 @@ def gradients(facts: Facts) -> Line | None:
         code="fsdp-whole-gradients",
         severity=severity_of(need, free),
         summary=f"gradients are {seen}: {size(need)} on each card, and {size(free)} is free",
-        evidence=f"{facts.values['gradient_accumulation_steps']} micro-batches a step, which"
+        evidence=f"{facts.run.values['gradient_accumulation_steps']} micro-batches a step, which"
         " accelerate accumulates under FSDP's no_sync",
         remedy=f"{change.flag(Door.TRAINER)}: {change.price}",
         amount=float(need),
@@ -231,34 +251,17 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def cache_bytes(facts: Facts, rows: int, width: int, length: int | None = None) -> int:
-    """Return the size of the keys and values of all layers for this many rows."""
-    shape = facts.shape
-    if shape is None:
-        return 0
-    per_token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_size * width
-    return rows * per_token * (_longest(facts) if length is None else length)
-
-
 def _device(facts: Facts) -> int:
     """Return the memory for training (a sleeping vLLM returns its part); if unknown, a PiB."""
     run, total = facts.run, facts.device_bytes or 1 << 50
-    if run is None or run.flag("vllm_enable_sleep_mode"):
+    if run.flag("vllm_enable_sleep_mode"):
         return total
     return total - int(run.vllm_share * total)
 
 
-def _longest(facts: Facts) -> int:
-    return max(facts.data.lengths, default=0) if facts.data is not None else 0
-
-
-def _rows(facts: Facts) -> int:
-    return 1 if facts.run is None else facts.run.number("per_device_train_batch_size", 8)
-
-
 def _dtype(facts: Facts, model: ModelFacts) -> str:
     for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if facts.flag(flag):
+        if facts.run.flag(flag):
             return dtype
     return next(iter({**model.trainable_bytes, **model.frozen_bytes}), "float32")
 
@@ -268,7 +271,7 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
     if model.attention != "sdpa" or facts.capability is None:
         return None
     data = facts.data  # rows of different lengths get a mask, with which shared keys are repeated
-    are_padded = data is not None and not data.is_packed and len(set(data.lengths)) > 1
+    are_padded = not data.is_packed and len(set(data.lengths)) > 1
     return attention_kernel(
         *(_dtype(facts, model), shape.head_size, facts.capability),
         has_mask=are_padded,
@@ -279,49 +282,26 @@ def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
 def _is_whole(facts: Facts) -> bool:
     """Return whether each rank has all weights, gradients and states on its card."""
     families = ("nothing", "DDP", "DataParallel")
-    return facts.strategy is not None and facts.strategy.family in families
+    return facts.run.strategy is not None and facts.run.strategy.family in families
 
 
-def _checkpointing(model: ModelFacts) -> Iterator[Finding]:
-    if model.not_live:
-        yield Finding.warning(
-            code="checkpointing-not-live",
-            summary="gradient checkpointing is requested, but all activations are kept",
-            evidence=model.not_live,
-            remedy=f"Leave it to the Trainer ({advice.CHECKPOINTING.flag(Door.TRAINER)}), and do"
-            " not switch it off afterwards",
-        )
-    elif model.is_cut_off:
-        yield Finding.error(
-            code="checkpointing-without-gradients",
-            summary="reentrant checkpointing computes no gradients here: no input requires one",
-            evidence="use_reentrant is true, input embeddings are frozen (transformers#42489)",
-            remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
-            f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
-        )
-
-
-def _unscalable(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
-    halves = model.trainable_bytes.get("float16", 0)
-    if halves and facts.flag("fp16") and _is_whole(facts):
+def _unfit(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
+    halves, empty = model.trainable_bytes.get("float16", 0), model.homes.get("meta", 0)
+    if halves and facts.run.flag("fp16"):
         yield Finding.error(
             code="trainable-fp16",
             summary="--fp16 cannot train weights that are float16 already: the first step raises",
             evidence=f"{size(halves)} of them; torch: 'Attempting to unscale FP16 gradients.'",
             remedy="Load the model with dtype=torch.float32, or use --bf16",
         )
-
-
-def _scattered(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
-    empty = model.homes.get("meta", 0)
-    if empty and _is_whole(facts):
+    if empty:
         yield Finding.error(
             code="weights-missing",
             summary=f"{size(empty)} of parameters have no values: they are on the meta device",
             evidence=f"parameters on {', '.join(model.homes)}",
             remedy="Load the checkpoint into the model before the Trainer is made",
         )
-    elif len(model.homes) > 1 and _is_whole(facts):
+    elif len(model.homes) > 1:
         homes = model.homes.items()
         yield Finding.warning(
             code="mixed-devices",

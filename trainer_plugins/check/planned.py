@@ -15,10 +15,16 @@ def card(facts: Facts) -> Line | None:
     """Judge whether the run fits on its card: on an empty one, and on the card as it is now."""
     plan = facts.plan
     if plan is None:
-        return _unplanned(facts)
-    found = _too_large(plan) or _crowded(plan, facts) or _tight(plan, facts)
-    more = (_adapters(plan), _streamed(plan, facts.streamed_plan))
-    return Line("the card", _numbers(plan), tuple(filter(None, (found, *more))))
+        finding = Finding(
+            code="plan-not-made",
+            severity=Severity.INFO,
+            summary="the memory that the run needs could not be predicted",
+            evidence=facts.no_plan,
+            remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
+        )
+        return Line("the card", "", (finding,)) if facts.no_plan else None
+    found = (_room(plan, facts), _adapters(plan), _streamed(plan, facts.streamed_plan))
+    return Line("the card", _numbers(plan), tuple(filter(None, found)))
 
 
 def main_memory(facts: Facts) -> Line | None:
@@ -51,33 +57,26 @@ def main_memory(facts: Facts) -> Line | None:
 CHECKS: tuple[Check, ...] = (card, main_memory)
 
 
-def _unplanned(facts: Facts) -> Line | None:
-    if not facts.no_plan:
-        return None
-    finding = Finding(
-        code="plan-not-made",
-        severity=Severity.INFO,
-        summary="the memory that the run needs could not be predicted",
-        evidence=facts.no_plan,
-        remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
-    )
-    return Line("the card", "", (finding,))
-
-
-def _too_large(plan: MemoryPlan) -> Finding | None:
-    if plan.fits_card is not False:
-        return None
-    return Finding.error(
-        code="plan-does-not-fit",
-        summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
-        evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
-        remedy="`trainer-plugins plan` with the same flags lists changes that make it fit",
-        amount=float(plan.needed_bytes),
-        data=_data(plan),
-    )
-
-
-def _tight(plan: MemoryPlan, facts: Facts) -> Finding | None:
+def _room(plan: MemoryPlan, facts: Facts) -> Finding | None:
+    amount, free = float(plan.needed_bytes), facts.device_free_bytes
+    if plan.fits_card is False:
+        return Finding.error(
+            code="plan-does-not-fit",
+            summary=f"the run does not fit on the card: it needs {_numbers(plan)}",
+            evidence=plan.failed_request or f"{size(plan.allocated_peak_bytes)} of tensors",
+            remedy="`trainer-plugins plan` with the same flags lists changes that make it fit",
+            amount=amount,
+            data=_data(plan),
+        )
+    if free is not None and plan.needed_bytes > free:
+        return Finding.error(
+            code="card-too-full",
+            summary=f"the run needs {size(plan.needed_bytes)}, and {size(free)} is free now",
+            evidence=f"predicted for {plan.moment}; other processes hold the rest",
+            remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
+            amount=amount,
+            data={**_data(plan), "free_bytes": free},
+        )
     if plan.margin_bytes is None or plan.margin_bytes >= _NARROW * (plan.capacity_bytes or 0):
         return None
     return Finding.warning(
@@ -85,7 +84,7 @@ def _tight(plan: MemoryPlan, facts: Facts) -> Finding | None:
         summary=f"the run fits with {size(plan.margin_bytes)} to spare: {_numbers(plan)}",
         evidence=plan.known_error or "a prediction",
         remedy=f"Use {facts.fewer_rows}, or {advice.SURVIVE.flag(Door.CODE)}",
-        amount=float(plan.needed_bytes),
+        amount=amount,
         data=_data(plan),
     )
 
@@ -99,20 +98,6 @@ def _data(plan: MemoryPlan) -> Data:
 def _numbers(plan: MemoryPlan) -> str:
     there = "" if plan.capacity_bytes is None else f" of {size(plan.capacity_bytes)}"
     return f"{size(plan.needed_bytes)}{there} in {plan.moment}"
-
-
-def _crowded(plan: MemoryPlan, facts: Facts) -> Finding | None:
-    free = facts.device_free_bytes
-    if free is None or plan.needed_bytes <= free:
-        return None
-    return Finding.error(
-        code="card-too-full",
-        summary=f"the run needs {size(plan.needed_bytes)}, and {size(free)} is free now",
-        evidence=f"predicted for {plan.moment}; other processes hold the rest",
-        remedy=f"Stop other processes, or {advice.OTHER_CARD.flag(Door.ENVIRONMENT)}",
-        amount=float(plan.needed_bytes),
-        data={**_data(plan), "free_bytes": free},
-    )
 
 
 def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:

@@ -82,8 +82,8 @@ def check(
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if form is not Format.TEXT:
-        file, document = run.accelerate_config, facts.document
-        files = () if file is None or document is None else files_of(document, file)
+        file = run.machine.accelerate_config
+        files = () if file is None else files_of(facts.document, file)
         print_annotations(form, checklist.findings, files)
     elif as_json:
         print_json("check", checklist)

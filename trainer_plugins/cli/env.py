@@ -38,9 +38,9 @@ def env(
     if info:
         _print_info(as_json)
         return
-    from trainer_plugins.launch.environment import gather, launch_environment
+    from trainer_plugins.launch.environment import launch_environment
 
-    environment = launch_environment(os.environ, gather(os.environ, with_vllm=vllm))
+    environment = launch_environment(os.environ, with_vllm=vllm)
     for finding in environment.findings:
         print(finding, file=sys.stderr)
     if as_json:

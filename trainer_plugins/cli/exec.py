@@ -153,13 +153,12 @@ def _run(words: list[str], environ: dict[str, str]) -> None:
 
 def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
     """Return the allocator settings that are not there yet, and say them."""
-    from trainer_plugins.launch.environment import gather, launch_environment
-    from trainer_plugins.launch.extensions import lock_findings
+    from trainer_plugins.launch.environment import launch_environment
+    from trainer_plugins.launch.extensions import lock_findings, read_locks
 
-    facts = gather(os.environ, with_vllm=with_vllm)
-    for finding in lock_findings(facts.extension_locks):
+    for finding in lock_findings(read_locks(os.environ)):
         print(f"{finding.severity.name} {finding}", file=sys.stderr)
-    environment = launch_environment(os.environ, facts)
+    environment = launch_environment(os.environ, with_vllm)
     changed = {
         export.name: export.value
         for export in (environment.exports if _has_guards(given) else ())

@@ -1,21 +1,20 @@
 """Reads which strategy a launch requests, from all places that can name one."""
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer_plugins.launch.launcher import Launcher, find_launcher
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import (
     ConfigError,
     Document,
+    deepspeed_document,
     document_of,
-    part,
     read_mapping,
 )
 
@@ -77,15 +76,16 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
         started=num_started,
         world_size=asked.world_size or num_started,
     )
-    document = _of_json(deepspeed)
-    if document is None and not fsdp:
+    own = _of_json(deepspeed)
+    if own is None and not fsdp:
         return asked
-    own = Asked() if document is None else _of_document(document)
+    name = "fsdp" if own is None else "deepspeed"
+    own = own or Asked()
     # TrainingArguments replace the strategy of the launch, but not its ranks.
     return replace(
         asked,
-        source=f"TrainingArguments.{'fsdp' if document is None else 'deepspeed'}",
-        distributed_type="FSDP" if document is None else "DEEPSPEED",
+        source=f"TrainingArguments.{name}",
+        distributed_type=name.upper(),
         zero_stage=own.zero_stage,
         offload=own.offload,
         bf16_master=own.bf16_master,
@@ -102,23 +102,21 @@ def of_launcher(launcher: Launcher) -> Asked | None:
         return None
     # The flags on the command line, by accelerate/commands/utils.py. They win, as they do there.
     given: set[str] = getattr(flags, "nondefault", set())
-    file = _read_file(launcher, flags)
-    config = file.config
+    source, config = _read_file(launcher, flags)
+    misspelt = _corrected(config)
     for kind, flag in _KIND_FLAGS.items():
         if getattr(flags, flag, False):
             config["distributed_type"] = kind
-    ignored: set[str] = set()
-    named_json = part(config, "deepspeed_config.deepspeed_config_file")
-    has_json = "deepspeed_config_file" in given or named_json is not None
     for section, known in keys.ACCELERATE_SECTIONS.items():
-        written = {key: _plain(getattr(flags, key)) for key in known if key in given}
-        if has_json:
-            ignored |= written.keys() & set(keys.REFUSED_BESIDE_JSON)
-        config[section] = _prefixed(config.get(section), section) | written
+        in_file = config.get(section)
+        written = {key: getattr(flags, key) for key in known if key in given}
+        config[section] = (in_file if isinstance(in_file, dict) else {}) | written
+    has_json = config["deepspeed_config"].get("deepspeed_config_file") is not None
+    ignored = given & set(keys.REFUSED_BESIDE_JSON) if has_json else set()
     for key in ("num_processes", "num_machines"):
         if key in given:
             config[key] = getattr(flags, key)
-    asked = _of_document(document_of(file.name, config, folder=launcher.folder))
+    asked = _of_document(document_of(source, config, folder=launcher.folder))
     # A flag that accelerate ignores was requested nevertheless.
     offload = dict(asked.offload)
     for what in ("optimizer", "param"):
@@ -129,8 +127,8 @@ def of_launcher(launcher: Launcher) -> Asked | None:
         one_process_for = f"the type {config['distributed_type']}"
     return replace(
         asked,
-        source=file.name,
-        misspelt=file.misspelt,
+        source=source,
+        misspelt=misspelt,
         zero_stage=flags.zero_stage if "zero_stage" in ignored else asked.zero_stage,
         offload={what: where for what, where in offload.items() if where != "none"},
         flags_beside_json=tuple(sorted(f"--{key}" for key in ignored)),
@@ -138,43 +136,27 @@ def of_launcher(launcher: Launcher) -> Asked | None:
     )
 
 
-class _File(NamedTuple):
-    name: str
-    config: dict[str, Any]
-    misspelt: dict[str, str]  # as in `Asked`
-
-
-def _read_file(launcher: Launcher, flags: Namespace) -> _File:
+def _read_file(launcher: Launcher, flags: Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the name of the launch file, and what is in it."""
     path = launcher.file(flags)
-    try:
-        config = read_mapping(path)[0] if path is not None else {}
-    except ConfigError:
-        config = {}
-    if path is None or not config:
-        return _File("accelerate launch", {}, {})
-    section, misspelt = config.get("deepspeed_config"), {}
+    if path is not None:
+        with suppress(ConfigError):
+            return path.name, read_mapping(path)[0]
+    return "accelerate launch", {}
+
+
+def _corrected(config: dict[str, Any]) -> dict[str, str]:
+    """Correct likely slips in the keys of `deepspeed_config`; return them with the right keys."""
+    section = config.get("deepspeed_config")
     if not isinstance(section, dict):
-        return _File(path.name, config, {})
-    free = set(keys.ACCELERATE_DEEPSPEED) - set(section)
+        return {}
+    found, free = {}, set(keys.ACCELERATE_DEEPSPEED) - set(section)
     for key in section:
         match = get_close_matches(str(key), free, 1, 0.8)
         if key not in keys.ACCELERATE_DEEPSPEED and match:
-            misspelt[key] = match[0]
-    corrected = {misspelt.get(key, key): value for key, value in section.items()}
-    return _File(path.name, config | {"deepspeed_config": corrected}, misspelt)
-
-
-def _prefixed(section: object, name: str) -> dict[str, Any]:
-    """Name the keys of a section as flags do: accelerate adds `fsdp_` to those that lack it."""
-    if not isinstance(section, dict):
-        return {}
-    prefix = "fsdp_" if name == "fsdp_config" else ""
-    return {prefix + str(key).removeprefix(prefix): value for key, value in section.items()}
-
-
-def _plain(value: object) -> object:
-    """Convert the value of a flag to the value that YAML would have."""
-    return {"true": True, "false": False}.get(str(value).lower(), value)
+            found[key] = match[0]
+    config["deepspeed_config"] = {found.get(key, key): value for key, value in section.items()}
+    return found
 
 
 def _of_document(document: Document) -> Asked:
@@ -191,8 +173,8 @@ def _of_document(document: Document) -> Asked:
     launcher = document.in_accelerate("deepspeed_config.deepspeed_multinode_launcher")
     return replace(
         asked,
-        world_size=_count(document, "num_processes"),
-        num_machines=_count(document, "num_machines"),
+        world_size=document.count("num_processes"),
+        num_machines=document.count("num_machines"),
         distributed_type=kind if isinstance(kind, str) else None,
         multinode_launcher=launcher if isinstance(launcher, str) else None,
         offload={
@@ -203,33 +185,20 @@ def _of_document(document: Document) -> Asked:
     )
 
 
-def _count(document: Document, key: str) -> int | None:
-    value = document.in_accelerate(key)
-    return value if isinstance(value, int) and value > 0 else None
-
-
 def _of_environment(environ: Mapping[str, str]) -> Asked:
     """Read what a launcher exported (accelerate/utils/launch.py), if it cannot be found itself."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
-        document = _of_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-        asked = Asked() if document is None else _of_document(document)
+        asked = _of_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) or Asked()
         return replace(asked, source="ACCELERATE_USE_DEEPSPEED", distributed_type="DEEPSPEED")
     if _is_true(environ.get("ACCELERATE_USE_FSDP")):
         return Asked(source="ACCELERATE_USE_FSDP", distributed_type="FSDP")
     return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
-def _of_json(given: object) -> Document | None:
+def _of_json(given: object) -> Asked | None:
     """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
-    if isinstance(given, dict) and given:
-        return Document(name="deepspeed", deepspeed=given)
-    if not isinstance(given, str) or not given or given == "none":
-        return None
-    try:
-        loaded = json.loads(given) if "{" in given else read_mapping(Path(given))[0]
-    except ValueError:  # the launch itself reports what is wrong with it
-        return None
-    return Document(name="deepspeed", deepspeed=loaded) if isinstance(loaded, dict) else None
+    document = deepspeed_document(given)  # the launch itself reports what is wrong with it
+    return _of_document(document) if document.deepspeed else None
 
 
 def _is_true(text: str | None) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -49,12 +49,12 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
     target = folder / f"{path(name).stem}.yaml"
     text = read(name).replace(f"configs/accelerate/{target.name}", printable(str(target)))
     for override in overrides:
-        text = _as_it_is_used(_overridden(text, override, name), override)
+        text = _overridden(text, override, name)
     if overrides:
-        changed = printable(
-            f"# Changed in this copy: {', '.join(overrides)}; figures are without it"
+        what = (
+            f"Changed in this copy: {', '.join(overrides)}; the lines above describe the original"
         )
-        text = text.replace("compute_environment:", f"{changed}\ncompute_environment:", 1)
+        text = text.replace("compute_environment:", f"# {printable(what)}\ncompute_environment:", 1)
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
     try:
@@ -79,42 +79,28 @@ def _overridden(text: str, override: str, name: str) -> str:
         raise ConfigError(f"--set takes {takes}, got {override!r}")
     value, config = _value(written), yaml.safe_load(text)
     section, _, rest = key.partition(".")
-    if rest in keys.ACCELERATE_SECTIONS.get(section, ()) and rest != "deepspeed_config_file":
+    in_sections = _dotted(keys.ACCELERATE_SECTIONS)
+    if key in in_sections and rest != "deepspeed_config_file":
         if section not in config:
             raise ConfigError(f"{name} has no {section}, so {key} would have no effect")
         return _with_line(text, rest, value, section)
     if key in keys.ACCELERATE and key not in keys.ACCELERATE_SECTIONS:
         return _with_line(text, key, value, None)
-    in_blocks = [f"{block}.{each}" for block, known in keys.BLOCKS.items() for each in known]
-    of_deepspeed = [*keys.DEEPSPEED, *in_blocks]
+    of_deepspeed = [*keys.DEEPSPEED, *_dotted(keys.BLOCKS)]
     is_parameter = key.startswith(("optimizer.params.", "scheduler.params."))
     if key not in of_deepspeed and not is_parameter:
-        raise ConfigError(f"--set {key}: there is no such key{_did_you_mean(key, of_deepspeed)}")
+        choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
+        same_end = [each for each in choices if each.split(".")[-1] == key]
+        near = same_end or get_close_matches(key, choices, 1, 0.6)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--set {key}: there is no such key{hint}")
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
 
 
-def _as_it_is_used(text: str, override: str) -> str:
-    """Let the comments that say how to launch the file say the number that it now has."""
-    name, _, value = override.partition("=")
-    if not value.isdecimal():
-        return text
-    text = re.sub(rf" \[--{name} \d+\]", "", text)
-    text = re.sub(rf"--{name} \d+", f"--{name} {value}", text)
-    several = "es" if value != "1" else ""
-    runs = f"# It runs {value} process{several}, unless a launch gives --num_processes.\n"
-    return re.sub(rf"# Without --{name} .*\n", runs, text)
-
-
-def _did_you_mean(key: str, of_deepspeed: Sequence[str]) -> str:
-    """Suggest a key: one that ends with the given name, else a similar one."""
-    sections = keys.ACCELERATE_SECTIONS.items()
-    in_sections = [f"{section}.{name}" for section, known in sections for name in known]
-    choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
-    same_end = [each for each in choices if each.split(".")[-1] == key]
-    near = same_end or get_close_matches(key, choices, 1, 0.6)
-    return f", did you mean {near[0]}?" if near else ""
+def _dotted(blocks: Mapping[str, keys.Keys]) -> list[str]:
+    return [f"{block}.{key}" for block, known in blocks.items() for key in known]
 
 
 def _value(written: str) -> object:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -25,20 +25,14 @@ from trainer_plugins.printable import printable
 _SHARED = re.compile("nfs|cifs|smb|lustre|beegfs|gpfs|ceph|gluster|fuse|9p|virtiofs")
 
 
-class _Build(NamedTuple):
-    purpose: str
-    duration: str = "one minute to several"
-
-
-# Measured with DeepSpeed 0.19 and g++ 12: 54 s, 170 s; on busy machines 80 s and 583 s.
-_A_MINUTE = "one minute on two quiet cores, up to ten on busy ones"
 _DEEPSPEED = {
-    "cpu_adam": _Build("optimizer in main memory", _A_MINUTE),
-    "deepspeed_shm_comm": _Build("collectives on the CPU", _A_MINUTE),
-    "fused_adam": _Build("optimizer on the card"),
-    "async_io": _Build("access to a drive", "three minutes on two quiet cores"),
+    "cpu_adam": "optimizer in main memory",
+    "deepspeed_shm_comm": "collectives on the CPU",
+    "fused_adam": "optimizer on the card",
+    "async_io": "access to a drive",
 }
-_OTHER = _Build("")
+# Measured with DeepSpeed 0.19 and g++ 12: 54 s, 170 s; on busy machines 80 s and 583 s.
+_DURATION = "one to three minutes on two quiet cores, up to ten on busy ones"
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
@@ -147,10 +141,9 @@ def _what_comes_first(name: str) -> str:
     # An extension that was compiled for another version of its source counts too.
     if any(_extension_files(f"{name}/{name}.so", os.environ)):
         return ""
-    build = _DEEPSPEED.get(name, _OTHER)
-    purpose = f" (DeepSpeed's {build.purpose})" if build.purpose else ""
+    purpose = f" (DeepSpeed's {_DEEPSPEED[name]})" if name in _DEEPSPEED else ""
     return (
-        f"torch compiles {name} first{purpose}: usually {build.duration}, without output, and once"
+        f"torch compiles {name} first{purpose}: usually {_DURATION}, without output, and once"
         " for this Python"
     )
 

@@ -2,13 +2,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from trainer_plugins.checkpointing import is_checkpointing
+from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.streaming.stream import Stream, stream_of
 
@@ -22,6 +24,17 @@ _FAMILIES = {
 }
 
 
+def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:
+    """Return the strategy of a training that has been prepared."""
+    return read_in_force(
+        wrapper,
+        optimizer,
+        distributed_type=AcceleratorState().distributed_type.value,
+        world_size=args.world_size,
+        device=args.device.type,
+    )
+
+
 def read_in_force(
     wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
 ) -> Strategy:
@@ -30,12 +43,14 @@ def read_in_force(
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))
     numel, partitioned, homes = _parameters(wrapper, stream)
+    # of torchrun, and of DeepSpeed's launcher
+    machines = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE") or ""
     return Strategy(
         distributed_type=distributed_type,
         wrapped_class=type(wrapper).__name__,
         family="unknown" if device == "xla" else _family(wrapper),
         world_size=world_size,
-        num_machines=num_machines(os.environ),
+        num_machines=int(machines) if machines.isdigit() else None,
         device=device,
         num_params=numel,
         num_partitioned=partitioned,
@@ -48,16 +63,6 @@ def read_in_force(
         master_dtype=_master_dtype(optimizer),
         is_checkpointing=is_checkpointing(wrapper),
     )
-
-
-def num_machines(environ: Mapping[str, str]) -> int | None:
-    """Return the number of machines by torchrun or DeepSpeed's launcher; None if unknown.
-
-    >>> num_machines({"GROUP_WORLD_SIZE": "2"}), num_machines({"CROSS_SIZE": "1"}), num_machines({})
-    (2, 1, None)
-    """
-    told = environ.get("GROUP_WORLD_SIZE") or environ.get("CROSS_SIZE") or ""
-    return int(told) if told.isdigit() else None
 
 
 def _names(obj: object) -> set[str]:

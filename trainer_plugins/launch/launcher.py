@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer_plugins.launch.lint.document import document_of
+from trainer_plugins.launch.lint.document import deepspeed_document
 from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
 from trainer_plugins.record.run_facts import Launch
 
@@ -50,37 +50,35 @@ class Launcher:
 def find_launcher() -> Launcher | None:
     """Find the `accelerate launch` that started this process, if it may be read."""
     for command, folder in _commands_above():
-        if (arguments := launch_arguments(command)) is not None:
-            return Launcher(tuple(arguments), folder)
-        # An accelerate above torchrun did not launch these ranks. But accelerate itself starts
-        # DeepSpeed's launcher for several machines.
-        if launcher_words(command)[:1] == ["torchrun"]:
-            return None
+        match launcher_words(command):
+            case ["accelerate", "launch", *arguments]:
+                return Launcher(tuple(arguments), folder)
+            # An accelerate above torchrun did not launch these ranks. But accelerate itself starts
+            # DeepSpeed's launcher for several machines.
+            case ["torchrun", *_]:
+                return None
     return None
-
-
-def launched_by() -> list[str]:
-    """Return the command line of the launcher above this process; empty without one."""
-    if (accelerate := find_launcher()) is not None:
-        return ["accelerate", "launch", *accelerate.arguments]
-    found = (launcher_words(command) for command, _ in _commands_above())
-    return next(filter(None, found), [])
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
     """Gather how this process was launched, without secrets. It takes a few milliseconds."""
-    launcher = find_launcher()
-    flags = launcher.flags() if launcher is not None else None
-    file = launcher.file(flags) if launcher is not None and flags is not None else None
+    launcher, file = find_launcher(), None
+    if launcher is None:
+        above = (launcher_words(command) for command, _ in _commands_above())
+        words = next(filter(None, above), [])
+    else:
+        words = ["accelerate", "launch", *launcher.arguments]
+        flags = launcher.flags()
+        file = launcher.file(flags) if flags is not None else None
     # What accelerate exports counts even without a launcher, or if the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
-    document = document_of("", {"deepspeed_config": {"deepspeed_config_file": named}})
+    document = deepspeed_document(named)
     if document.json_path is not None:
         exported[_DEEPSPEED_FILE] = document.json_path
     return Launch(
         file="" if file is None else masked_text(os.fspath(file)),
-        words=masked_command(launched_by()),
+        words=masked_command(words),
         environment={name: str(text) for name, text in masked_fields(exported, exported).items()},
         deepspeed=masked_fields(document.deepspeed or {}),
     )
@@ -91,16 +89,22 @@ def launcher_words(command: list[str]) -> list[str]:
 
     >>> launcher_words(["/venv/bin/python3", "/venv/bin/torchrun", "--nnodes", "1", "train.py"])
     ['torchrun', '--nnodes', '1', 'train.py']
+    >>> launcher_words(["python", "/venv/bin/accelerate", "launch", "--cpu", "train.py"])
+    ['accelerate', 'launch', '--cpu', 'train.py']
     >>> launcher_words(["python", "-m", "torch.distributed.run", "train.py"])
     ['torchrun', 'train.py']
     >>> launcher_words(["python", "train.py", "--deepspeed", "ds.json"])
     []
     """
-    if (arguments := launch_arguments(command)) is not None:
-        return ["accelerate", "launch", *arguments]
     for place, word in enumerate(command[:4]):
-        if name := _LAUNCHERS.get(Path(word).name):
-            return [name, *command[place + 1 :]]
+        path, rest = Path(word), command[place + 1 :]
+        if path.stem == "accelerate" and rest[:1] == ["launch"]:
+            return ["accelerate", *rest]
+        is_file = path.parts[-3:] == ("accelerate", "commands", "launch.py")
+        if is_file or path.stem == "accelerate-launch" or word == "accelerate.commands.launch":
+            return ["accelerate", "launch", *rest]
+        if name := _LAUNCHERS.get(path.name):
+            return [name, *rest]
     return []
 
 
@@ -110,20 +114,3 @@ def _commands_above() -> Iterator[tuple[list[str], Path]]:
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):
                 yield process.cmdline(), Path(process.cwd())
-
-
-def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows `accelerate launch` in a command line; None for any other command.
-
-    >>> launch_arguments(["python", "/venv/bin/accelerate", "launch", "--cpu", "train.py"])
-    ['--cpu', 'train.py']
-    >>> launch_arguments(["python", "train.py"])
-    """
-    for place, word in enumerate(command[:4]):
-        path = Path(word)
-        if path.stem == "accelerate" and command[place + 1 : place + 2] == ["launch"]:
-            return command[place + 2 :]
-        is_file = path.parts[-3:] == ("accelerate", "commands", "launch.py")
-        if is_file or path.stem == "accelerate-launch" or word == "accelerate.commands.launch":
-            return command[place + 1 :]
-    return None

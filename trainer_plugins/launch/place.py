@@ -39,11 +39,6 @@ _JOBS = {
     "RAY_JOB_ID": "Ray",
     "AZUREML_RUN_ID": "Azure ML",
 }
-_SCHEDULERS = {
-    "SLURM_JOB_ID": "Slurm",
-    "KUBERNETES_SERVICE_HOST": "Kubernetes",
-    "RAY_JOB_ID": "Ray",
-}
 
 
 def place() -> Place:
@@ -98,7 +93,8 @@ def about(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
         of_cards = {"driver": driver, "cards": shown or "none"}
     except NvmlError as error:
         of_cards = {"driver": f"none: {error}"}
-    around = [name for variable, name in _SCHEDULERS.items() if variable in environ]
+    schedulers = {**_JOBS, "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+    around = [name for variable, name in schedulers.items() if variable in environ]
     if gather_machine(environ).is_wsl:
         around.append("WSL")
     if any(map(os.path.exists, _CONTAINERS)):

@@ -19,7 +19,7 @@ _LEAST_PARTITIONED_FRACTION = 0.5
 
 def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
     """Compare the running strategy with the request, as far as the request specifies it."""
-    return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs), *_model(asked, runs))
+    return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs))
 
 
 def summed_gradient(accumulation: Accumulation, num_steps: int, num_ranks: int) -> Finding | None:
@@ -49,11 +49,7 @@ def summed_gradient(accumulation: Accumulation, num_steps: int, num_ranks: int) 
 def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     machines = asked.num_machines or 1
     lacks_machines = runs.num_machines is not None and machines > runs.num_machines
-    if not lacks_machines and runs.world_size >= (asked.world_size or 1):
-        return
-    if not lacks_machines:
-        summary, remedy = _missing_ranks(asked, runs)
-    else:
+    if lacks_machines:
         summary = f"{asked.num_machines} machines were requested, but each trains alone"
         remedy = "Give --num_machines, --machine_rank and --main_process_ip on every machine"
         if asked.family == "DeepSpeed" and asked.multinode_launcher != "standard":
@@ -61,6 +57,10 @@ def _world(asked: Asked, runs: Strategy) -> Iterator[Finding]:
                 "Write `deepspeed_multinode_launcher: standard` under deepspeed_config: without it"
                 " and without a hostfile DeepSpeed finds this machine only"
             )
+    elif runs.world_size < (asked.world_size or 1):
+        summary, remedy = _missing_ranks(asked, runs)
+    else:
+        return
     yield Finding.error(
         code="world-size-not-in-force",
         summary=summary,
@@ -157,6 +157,13 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
             evidence=_evidence(asked, runs),
             remedy="bf16_master_weights_and_grads needs bf16 in TrainingArguments",
         )
+    if asked.checkpointing and not runs.is_checkpointing:
+        yield Finding.warning(
+            code="checkpointing-not-in-force",
+            summary="the DeepSpeed JSON's activation_checkpointing has no effect on this model",
+            evidence=f"{asked.source}; transformers calls torch's checkpointing, not DeepSpeed's",
+            remedy=f"Give the script {advice.CHECKPOINTING.flag(Door.TRAINER)}; remove the block",
+        )
 
 
 def _why_lost(asked: Asked) -> tuple[str, str]:
@@ -170,16 +177,6 @@ def _why_lost(asked: Asked) -> tuple[str, str]:
         return why, "Change the DeepSpeed JSON instead"
     remedy = "Check which file was read: a default_config.yaml, or `deepspeed` in TrainingArguments"
     return "", remedy
-
-
-def _model(asked: Asked, runs: Strategy) -> Iterator[Finding]:
-    if asked.checkpointing and runs.family == "DeepSpeed" and not runs.is_checkpointing:
-        yield Finding.warning(
-            code="checkpointing-not-in-force",
-            summary="the DeepSpeed JSON's activation_checkpointing has no effect on this model",
-            evidence=f"{asked.source}; transformers calls torch's checkpointing, not DeepSpeed's",
-            remedy=f"Give the script {advice.CHECKPOINTING.flag(Door.TRAINER)}; remove the block",
-        )
 
 
 def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
+from trainer_plugins.launch.lint.schema import ignored_key, wrong_value
 
 _SECTIONS = {
     "deepspeed_config": "DEEPSPEED",
@@ -36,11 +37,10 @@ def accelerate_findings(document: Document) -> Iterator[Finding]:
     yield from _processes(config, kind)
     for section, needed in _SECTIONS.items():
         if config.get(section) and kind != needed:
-            yield Finding.warning(
-                code="config-ignored-key",
-                summary=f"{section} has no effect under distributed_type {kind}",
-                evidence=f"accelerate launch only reads it for {needed}",
-                remedy=f"Write distributed_type: {needed}, or remove {section}",
+            yield ignored_key(
+                f"{section} has no effect under distributed_type {kind}",
+                f"accelerate launch only reads it for {needed}",
+                f"Write distributed_type: {needed}, or remove {section}",
             )
     deepspeed = config.get("deepspeed_config")
     if isinstance(deepspeed, dict):
@@ -52,19 +52,11 @@ def accelerate_findings(document: Document) -> Iterator[Finding]:
 
 def _type(config: Mapping, kind: object) -> Iterator[Finding]:
     if kind is False:
-        yield Finding.error(
-            code="config-wrong-value",
-            summary="distributed_type is false: YAML reads a bare NO as false",
-            evidence="accelerate knows the text 'NO'",
-            remedy="Write distributed_type: 'NO'",
-        )
+        why = "YAML reads a bare NO as false"
+        yield wrong_value("distributed_type", kind, why, "Write distributed_type: 'NO'")
     elif kind not in keys.DISTRIBUTED_TYPES:
-        yield Finding.error(
-            code="config-wrong-value",
-            summary=f"distributed_type is {'missing' if kind is None else repr(kind)}",
-            evidence=f"accelerate knows {', '.join(keys.DISTRIBUTED_TYPES)}",
-            remedy="Write one of them",
-        )
+        known = f"accelerate knows {', '.join(keys.DISTRIBUTED_TYPES)}"
+        yield wrong_value("distributed_type", kind, known, "Write one of them")
     if kind == "MULTI_CPU" and not config.get("mpirun_config"):
         yield Finding.error(
             code="config-distributed-type",
@@ -74,12 +66,8 @@ def _type(config: Mapping, kind: object) -> Iterator[Finding]:
         )
     precision = config.get("mixed_precision")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
-        yield Finding.error(
-            code="config-wrong-value",
-            summary=f"mixed_precision is {precision!r}",
-            evidence="accelerate knows 'no', fp16, bf16 and fp8",
-            remedy="Write one of them, in quotes if it is no",
-        )
+        known = "accelerate knows 'no', fp16, bf16 and fp8"
+        yield wrong_value("mixed_precision", precision, known, "Write one of them, no in quotes")
     if config.get("use_cpu") is True and kind == "FSDP":
         yield Finding.error(
             code="config-distributed-type",
@@ -182,32 +170,25 @@ def _fsdp(config: Mapping) -> Iterator[Finding]:
         for key in _FSDP1_ONLY:
             if config.get(key) not in (None, "None"):
                 instead = ", write fsdp_reshard_after_forward" if "strategy" in key else ""
-                yield Finding.warning(
-                    code="config-ignored-key",
-                    summary=f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
-                    evidence="FullyShardedDataParallelPlugin.__post_init__",
-                    remedy=f"Remove fsdp_{key}{instead}",
+                yield ignored_key(
+                    f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
+                    "FullyShardedDataParallelPlugin.__post_init__",
+                    f"Remove fsdp_{key}{instead}",
                 )
         if "reshard_after_forward" in config and not isinstance(reshards, bool):
-            yield _value("reshard_after_forward", reshards, "version 2 takes true or false")
+            why = "version 2 takes true or false"
+            yield wrong_value("fsdp_reshard_after_forward", reshards, why)
     else:
         if isinstance(reshards, bool):
-            yield _value("reshard_after_forward", reshards, "a bool is for fsdp_version: 2")
+            why = "a bool is for fsdp_version: 2"
+            yield wrong_value("fsdp_reshard_after_forward", reshards, why)
         if config.get("activation_checkpointing_offload") is True:
-            yield _value("activation_checkpointing_offload", True, "it needs fsdp_version: 2")
+            why = "it needs fsdp_version: 2"
+            yield wrong_value("fsdp_activation_checkpointing_offload", True, why)
         loads_once = config.get("cpu_ram_efficient_loading") is True
         if loads_once and config.get("sync_module_states") is False:
             why = "fsdp_cpu_ram_efficient_loading needs it to be true"
-            yield _value("sync_module_states", False, why)
+            yield wrong_value("fsdp_sync_module_states", False, why)
     for key, words in _FSDP_WORDS.items():
         if key in config and str(config[key]).upper() not in words:
-            yield _value(key, config[key], f"accelerate knows {', '.join(words)}")
-
-
-def _value(key: str, value: object, why: str) -> Finding:
-    return Finding.error(
-        code="config-wrong-value",
-        summary=f"fsdp_{key} is {value!r}",
-        evidence=why,
-        remedy=f"Change or remove fsdp_{key}",
-    )
+            yield wrong_value(f"fsdp_{key}", config[key], f"accelerate knows {', '.join(words)}")

@@ -26,23 +26,20 @@ class _Asked(NamedTuple):
 
 def asked_of(values: Mapping[str, object], num_ranks: int | None) -> dict[str, _Asked]:
     """Return what TrainingArguments ask for each key that HfTrainerDeepSpeedConfig compares."""
-
-    def given(name: str, default: object) -> Any:
-        found = values.get(name)
-        return default if found is None else found
+    given = {name: value for name, value in values.items() if value is not None}
 
     def plain(name: str, default: object) -> _Asked:
-        return _Asked(name, given(name, default))
+        return _Asked(name, given.get(name, default))
 
     def precision(name: str) -> _Asked:
         full = f"{name}_full_eval"
-        return _Asked(f"{name} or {full}", bool(values.get(name)) or bool(values.get(full)))
+        return _Asked(f"{name} or {full}", bool(given.get(name) or given.get(full)))
 
     steps = _number(values, "max_steps", -1)
     warmup = _number(values, "warmup_steps", 0) or _number(values, "warmup_ratio", 0)
     if 0 < warmup < 1:
         warmup = math.ceil(warmup * steps) if steps > 0 else -1
-    betas = [given("adam_beta1", 0.9), given("adam_beta2", 0.999)]
+    betas = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
     rows = None if num_ranks is None else num_ranks * _rows_of_a_rank(values)
     return {
         "train_micro_batch_size_per_gpu": plain("per_device_train_batch_size", 8),
@@ -77,9 +74,7 @@ def agreement_findings(
     document: Document, values: Mapping[str, object] | None, num_ranks: int | None = None
 ) -> Iterator[Finding]:
     """Judge a file by TrainingArguments; if they are unknown, by what most trainings have."""
-    in_file = document.in_accelerate("num_processes")
-    if num_ranks is None and isinstance(in_file, int) and in_file > 0:
-        num_ranks = in_file
+    num_ranks = num_ranks or document.count("num_processes")
     config = _handed_over(document)
     for key, asked in asked_of(values or {}, num_ranks).items():
         value = part(config, key)
@@ -133,7 +128,7 @@ def _refused_together(document: Document, given: Mapping[str, object]) -> Iterat
     stage, is_fsdp = document.zero_stage, document.in_accelerate("distributed_type") == "FSDP"
     is_only_model = bool(given.get("save_only_model"))
     loads_best = bool(given.get("load_best_model_at_end")) and (is_fsdp or stage is not None)
-    fsdp_checkpoints = is_fsdp and _in_fsdp(document, "activation_checkpointing") is True
+    fsdp_checkpoints = is_fsdp and document.in_fsdp("activation_checkpointing") is True
     checkpoints = fsdp_checkpoints and checkpointing.is_asked(given)
     by_the_trainer = f"--{checkpointing.NAME}"
     for are_together, one, other in (
@@ -145,8 +140,8 @@ def _refused_together(document: Document, given: Mapping[str, object]) -> Iterat
         if are_together:
             what = f"{one} cannot be combined with {other} under this file"
             yield _mismatch(what, raises, "Leave one of them out")
-    kind, default = _in_fsdp(document, "state_dict_type"), ""
-    if not kind and _in_fsdp(document, "version") == 2:
+    kind, default = document.in_fsdp("state_dict_type"), ""
+    if not kind and document.in_fsdp("version") == 2:
         kind = "SHARDED_STATE_DICT"
         default = "; it is the default if fsdp_state_dict_type is missing under version 2"
     if is_only_model and is_fsdp and str(kind).upper() == "SHARDED_STATE_DICT":
@@ -155,11 +150,6 @@ def _refused_together(document: Document, given: Mapping[str, object]) -> Iterat
             f"{raises}{default}",
             "Write fsdp_state_dict_type: FULL_STATE_DICT",
         )
-
-
-def _in_fsdp(document: Document, key: str) -> object:
-    found = document.in_accelerate(f"fsdp_config.fsdp_{key}")
-    return document.in_accelerate(f"fsdp_config.{key}") if found is None else found
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")

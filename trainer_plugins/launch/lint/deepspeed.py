@@ -8,6 +8,7 @@ from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
+from trainer_plugins.launch.lint.schema import ignored_key, wrong_value
 
 _GATHER_ON_SAVE = (
     "stage3_gather_16bit_weights_on_model_save",
@@ -41,8 +42,7 @@ def zero_findings(document: Document) -> Iterator[Finding]:
 
 def _offload_target(document: Document, what: str) -> Iterator[Finding]:
     block = document.in_deepspeed(f"zero_optimization.offload_{what}")
-    device = document.in_deepspeed(f"zero_optimization.offload_{what}.device")
-    device = device or document.in_accelerate(f"deepspeed_config.offload_{what}_device")
+    device = document.of_offload(what, "device")
     if device == "auto":
         yield Finding.error(
             code="config-unresolved-auto",
@@ -51,7 +51,7 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
             remedy='Write "cpu" or "nvme", or remove it',
         )
     elif isinstance(device, str) and device not in ("cpu", "nvme", "none"):
-        yield _wrong(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
+        yield wrong_value(f"offload_{what} device", device, "DeepSpeed knows cpu, nvme and none")
     if isinstance(block, dict) and "device" not in block:
         yield Finding.error(
             code="config-offload-stage",
@@ -67,11 +67,9 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
             evidence="pin_memory is false unless it is written (DeepSpeed's offload_config.py)",
             remedy=f'Write "pin_memory": true{in_json}, or false where little memory can be locked',
         )
-    if document.offload_devices.get(what) != "nvme":
+    if device != "nvme":
         return
-    path = document.in_deepspeed(f"zero_optimization.offload_{what}.nvme_path")
-    if document.deepspeed is None:
-        path = document.in_accelerate(f"deepspeed_config.offload_{what}_nvme_path")
+    path = document.of_offload(what, "nvme_path")
     if not isinstance(path, str) or path in ("", "none", "None"):
         problem = f"offload_{what} goes to nvme, but nvme_path is missing"
     elif not Path(path).is_absolute():
@@ -109,7 +107,7 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
             evidence="12 B a parameter for AdamW and its master weights, 2 B for 16-bit weights",
             remedy="Offload the optimizer first",
         )
-    ratio = document.in_deepspeed("zero_optimization.offload_optimizer.ratio")
+    ratio = document.of_offload("optimizer", "ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and stage < 3:
         yield Finding.error(
             code="config-offload-stage",
@@ -163,8 +161,8 @@ def _precision(document: Document, stage: int) -> Iterator[Finding]:
         what = "bf16_optimizer_states without bf16_master_weights_and_grads"
         yield _rejected(what, "It needs the latter")
         return
-    device = document.in_deepspeed("zero_optimization.offload_optimizer.device")
-    if "cpu" in str(device) and document.in_deepspeed("optimizer") is None:
+    device = document.of_offload("optimizer", "device")
+    if device == "cpu" and document.in_deepspeed("optimizer") is None:
         yield _rejected(
             "bf16_optimizer_states with offload and no optimizer block",
             "The Trainer would create a DeepSpeedCPUAdam with fp32 states, which DeepSpeed refuses:"
@@ -174,7 +172,7 @@ def _precision(document: Document, stage: int) -> Iterator[Finding]:
 
 def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if stage not in (0, 1, 2, 3):
-        yield _wrong("zero_optimization.stage", stage, "DeepSpeed knows 0, 1, 2 and 3")
+        yield wrong_value("zero_optimization.stage", stage, "DeepSpeed knows 0, 1, 2 and 3")
         return
     zero = document.in_deepspeed("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
@@ -182,7 +180,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if stage == 3:
         yield from _stage_3(zero)
     elif of_stage_3:
-        yield _ignored(
+        yield ignored_key(
             f"{', '.join(of_stage_3)} has no effect at stage {stage}",
             "they belong to stage 3",
             "Remove them, or write stage 3",
@@ -199,7 +197,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if document.in_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:
         yield _rejected("gradient_allreduce_op sum at stage 3", "Remove it")
     if document.in_deepspeed("activation_checkpointing") is not None:
-        yield _ignored(
+        yield ignored_key(
             "activation_checkpointing has no effect for a Hugging Face model",
             "it configures deepspeed.checkpointing, which they do not call",
             f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script",
@@ -209,7 +207,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
 def _stage_3(zero: Mapping) -> Iterator[Finding]:
     if zero.get("round_robin_gradients") is True:
         what = "round_robin_gradients has no effect at stage 3"
-        yield _ignored(what, "it belongs to stages 1 and 2", "Remove it")
+        yield ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
     if not any(zero.get(name) in (True, "auto") for name in _GATHER_ON_SAVE):
         yield Finding.warning(
             code="config-gather-on-save",
@@ -230,21 +228,21 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
 def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
     if "optimizer" in config:
         if document.in_deepspeed("optimizer.params.max_grad_norm") is not None:
-            yield _ignored(
+            yield ignored_key(
                 "optimizer.params.max_grad_norm has no effect in DeepSpeed",
                 "it only warns",
                 'Write "gradient_clipping": "auto"',
             )
         kind = document.in_deepspeed("optimizer.type")
         if kind is None:
-            yield _wrong("optimizer.type", None, "a block without a type is not an optimizer")
+            yield wrong_value("optimizer.type", None, "a block without a type is not an optimizer")
         if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
             why = "1-bit optimizers do not work with ZeRO stages 2 and 3"
-            yield _wrong("optimizer.type", kind, why)
+            yield wrong_value("optimizer.type", kind, why)
     name = "scheduler.params.warmup_num_steps"
     warmup = document.in_deepspeed(name)
     if isinstance(warmup, (int, float)) and warmup <= 0:
-        yield _wrong(name, warmup, "DeepSpeed 0.19.6 and later refuse less than 1")
+        yield wrong_value(name, warmup, "DeepSpeed 0.19.6 and later refuse less than 1")
     if "scheduler" in config and "optimizer" not in config:
         yield Finding.warning(
             code="config-scheduler",
@@ -254,15 +252,6 @@ def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
         )
 
 
-def _wrong(key: str, value: object, why: str) -> Finding:
-    return Finding.error(
-        code="config-wrong-value",
-        summary=f"{key} is {value!r}",
-        evidence=why,
-        remedy=f"Change {key}",
-    )
-
-
 def _rejected(what: str, remedy: str) -> Finding:
     return Finding.error(
         code="config-rejected",
@@ -270,7 +259,3 @@ def _rejected(what: str, remedy: str) -> Finding:
         evidence="deepspeed/runtime/config.py and zero/config.py check it at start (0.19.8)",
         remedy=remedy,
     )
-
-
-def _ignored(summary: str, why: str, remedy: str) -> Finding:
-    return Finding.warning(code="config-ignored-key", summary=summary, evidence=why, remedy=remedy)

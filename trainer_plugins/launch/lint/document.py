@@ -3,7 +3,6 @@
 import base64
 import binascii
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ class Document:
     """Holds one file that `accelerate launch --config_file` or DeepSpeed reads."""
 
     name: str  # the file's name without its suffix
-    accelerate: Mapping | None = None  # at least one of its two parts is there
+    accelerate: Mapping | None = None
     deepspeed: Mapping | None = None
     duplicates: tuple[str, ...] = ()  # keys that occur twice in a mapping; readers keep the last
     json_path: str | None = None  # `deepspeed_config_file`, if it names a file
@@ -39,6 +38,22 @@ class Document:
 
     def in_deepspeed(self, name: str) -> object:
         return part(self.deepspeed or {}, name)
+
+    def count(self, name: str) -> int | None:
+        """Return a number that the accelerate part has, if it is 1 or more: `num_processes`."""
+        value = self.in_accelerate(name)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def in_fsdp(self, key: str) -> object:
+        """Return a value of `fsdp_config`, whose keys may lack the prefix `fsdp_`."""
+        found = self.in_accelerate(f"fsdp_config.fsdp_{key}")
+        return self.in_accelerate(f"fsdp_config.{key}") if found is None else found
+
+    def of_offload(self, what: str, key: str) -> object:
+        """Return what DeepSpeed reads of an offload: `("param", "nvme_path")`."""
+        if self.deepspeed is None:
+            return self.in_accelerate(f"deepspeed_config.offload_{what}_{key}")
+        return self.in_deepspeed(f"zero_optimization.offload_{what}.{key}")
 
     @property
     def zero_stage(self) -> int | None:
@@ -59,16 +74,12 @@ class Document:
         """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
         found = {}
         for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
-            device = self.in_deepspeed(f"zero_optimization.offload_{what}.device")
-            if self.deepspeed is None:
-                device = self.in_accelerate(f"deepspeed_config.offload_{what}_device")
-            elif self.in_deepspeed(f"zero_optimization.{old}") is True:
+            device = self.of_offload(what, "device")
+            if self.in_deepspeed(f"zero_optimization.{old}") is True:
                 device = "cpu"
             if device in ("cpu", "nvme"):
                 found[what] = str(device)
-        fsdp = self.in_accelerate("fsdp_config")
-        fsdp = fsdp if isinstance(fsdp, dict) else {}
-        if fsdp.get("fsdp_offload_params", fsdp.get("offload_params")) in (True, "true"):
+        if str(self.in_fsdp("offload_params")).lower() == "true":  # text, if it is a flag
             found["fsdp"] = "cpu"
         return found
 
@@ -103,12 +114,7 @@ def files_of(document: Document, path: Path) -> tuple[Path, ...]:
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     """Read a YAML or JSON file, and the keys that occur twice in it."""
     parse = parse_json if path.suffix == ".json" else parse_yaml
-    loaded, duplicates = parse(read_text(path, str(path)), str(path))
-    if not isinstance(loaded, dict):
-        kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
-        wanted = "a mapping: write `key: value` lines, or a JSON object"
-        raise ConfigError(f"{path} holds {kind}, not {wanted}")
-    return loaded, duplicates
+    return parse(read_text(path, str(path)), str(path))
 
 
 def document_of(
@@ -118,6 +124,14 @@ def document_of(
     document = Document(name=name, accelerate=accelerate, duplicates=duplicates)
     named = document.in_accelerate("deepspeed_config.deepspeed_config_file")
     return document if named is None else _with_json(document, named, folder or Path())
+
+
+def deepspeed_document(given: object) -> Document:
+    """Read a DeepSpeed JSON that is given as a mapping, a path, text or base64 of text."""
+    document = Document(name="deepspeed")
+    if isinstance(given, dict):
+        return replace(document, deepspeed=given)
+    return _with_json(document, given, Path())
 
 
 def _with_json(document: Document, named: object, folder: Path) -> Document:
@@ -142,9 +156,6 @@ def _with_json(document: Document, named: object, folder: Path) -> Document:
     except (binascii.Error, OSError, ValueError):
         problem = "there is no such file, and it is neither JSON nor base64"
         return replace(document, json_path=named, json_problem=problem)
-    if not isinstance(loaded, dict):
-        problem = f"it holds a {type(loaded).__name__}, not a mapping"
-        return replace(document, json_path=json_path, json_problem=problem)
     duplicates = document.duplicates + duplicates
     return replace(document, deepspeed=loaded, duplicates=duplicates, json_path=json_path)
 
@@ -162,12 +173,10 @@ def read_text(path: Path, source: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        place = f"byte 0x{content[error.start]:02x} in line {line}"
-        raise ConfigError(f"{source} is not UTF-8: {place}. Save it as UTF-8") from None
+        raise ConfigError(f"{source} is not UTF-8: {error}. Save it as UTF-8") from None
 
 
-def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+def parse_json(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
     """Parse JSON; the second value names the keys that occur twice in one mapping."""
     duplicates: list[str] = []
 
@@ -175,60 +184,54 @@ def parse_json(text: str, source: str) -> tuple[object, tuple[str, ...]]:
         duplicates.extend(_more_than_once([key for key, _ in items]))
         return dict(items)
 
-    def integer(digits: str) -> int | float:
-        # Python refuses thousands of digits, and does not name the key.
-        return int(digits) if len(digits) < 100 else math.inf
-
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_int=integer)
-    except json.JSONDecodeError as error:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
-    _refuse_impossible_numbers(value, source)
-    return value, tuple(duplicates)
+    return _mapping(value, source), tuple(duplicates)
 
 
-def parse_yaml(text: str, source: str) -> tuple[object, tuple[str, ...]]:
+def parse_yaml(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
     """Parse YAML without tags that run code; the second value names keys that occur twice."""
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is None:
-            return None, ()
-        duplicates = _written_twice(root, loader, source)
-        value: object = loader.construct_document(root)
-    except yaml.YAMLError as error:
+        duplicates = () if root is None else _written_twice(root, source)
+        value = None if root is None else loader.construct_document(root)
+    except ConfigError:
+        raise
+    # PyYAML has no error of its own for a date in month 13, or a number of 5,000 digits.
+    except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
         raise ConfigError(f"{source} is not YAML: {said}") from None
     except RecursionError:
         raise ConfigError(_too_deep(source)) from None
-    _refuse_impossible_numbers(value, source)
-    return value, duplicates
+    return _mapping(value, source), duplicates
 
 
-def _written_twice(root: yaml.Node, loader: yaml.SafeLoader, source: str) -> tuple[str, ...]:
+def _written_twice(root: yaml.Node, source: str) -> tuple[str, ...]:
     found: list[str] = []
-    for node, name in _walk(root, _within_node, source):
+    for node, _ in _walk(root, _within_node, source):
         if isinstance(node, yaml.MappingNode):
             found += _more_than_once([key for key, _ in _within_node(node)])
-        elif isinstance(node, yaml.ScalarNode):
-            try:
-                loader.construct_object(node)
-            # A date in month 13, a number of 5,000 digits: PyYAML does not say where.
-            except ValueError as error:
-                place = f"{source}, line {node.start_mark.line + 1}"
-                raise ConfigError(f"{place}: {name} is {str(node.value)[:40]!r}: {error}") from None
     return tuple(dict.fromkeys(found))
 
 
-def _refuse_impossible_numbers(loaded: object, source: str) -> None:
+def _mapping(loaded: object, source: str) -> Mapping:
+    """Refuse what is no mapping, and numbers that no launch has."""
+    if not isinstance(loaded, dict):
+        kind = "nothing" if loaded is None else f"a {type(loaded).__name__}"
+        wanted = "a mapping: write `key: value` lines, or a JSON object"
+        raise ConfigError(f"{source} holds {kind}, not {wanted}")
     for value, name in _walk(loaded, _within_value, source):
         # Written so that NaN, which compares with nothing, is refused too.
         if isinstance(value, (int, float)) and not -(2.0**64) < value < 2.0**64:
             shown = str(value) if len(str(value)) < 25 else f"{str(value)[:20]}..."
             why = f"{name} is {shown}, which is implausible: write another number"
             raise ConfigError(f"{source}: {why}")
+    return loaded
 
 
 def _within_node(node: object) -> list[tuple[str, object]]:

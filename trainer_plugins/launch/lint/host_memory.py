@@ -46,15 +46,15 @@ def memory_findings(
     document: Document, num_params: float | None, num_ranks: int | None, host: HostLimits
 ) -> Iterator[Finding]:
     """Judge the main memory of a machine by the parameters and the ranks of a launch."""
-    if num_params is None or (document.accelerate is None and document.deepspeed is None):
+    if num_params is None:
         return
-    ranks = document.in_accelerate("num_processes")
-    in_file = ranks if isinstance(ranks, int) and ranks > 0 else 1
-    need = host_need(document, num_params, num_ranks or in_file)
+    num_ranks = num_ranks or document.count("num_processes") or 1
+    need = host_need(document, num_params, num_ranks)
     shortage = host.shortage(need)
-    least = host_need(document, num_params, num_ranks or in_file, is_mapped=True)
+    least = host_need(document, num_params, num_ranks, is_mapped=True)
     if least.tensor_bytes < need.tensor_bytes and host.shortage(least) is None:
-        yield from _loaded_by_each(need, shortage)
+        if shortage is not None:
+            yield _loaded_by_each(need, shortage)
         return
     is_near = host.total_bytes is not None and need.total_bytes > _NEARLY * host.total_bytes
     if shortage is None and not is_near:
@@ -80,15 +80,13 @@ def memory_findings(
 def _remedy(document: Document) -> str:
     if "nvme" in document.offload_devices.values():
         return _FOR_NVME
-    is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
+    is_second = document.in_fsdp("version") == 2
     return _FOR_FSDP2 if is_second and not document.offload_devices else _REMEDY
 
 
-def _loaded_by_each(need: HostNeed, shortage: str | None) -> Iterator[Finding]:
+def _loaded_by_each(need: HostNeed, shortage: str) -> Finding:
     """Warn of a load that is too large if the ranks do not share what they read."""
-    if shortage is None:
-        return
-    yield Finding.warning(
+    return Finding.warning(
         code="config-host-memory",
         summary=f"while {need.num_ranks} ranks load all weights each, {shortage}",
         evidence="so it is if experts are stacked, or weights are cast or decoded while they are"
@@ -105,8 +103,7 @@ def host_need(
 
     Weights that are mapped from a file are there once for all ranks.
     """
-    machines = document.in_accelerate("num_machines")
-    num_local = max(1, num_ranks // machines) if isinstance(machines, int) else num_ranks
+    num_local = max(1, num_ranks // (document.count("num_machines") or 1))
     share = num_params / num_ranks
     is_whole = False
     if document.in_accelerate("distributed_type") == "FSDP":
@@ -118,6 +115,9 @@ def host_need(
     else:
         # each rank loads the whole model, and moves it to its card
         start, parts, is_whole = num_params * _HALF, [*_zero_2(document, share)], True
+    # deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`, in the first rank
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    gathers = document.zero_stage == 3 and document.in_deepspeed(key) is True
     pinned = sum(each.pinned_bytes for each in parts)
     steady = pinned + sum(each.num_bytes for each in parts if not each.pinned_bytes)
     return HostNeed(
@@ -126,23 +126,15 @@ def host_need(
         ),
         pinned_bytes=int(num_local * pinned),
         num_ranks=num_local,
-        save_bytes=int(_gathered_on_save(document, num_params)),
+        save_bytes=int(num_params * _HALF) if gathers else 0,
     )
-
-
-def _gathered_on_save(document: Document, num_params: float) -> float:
-    """Return what the first rank gathers when ZeRO-3 saves one file with 16-bit weights."""
-    # deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    gathers = document.zero_stage == 3 and document.in_deepspeed(key) is True
-    return num_params * _HALF if gathers else 0.0
 
 
 def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, list[_Part]]:
     """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays."""
     # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, upcasts, and then takes a state dict that
     # lives until the parts of all ranks are made. FSDP1 upcasts parts.
-    is_second = document.in_accelerate("fsdp_config.fsdp_version") == 2
+    is_second = document.in_fsdp("version") == 2
     start = num_params * (_FULL if is_second else _HALF)
     if "fsdp" not in document.offload_devices:
         return start, []
@@ -159,7 +151,7 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
     has_bf16_states = document.in_deepspeed("bf16.bf16_optimizer_states") is True
     master = _HALF if has_bf16_master else _FULL
     state = _HALF if has_bf16_states else _FULL
-    is_pinned = document.in_deepspeed(f"{zero}.offload_optimizer.pin_memory") is not False
+    is_pinned = document.of_offload("optimizer", "pin_memory") is not False
     group = _number(document, f"{zero}.sub_group_size", _SUB_GROUP) or _SUB_GROUP
     if "optimizer" in offloads:
         yield _part(share * _HALF, is_pinned)  # gradients
@@ -173,14 +165,13 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
         yield _Part(count * min(share, group) * master)
     if offloads.get("param") == "nvme":  # runtime/swap_tensor/partitioned_param_swapper.py
         count = _number(document, f"{zero}.offload_param.buffer_count", _PARAM_BUFFERS)
-        yield _Part(
-            count * _number(document, f"{zero}.offload_param.buffer_size", _PARAM_BUFFER) * _HALF
-        )
+        buffer = _number(document, f"{zero}.offload_param.buffer_size", _PARAM_BUFFER)
+        yield _Part(count * buffer * _HALF)
         in_cpu = _number(document, f"{zero}.offload_param.max_in_cpu", _IN_CPU)
         yield _part(min(share, in_cpu) * _HALF, is_pinned=True)
     if offloads.get("param") == "cpu":
         yield _part(share * _HALF, is_pinned=True)
-        if document.in_deepspeed(f"{zero}.offload_param.pin_memory") is not False:
+        if document.of_offload("param", "pin_memory") is not False:
             # partition_parameters.py, _partition_param, before they are moved to the flat buffer
             yield _Part(share * _HALF, share * _HALF * _ROUNDED)
 
@@ -189,7 +180,7 @@ def _zero_2(document: Document, share: float) -> Iterator[_Part]:
     # deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`
     if document.offload_devices.get("optimizer") != "cpu":
         return
-    pins = document.in_deepspeed("zero_optimization.offload_optimizer.pin_memory") is not False
+    pins = document.of_offload("optimizer", "pin_memory") is not False
     for width in (_FULL, _HALF, _FULL):  # weights, their copy with 16 bits, gradients
         yield _part(share * width, pins)
     yield _Part(2 * share * _FULL)

@@ -46,12 +46,12 @@ ACCELERATE_DEEPSPEED = _keys(
     number="gradient_clipping",
     boolean="zero3_init_flag zero3_save_16bit_model",
 )
-# DeepSpeedPlugin._deepspeed_config_checks refuses these next to a deepspeed_config_file.
+# DeepSpeedPlugin._deepspeed_config_checks refuses these, and mixed_precision, next to a
+# deepspeed_config_file.
 REFUSED_BESIDE_JSON = _names(
     """
     gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device
     offload_param_device offload_param_nvme_path offload_optimizer_nvme_path zero3_save_16bit_model
-    mixed_precision
     """
 )
 # accelerate adds `fsdp_` to a key that lacks it.
@@ -192,18 +192,7 @@ DEPRECATED = {
     "bfloat16": "bf16, the only name that transformers and accelerate look for",
 }
 
-# Whose "auto" HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces.
-AUTO = _names(
-    """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
-    bf16.enabled fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps
-    optimizer.params.weight_decay scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr
-    scheduler.params.warmup_num_steps scheduler.params.total_num_steps
-    zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
-    zero_optimization.stage3_param_persistence_threshold
-    """
-)
-# For these accelerate fills in its own default, which is rarely the intended value.
+# For whose "auto" accelerate fills in its own default, which is rarely the intended value.
 AUTO_IS_OFF = {
     "zero_optimization.stage": "2",
     "zero_optimization.offload_optimizer.nvme_path": '"none"',

@@ -6,15 +6,25 @@ from difflib import get_close_matches
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint import keys
+from trainer_plugins.launch.lint.agreement import asked_of
 from trainer_plugins.launch.lint.document import Document, Mapping
 
-_KINDS = {
-    "boolean": "true or false",
-    "integer": "an integer",
-    "number": "a number",
-    "text": "text",
-    "mapping": "a mapping",
-    "sequence": "a list",
+_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "boolean": ("true or false", bool),
+    "integer": ("an integer", (int, float)),
+    "number": ("a number", (int, float)),
+    "text": ("text", str),
+    "mapping": ("a mapping", dict),
+    "sequence": ("a list", list),
+    "anything": ("anything", object),
+}
+# Whose "auto" HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces.
+_AUTO = {
+    *asked_of({}, num_ranks=None),
+    "scheduler.params.warmup_min_lr",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
 }
 # YAML reads a bare NO as false, and accelerate accepts that.
 _MAY_BE_FALSE = ("distributed_type", "mixed_precision", "dynamo_backend")
@@ -55,6 +65,21 @@ def name_findings(document: Document) -> Iterator[Finding]:
         yield _misleading(document, "it says nvme", "nothing in the file is on a drive")
 
 
+def wrong_value(key: str, value: object, why: str, remedy: str = "") -> Finding:
+    """Report a value that none of its readers takes."""
+    return Finding.error(
+        code="config-wrong-value",
+        summary=f"{key} is {'missing' if value is None else repr(value)}",
+        evidence=why,
+        remedy=remedy or f"Change {key}",
+    )
+
+
+def ignored_key(summary: str, why: str, remedy: str) -> Finding:
+    """Report what has no effect."""
+    return Finding.warning(code="config-ignored-key", summary=summary, evidence=why, remedy=remedy)
+
+
 def _misleading(document: Document, claim: str, fact: str) -> Finding:
     return Finding.warning(
         code="config-name",
@@ -80,7 +105,7 @@ def _accelerate(config: Mapping) -> Iterator[Finding]:
             if name not in known:
                 what = "accelerate ignores it and does not warn"
                 yield _unknown(str(key), f"{section}.", known, what)
-            elif value == "auto" and name in keys.AUTO:
+            elif value == "auto" and name in _AUTO:
                 continue  # DeepSpeedPlugin accepts the word, and the Trainer replaces it
             elif value is not None and name != "deepspeed_config_file":
                 yield from _kind(f"{section}.{key}", value, known[name])
@@ -128,7 +153,7 @@ def _auto(name: str) -> Iterator[Finding]:
             evidence="DeepSpeedPlugin.__post_init__ fills it from its own defaults",
             remedy=f"Write the value that {name} should have",
         )
-    elif name not in keys.AUTO:
+    elif name not in _AUTO:
         yield Finding.error(
             code="config-unresolved-auto",
             summary=f'{name} stays "auto": neither transformers nor accelerate replaces it',
@@ -164,18 +189,18 @@ def _kind(name: str, value: object, kind: str) -> Iterator[Finding]:
         r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE
     )
     yaml_note = "; YAML 1.1 reads 5e7 as text, 5.0e+7 or 50000000 as a number" if quoted else ""
+    wanted, _ = _KINDS[kind]
     yield Finding.error(
         code="config-wrong-type",
-        summary=f"{name} is {value!r}, but should be {_KINDS[kind]}",
+        summary=f"{name} is {value!r}, but should be {wanted}",
         evidence=f"read as {type(value).__name__}{yaml_note}",
-        remedy=f"Write it without quotes, as {_KINDS[kind]}" if quoted else f"Write {_KINDS[kind]}",
+        remedy=f"Write it without quotes, as {wanted}" if quoted else f"Write {wanted}",
     )
 
 
 def _is_of(kind: str, value: object) -> bool:
-    if kind in ("integer", "number"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return False
-        return kind == "number" or float(value).is_integer()
-    types = {"boolean": bool, "text": str, "mapping": dict, "sequence": list, "anything": object}
-    return isinstance(value, types[kind])
+    if isinstance(value, bool) and kind in ("integer", "number"):
+        return False  # which is an int in Python
+    if isinstance(value, float) and kind == "integer":
+        return value.is_integer()
+    return isinstance(value, _KINDS[kind][1])

@@ -2,7 +2,7 @@
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,32 +13,19 @@ from trainer_plugins.checkpointing import spelled
 from trainer_plugins.launch.lint.document import ConfigError
 
 # What people call the same, and programs use for something else too: the batch of all cards.
-CALLED_ELSEWHERE = {
-    "batch_size": "per-device-train-batch-size",
-    "train_batch_size": "per-device-train-batch-size",
-}
-_FILES = ("training_args.py", "training_args_seq2seq.py")
-_OF_TRL = (
-    "trainer/base_config.py",
-    "trainer/{0}_config.py",
-    "trainer/grpo_config.py",
-    "experimental/{0}/{0}_config.py",
-)
+_CALLED_ELSEWHERE = ("batch_size", "train_batch_size")
 _SURE = 0.85  # of 1: `gradient_checkpoint` is near enough, `lora_r` is not `local_rank`
 
 
 @functools.cache
-def argument_names(trainer: str | None = None) -> frozenset[str]:
-    """Return the names that the installed TrainingArguments take; none if it is not found.
+def argument_names() -> frozenset[str]:
+    """Return the names that the installed TrainingArguments take; none if it is not found."""
+    return _fields_in("transformers", ("training_args.py", "training_args_seq2seq.py"))
 
-    With one of TRL's Trainers, as in "sft", also those of its own config.
-    """
-    names = _fields_in("transformers", _FILES)
-    if trainer is None:
-        return names
-    grouped = trainer == "gmpo"  # its config is one of GRPO's
-    files = [each.format(trainer) for each in _OF_TRL if grouped or "grpo" not in each]
-    return names | _fields_in("trl", files)
+
+def sft_argument_names() -> frozenset[str]:
+    """Return the names that TRL's SFTConfig adds; none if TRL is not found."""
+    return _fields_in("trl", ("trainer/base_config.py", "trainer/sft_config.py"))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -48,8 +35,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     ('bf16', '')
     """
     spelt = name.replace("-", "_")
-    if spelt in CALLED_ELSEWHERE:
-        return CALLED_ELSEWHERE[spelt]
+    if spelt in _CALLED_ELSEWHERE:
+        return "per-device-train-batch-size"
     by_spelling = {each.replace("-", "_"): each for each in reversed([*known])}
     swapped = [each for each in by_spelling if sorted(each) == sorted(spelt)]
     near = swapped or get_close_matches(spelt, by_spelling, n=1, cutoff=_SURE)
@@ -57,24 +44,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
+    """Return the fields of the classes in files of an installed package, which is not imported."""
+    found = find_spec(package)
+    folder = Path(found.origin if found is not None and found.origin else "").parent
+    paths = (folder / file for file in files)
     return frozenset(
         line.target.id
-        for each in _classes_in(package, files)
+        for path in paths
+        if path.is_file()
+        for each in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(each, ast.ClassDef)
         for line in each.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     )
-
-
-def _classes_in(package: str, files: Iterable[str]) -> Iterator[ast.ClassDef]:
-    """Yield the classes in files of an installed package, which is not imported."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
-        return
-    for file in files:
-        path = Path(found.origin).parent / file
-        if path.is_file():
-            body = ast.parse(path.read_text(encoding="utf-8")).body
-            yield from (each for each in body if isinstance(each, ast.ClassDef))
 
 
 def unknown_argument(names: Iterable[str]) -> str:

@@ -3,15 +3,13 @@
 import contextlib
 import dataclasses
 import io
-import json
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.launch.lint.document import ConfigError, read_mapping
-from trainer_plugins.launch.lint.training import argument_names, nearest
+from trainer_plugins.launch.lint.document import deepspeed_document
+from trainer_plugins.launch.lint.training import nearest, sft_argument_names
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
 from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
@@ -101,7 +99,7 @@ def _parsed(source: ConfigSource) -> HfArguments:
         near = nearest(
             flag.lstrip("-"), [each.lstrip("-") for each in parser._option_string_actions]
         )
-        is_of_trl = source.trainer is None and flag.lstrip("-") in argument_names("sft")
+        is_of_trl = source.trainer is None and flag.lstrip("-") in sft_argument_names()
         knower = kind.__name__ if source.trainer is not None else "TrainingArguments"
         hint = f": is it --{near}?" if near else ": it belongs to --trainer sft" * is_of_trl
         raise PlanError(f"neither plan nor {knower} has an option {unknown[0]}{hint}")
@@ -121,16 +119,7 @@ def _check_deepspeed(given: Any) -> None:
     """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
     if not given:
         return
-    if isinstance(given, str) and given.startswith("{"):
-        try:
-            config = dict(json.loads(given))
-        except json.JSONDecodeError as error:
-            raise PlanError(f"--deepspeed: {given} is not JSON: {error}") from error
-    elif isinstance(given, dict):
-        config = given
-    else:
-        try:
-            config = dict(read_mapping(Path(given))[0])
-        except ConfigError as error:
-            raise PlanError(f"--deepspeed: {error}") from error
-    refuse_deepspeed(config)
+    document = deepspeed_document(given if isinstance(given, dict) else str(given))
+    if document.deepspeed is None:
+        raise PlanError(f"--deepspeed {given}: {document.json_problem}")
+    refuse_deepspeed(document.deepspeed)
