@@ -267,22 +267,15 @@ def test_what_the_users_own_sitecustomize_raises_python_reports(tmp_path: Path) 
 IMPORTS = "import transformers.trainer; print('went on')"
 
 
-@pytest.mark.parametrize(
-    ("version", "says"),
-    [
-        ("99.0", f"{NOTHING}The program imported transformers.Trainer and built none"),
-        ("4.45.1", "works with transformers 4.57.1 or newer, but this is 4.45.1"),
-    ],
-)
-def test_what_was_not_attached_is_said_in_the_end(tmp_path, version, says) -> None:
-    folder = install_transformers(tmp_path, version)
+def test_what_was_not_attached_is_said_in_the_end(tmp_path) -> None:
+    folder = install_transformers(tmp_path, "99.0")
 
     done = execute(*OBSERVE, "--", sys.executable, "-c", IMPORTS, cwd=tmp_path, path=folder)
 
     assert (done.returncode, done.stdout) == (0, "went on\n")
-    assert says in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(NOTHING)
-    assert done.stderr.count("\n") == 1 + (version != "99.0")
+    says = f"{NOTHING}The program imported transformers.Trainer and built none"
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
 
 
 CODE = "import transformers.trainer; print(1 / 0)"
@@ -424,7 +417,7 @@ def test_a_python_that_does_not_have_the_pack(tmp_path: Path) -> None:
     [
         ([], "name a command after --"),
         (["--"], "name a command after --"),
-        (["--memory-stopp", "--", "true"], "Did you mean --memory-stop?"),
+        (["--memory-stopp", "--", "true"], " --memory-stop)"),
         (["--preset", "surviv", "--", "true"], "Did you mean survive?"),
         (["--memory-warn-fraction", "0.98", "--", "true"], "0.98 and 0.97"),
     ],

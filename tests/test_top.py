@@ -24,7 +24,7 @@ from tests.test_report import HOSTILE, obeyed
 from trainer_plugins.cli import app
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.history import NUM_PEAKS, Follower
+from trainer_plugins.record.history import Follower
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import (
     Beginning,
@@ -34,7 +34,7 @@ from trainer_plugins.record.timeline import (
     Timeline,
     to_line,
 )
-from trainer_plugins.report.top import RankLine, TopPage, rank_lines
+from trainer_plugins.report.top import MOST_PEAKS, RankLine, TopPage, rank_lines
 from trainer_plugins.strategy import Strategy
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.leak import WARM_UP_LOOKS, WINDOW
@@ -206,7 +206,7 @@ def test_the_trend_of_a_long_run_is_short_and_keeps_its_peak(tmp_path: Path) -> 
         if step % 500 == 0:
             (line,) = rank_lines(follower.look())
 
-    assert NUM_PEAKS <= len(line.trend) <= 2 * NUM_PEAKS
+    assert MOST_PEAKS // 2 <= len(line.trend) <= MOST_PEAKS
     assert [777 * len(line.trend) // 2000] == [
         at for at, pressure in enumerate(line.trend) if pressure == highest.pressure
     ]

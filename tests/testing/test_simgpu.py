@@ -472,7 +472,7 @@ class TestRunner:
             (["--capacity", "much", "x.py"], "a size is a positive number with a unit"),
             (["--capacity", "1MiB", "x.py"], "at least 2 MiB"),
             (["--capacity", "64MiB"], "name a script"),
-            (["x.py"], "say how large the card is"),
+            (["x.py"], "simgpu needs a capacity, as in --capacity 2GiB"),
             (["--capacity", "64MiB", "no_such_script.py"], "cannot open no_such_script.py"),
         ],
     )

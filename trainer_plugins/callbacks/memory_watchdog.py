@@ -13,7 +13,7 @@ from trainer_plugins.callbacks._run import Event, model_of, move_before_trackers
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Severity
 from trainer_plugins.hf_trainer import HfArguments, HfState
-from trainer_plugins.record.metrics import PrometheusFile, as_logs
+from trainer_plugins.record.metrics import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.generation import guard_generate
@@ -191,10 +191,9 @@ class MemoryWatchdog(EvaluationCallback):
         metrics = None if self._watch is None else self._watch.metrics()
         if metrics is None:
             return
-        numbers = as_logs(metrics)
-        logs.update(numbers)
+        logs.update(metrics)
         # The Trainer has put a copy of `logs` there before on_log.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(numbers)
+            state.log_history[-1].update(metrics)
         if self._prometheus is not None:
             self._prometheus.write(metrics)

@@ -31,8 +31,8 @@ from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import folder_of_run, output_dir_of, write_new
-from trainer_plugins.record.oom_record import read_oom_record
+from trainer_plugins.record.folder import folder_of_run, output_dir_of, read_one, write_new
+from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
 from trainer_plugins.upkeep.frames import frames_above
@@ -173,7 +173,7 @@ def _write(folder: Path, facts: RunFacts) -> None:
 def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Write the explanation below the traceback; of several ranks that failed, the first does."""
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
-        record, folder = read_oom_record(path), output_dir_of(path.parent)
+        record, folder = read_one(path, OomRecord), output_dir_of(path.parent)
         if record is None or words not in map(first_line, _what_ended_the_program()):
             return
         if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):

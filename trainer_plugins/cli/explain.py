@@ -8,7 +8,7 @@ import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
-from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.printable import printable
 
 _NO_OOM = 1
@@ -120,7 +120,6 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
     from rich.text import Text
 
     from trainer_plugins.report.page import Indented, show
-    from trainer_plugins.report.words import GRADES
 
     if not answer.causes:
         heading, facts = "no out-of-memory error was found in it", [*answer.facts]

@@ -12,6 +12,12 @@ Certainty = Literal["certain", "likely", "possible"]
 # From the planner for this run, the allocator's model over a snapshot, the numbers of the message,
 # or from practice and not checked here.
 Grade = Literal["predicted", "replayed", "arithmetic", "known"]
+GRADES: Mapping[Grade, str] = {
+    "predicted": "predicted",
+    "replayed": "replayed",
+    "arithmetic": "by arithmetic",
+    "known": "not checked",
+}
 # Of a record: the error's words, the allocator and driver after it, the count of what was alive,
 # the steps before it, the failing batch, the model's config, the arguments, the driver's list.
 ShownBy = Literal[

@@ -11,8 +11,8 @@ from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
 from trainer_plugins.explain.text.explain import explain_excerpt
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import output_dir_of, places_of_run
-from trainer_plugins.record.oom_record import read_oom_record
+from trainer_plugins.record.folder import output_dir_of, places_of_run, read_one
+from trainer_plugins.record.oom_record import OomRecord
 
 # How `upkeep/post_mortem.py` names a record. No other name is followed, whatever a log holds.
 _NAMED = re.compile(
@@ -33,7 +33,7 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
     named = list(dict.fromkeys(_named(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):
-            record = read_oom_record(path)
+            record = read_one(path, OomRecord)
             # One of an earlier or later run may have the same path.
             if record is not None and record.words == each.words:
                 from trainer_plugins.explain.run import explain_record

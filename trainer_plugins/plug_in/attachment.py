@@ -6,11 +6,9 @@ import gc
 import inspect
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -22,7 +20,7 @@ from trainer_plugins.plug_in.options import (
     callbacks_from_args,
     memory_arguments,
 )
-from trainer_plugins.plug_in.reported import report_trainer
+from trainer_plugins.plug_in.reported import TRAINER, report
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -77,7 +75,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     present[behind:behind] = missing
     for each in missing:
         each.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    report_trainer()
+    report(TRAINER)
     return missing
 
 
@@ -85,14 +83,6 @@ def was_inserted(callback: "TrainerCallback") -> bool:
     """Return whether `insert` added this callback, not the user."""
     known = _inserted.get(id(callback))
     return known is not None and known() is callback
-
-
-def give_way(trainer: "Trainer", cls: "type[TrainerCallback]") -> None:
-    """Remove what `insert` added if the user is about to add a callback of that class."""
-    present = trainer.callback_handler.callbacks
-    present[:] = [
-        other for other in present if not (_same_kind(type(other), cls) and was_inserted(other))
-    ]
 
 
 def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> bool:
@@ -105,7 +95,6 @@ def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> 
 
 logger = logging.getLogger(__name__)
 
-OLDEST_TRANSFORMERS = "4.57.1"
 _TRAINER_MODULE = "transformers.trainer"
 
 
@@ -135,8 +124,7 @@ def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
         **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Raises:
-        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing is
-            changed then.
+        ValueError: an unknown preset or option, or a bad value. Nothing is changed then.
     """
     _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
 
@@ -209,7 +197,6 @@ def say_at_exit() -> None:
 
 
 def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
-    _check_transformers()
     _state.make = make
     if _trainer_class() is not None:
         _wrap()
@@ -235,13 +222,17 @@ def _wrap() -> None:
 def _around_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807
+        if _state.make is None:
+            return init(self, *args, **kwargs)
         # `StreamBase` finds itself in this variable, by its name, when the Trainer moves its model.
-        callbacks = _made()
+        callbacks: list[TrainerCallback] = []
+        with _harmless("a Trainer"):
+            callbacks = _state.make()
         init(self, *args, **kwargs)
-        if callbacks is not None:
-            _state.num_built += 1
-            with _harmless(type(self).__name__):
-                insert(self, callbacks)
+        _state.num_built += 1
+        with _harmless(type(self).__name__):
+            insert(self, callbacks)
+        return None
 
     return __init__
 
@@ -250,19 +241,17 @@ def _around_add_callback(add: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add)
     def add_callback(self: "Trainer", callback: "type[TrainerCallback] | TrainerCallback") -> None:
         if _state.make is not None and not getattr(self, "is_in_train", False):
-            give_way(self, callback if isinstance(callback, type) else type(callback))
+            kind = callback if isinstance(callback, type) else type(callback)
+            present = self.callback_handler.callbacks
+            # Ours gives way to one of the user's.
+            present[:] = [
+                each
+                for each in present
+                if not (was_inserted(each) and _same_kind(type(each), kind))
+            ]
         add(self, callback)
 
     return add_callback
-
-
-def _made() -> "list[TrainerCallback] | None":
-    """Make the callbacks for a Trainer that is about to be built; None if nothing is attached."""
-    if _state.make is None:
-        return None
-    with _harmless("a Trainer"):
-        return _state.make()
-    return []
 
 
 @contextmanager
@@ -291,19 +280,3 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
             built,
             " was" if built == 1 else "s were",
         )
-
-
-def _check_transformers() -> None:
-    try:
-        here = version("transformers")
-    except PackageNotFoundError:  # not installed, or without metadata: its version is unknown
-        return
-    if _numbers(here) < _numbers(OLDEST_TRANSFORMERS):
-        raise ValueError(
-            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, but this is"
-            f" {here}. Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
-from trainer_plugins.presets import PRESETS, nearest
+from trainer_plugins.presets import PRESETS
 from trainer_plugins.printable import printable
 
 EXIT_USAGE = 2
@@ -30,39 +30,22 @@ BEFORE_A_COMMAND: dict[str, Any] = {
 PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
 
 
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-
-
-def without_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a pasted command begins with, `NAME=VALUE`, and the rest."""
-    variables, rest = {}, [*words]
-    while rest and ASSIGNMENT.match(rest[0]):
-        name, _, value = rest.pop(0).partition("=")
-        variables[name] = value
-    return variables, rest
-
-
 def assigned(words: Sequence[str]) -> list[str]:
     """Set the variables that a pasted command begins with, as a shell would; return the rest."""
-    variables, rest = without_assignments(words)
-    os.environ.update(variables)
+    rest = [*words]
+    while rest and re.match(r"[A-Za-z_]\w*=", rest[0]):
+        name, _, value = rest.pop(0).partition("=")
+        os.environ[name] = value
     return rest
 
 
 class Command(TyperCommand):
-    """Wraps its help between words, and lists --help in its last panel."""
+    """Wraps its help between words."""
 
     def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
         # Typer would break a line wherever the source does, and again at the end of the terminal.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
         super().__init__(*args, help=text, **settings)
-
-    def get_params(self, ctx: Any) -> Any:
-        params: Any = super().get_params(ctx)
-        shown = [each for each in params if not getattr(each, "hidden", False)]
-        if len(shown) > 1 and shown[-1].name == "help":
-            shown[-1].rich_help_panel = getattr(shown[-2], "rich_help_panel", None)
-        return params
 
 
 class CommandInFront(Command):
@@ -75,13 +58,7 @@ class CommandInFront(Command):
             rest: list[str] = super().parse_args(ctx, args)
             return rest
         except USAGE_ERROR as error:
-            reason = error.format_message()
-            if type(error).__name__ == "NoSuchOption":
-                known = [name for param in self.params for name in param.opts if name[:2] == "--"]
-                meant = nearest(error.option_name, known)
-                reason = f"there is no option {error.option_name}.{meant} Known options: "
-                reason += ", ".join(known)
-            self.refuse(reason)
+            self.refuse(error.format_message())
 
     @classmethod
     def refuse(cls, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import Field, dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainer_plugins.presets import (
     CUDA_CACHE,
@@ -24,27 +24,23 @@ DEFAULT_PRESET = "memory_safe"
 PREFIX = "memory_"
 
 
-class _Target(NamedTuple):
-    callback: str
-    parameter: str
-
-
-# Not in the metadata of the fields, because HfArgumentParser passes those to argparse.
+# The callback that takes each option, and its parameter. Not in the metadata of the fields, because
+# HfArgumentParser passes those to argparse.
 _TARGETS = {
-    "memory_every_steps": _Target(WATCHDOG, "every_steps"),
-    "memory_warn_fraction": _Target(WATCHDOG, "warn_fraction"),
-    "memory_act_fraction": _Target(WATCHDOG, "act_fraction"),
-    "memory_stop": _Target(WATCHDOG, "stop"),
-    "memory_prometheus_dir": _Target(WATCHDOG, "prometheus_dir"),
-    "memory_snapshot": _Target(REPORTER, "snapshot"),
-    "memory_release_every_steps": _Target(CUDA_CACHE, "interval"),
-    "memory_min_reclaimable_fraction": _Target(CUDA_CACHE, "min_reclaimable_fraction"),
-    "memory_logits_to": _Target(EVALUATION, "logits_to"),
-    "memory_on_refusal": _Target(SURVIVE, "on_refusal"),
-    "memory_vouch_for_loss": _Target(SURVIVE, "vouch_for_loss"),
-    "memory_rows_at_once": _Target(SURVIVE, "rows_at_once"),
-    "memory_stream_base": _Target(STREAM, "when"),
-    "memory_resident_layers": _Target(STREAM, "resident_layers"),
+    "memory_every_steps": (WATCHDOG, "every_steps"),
+    "memory_warn_fraction": (WATCHDOG, "warn_fraction"),
+    "memory_act_fraction": (WATCHDOG, "act_fraction"),
+    "memory_stop": (WATCHDOG, "stop"),
+    "memory_prometheus_dir": (WATCHDOG, "prometheus_dir"),
+    "memory_snapshot": (REPORTER, "snapshot"),
+    "memory_release_every_steps": (CUDA_CACHE, "interval"),
+    "memory_min_reclaimable_fraction": (CUDA_CACHE, "min_reclaimable_fraction"),
+    "memory_logits_to": (EVALUATION, "logits_to"),
+    "memory_on_refusal": (SURVIVE, "on_refusal"),
+    "memory_vouch_for_loss": (SURVIVE, "vouch_for_loss"),
+    "memory_rows_at_once": (SURVIVE, "rows_at_once"),
+    "memory_stream_base": (STREAM, "when"),
+    "memory_resident_layers": (STREAM, "resident_layers"),
 }
 
 _NO = "no"
@@ -160,9 +156,8 @@ class MemoryArguments:
             if type(value) is not kind and not (kind is float and type(value) is int):
                 wanted = f"a value of type {kind.__name__}"
                 raise ValueError(f"{option.name} takes {wanted}, got {value!r}")
-            target = _TARGETS.get(option.name)
-            if target and target.callback not in callbacks:
-                name = target.callback.rpartition(".")[2]
+            if option.name in _TARGETS and _TARGETS[option.name][0] not in callbacks:
+                name = _TARGETS[option.name][0].rpartition(".")[2]
                 missing = f"{name}, which is not in the preset {self.memory_preset}"
                 raise ValueError(f"{option.name} is for {missing}")
 
@@ -196,9 +191,9 @@ def callbacks_from_args(args: MemoryArguments) -> "list[TrainerCallback]":
             names = f"the preset {args.memory_preset} names {dotted}"
             raise ValueError(f"{names}, which cannot be imported: {error}") from error
         taken = {
-            target.parameter: getattr(args, option)
-            for option, target in _TARGETS.items()
-            if target.callback == dotted
+            parameter: getattr(args, option)
+            for option, (callback, parameter) in _TARGETS.items()
+            if callback == dotted
             and getattr(args, option) != _NO  # then a preset with StreamBase decides
         }
         if dotted == SURVIVE and args.memory_stream_base == "needed":

@@ -11,7 +11,7 @@ from trainer_plugins.compiled import cache_folder
 VARIABLE = "TRAINER_PLUGINS_EXEC"
 """The environment variable with the folder for the marks of one `exec`."""
 
-_IMPORTED, _TRAINER = "imported", "trainer"
+IMPORTED, TRAINER = "imported", "trainer"  # how far a program has come: marks
 
 _LOST = (
     "Either the program builds no Trainer (a custom training loop takes no callbacks), or its"
@@ -25,17 +25,8 @@ _NOT_BUILT = (
 )
 
 
-def report_import() -> None:
-    """Tell the `exec` above, if there is one, that a program has imported the Trainer."""
-    _leave(_IMPORTED)
-
-
-def report_trainer() -> None:
-    """Tell the `exec` above, if there is one, that a Trainer has our callbacks."""
-    _leave(_TRAINER)
-
-
-def _leave(mark: str) -> None:
+def report(mark: str) -> None:
+    """Tell the `exec` above, if there is one, that a program imported, or protects, the Trainer."""
     if folder := os.environ.get(VARIABLE):
         with suppress(OSError):  # the folder is another machine's, or its `exec` is gone
             Path(folder, mark).touch()
@@ -44,7 +35,7 @@ def _leave(mark: str) -> None:
 @contextmanager
 def folder_for_marks() -> Iterator[str]:
     """Make the folder of one `exec`, empty if there is no room; it speaks for one around it too."""
-    report_trainer()
+    report(TRAINER)
     with ExitStack() as stack:
         folder = ""
         # First where machines of a cluster meet, and where nothing is deleted after some days.
@@ -65,7 +56,7 @@ def folder_for_marks() -> Iterator[str]:
 def describe_lack(folder: str) -> str:
     """Say that no Trainer had callbacks, and why that may be; empty if one had."""
     marks = Path(folder)
-    if not folder or (marks / _TRAINER).exists():
+    if not folder or (marks / TRAINER).exists():
         return ""
-    why = _NOT_BUILT if (marks / _IMPORTED).exists() else _LOST
+    why = _NOT_BUILT if (marks / IMPORTED).exists() else _LOST
     return f"nothing was protected: no Trainer under this command reported. {why}"

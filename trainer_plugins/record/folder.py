@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from io import BufferedReader, FileIO
-from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from types import UnionType
@@ -54,29 +53,24 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
     text = json.dumps(value, indent=1, default=str)
     folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+    path, number = folder / f"{stem}.json", 1
+    while True:
         try:
-            # Take the name first: another process may be about to write here too.
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            path.touch(exist_ok=False)  # another process may be about to write here too
+            break
         except FileExistsError:
-            continue
-        try:
-            rewrite(path, text)
-        except BaseException:
-            with suppress(OSError):
-                path.unlink()
-            raise
-        return path
-    raise AssertionError("count() does not end")
-
-
-def rewrite(path: Path, text: str) -> None:
-    """Replace the content of a file, or raise OSError and leave it unchanged."""
-    with replacing(path) as file:
-        file.write(text.encode(errors="replace"))
-        file.flush()
-        os.fsync(file.fileno())
+            number += 1
+            path = folder / f"{stem}-{number}.json"
+    try:
+        with replacing(path) as file:
+            file.write(text.encode(errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return path
 
 
 def read_all(output_dir: Path, stem: str, kind: type[T]) -> list[T]:

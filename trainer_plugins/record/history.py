@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer_plugins.printable import printable
-from trainer_plugins.record.folder import NAME, open_regular, places_of_run
-from trainer_plugins.record.oom_record import read_oom_record
+from trainer_plugins.record.folder import NAME, open_regular, places_of_run, read_one
+from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.timeline import (
     CUT_OFF,
     LONGEST_LINE_BYTES,
@@ -106,7 +106,7 @@ class History:
         )
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Collection[int]) -> str:
     """Name ranks shortly, however many there are.
 
     >>> ranks_in_words((0,)), ranks_in_words((0, 1, 2, 3)), ranks_in_words((0, 2, 7))
@@ -243,11 +243,10 @@ def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int
 
 
 NUM_RECENT = 32  # readings of training steps that are kept, as many as it takes to judge a leak
-NUM_PEAKS = 12  # a run's pressure is kept as at most twice this many maxima
 
 
 class RankRun:
-    """Holds how far one rank of one run is; its size does not grow with the run."""
+    """Holds how far one rank of one run is."""
 
     def __init__(self, first: Entry) -> None:
         self.began_seconds = first.time_seconds
@@ -258,15 +257,13 @@ class RankRun:
         self.world_size: int | None = None
         self.num_trained = 0  # readings of training steps so far
         self.recent: deque[Sample] = deque(maxlen=NUM_RECENT)  # oldest first
-        self.peaks: list[float] = []  # the highest pressure of equal stretches, oldest first
-        self._stretch = 1
-        self._num_in_stretch = 0
+        self.pressures: list[float] = []  # of all readings, oldest first
 
     def add(self, entry: Entry) -> None:
         self.last = entry
         if isinstance(entry, Sample):
             self.sample = entry
-            self._note_peak(entry.reading.pressure, entry.num_readings)
+            self.pressures.append(entry.reading.pressure)
             if entry.moment == "train":
                 self.num_trained += entry.num_readings
                 self.recent.append(entry)
@@ -276,17 +273,6 @@ class RankRun:
             self.failure = entry
         elif isinstance(entry, Beginning):
             self.world_size = entry.strategy.world_size
-
-    def _note_peak(self, pressure: float, num_readings: int) -> None:
-        if self.peaks and self._num_in_stretch < self._stretch:
-            self.peaks[-1] = max(self.peaks[-1], pressure)
-            self._num_in_stretch += num_readings
-            return
-        if len(self.peaks) == 2 * NUM_PEAKS:
-            self.peaks = [max(self.peaks[at : at + 2]) for at in range(0, len(self.peaks), 2)]
-            self._stretch *= 2
-        self.peaks.append(pressure)
-        self._num_in_stretch = num_readings
 
 
 class _RankFile:
@@ -326,7 +312,7 @@ class _RankFile:
             self.runs.append(run)
             self._processes[process] = splitter, run
         if isinstance(entry, Failure) and entry.record:
-            record = read_oom_record(self.path.parent.parent / Path(entry.record).name)
+            record = read_one(self.path.parent.parent / Path(entry.record).name, OomRecord)
             if record is not None and record.last_sample is not None:
                 run.add(record.last_sample)
         run.add(entry)

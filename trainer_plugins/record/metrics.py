@@ -1,8 +1,7 @@
 """The memory use between two lines of a run's log, under its names in trackers and Prometheus."""
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trainer_plugins.printable import printable
@@ -13,27 +12,15 @@ from trainer_plugins.units import GIB
 
 logger = logging.getLogger(__name__)
 
-_HELP = {
-    "peak_bytes": "The most that tensors took at once since the log line before.",
-    "reserved_bytes": "Held by torch's caching allocator.",
-    "foreign_bytes": "Held on the device by other processes.",
-    "pressure_ratio": "Peak live memory as a fraction of the device.",
-    "alloc_retries_total": "Allocations that succeeded only after a flush of the cache.",
-    "flush_seconds_total": "Time that training waited for releases of cached memory.",
+# The names in a file for Prometheus, and what they say; sizes are in bytes there.
+_IN_PROMETHEUS = {
+    "memory/peak_gib": ("peak_bytes", "Most that tensors took at once since the last log line."),
+    "memory/reserved_gib": ("reserved_bytes", "Held by torch's caching allocator."),
+    "memory/foreign_gib": ("foreign_bytes", "Held on the device by other processes."),
+    "memory/pressure_fraction": ("pressure_ratio", "Peak live memory as a part of the device."),
+    "memory/alloc_retries": ("alloc_retries_total", "Allocations that first flushed the cache."),
+    "memory/flush_seconds": ("flush_seconds_total", "Time that training waited for releases."),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMetrics:
-    """Holds the memory of one rank's device since the previous log line; sizes in bytes."""
-
-    peak_bytes: int  # the peak of tensors, in training, evaluation or save
-    reserved_bytes: int  # what this process's caching allocator held at the last reading
-    # Outside torch at the last reading, minus what this run took there while it warmed up.
-    foreign_bytes: int
-    pressure_fraction: float  # the highest pressure (see `MemoryReading`), 0 to 1
-    num_alloc_retries: int  # allocations that needed a flush of the allocator's cache
-    flush_seconds: float  # how long training waited for releases of cached memory
 
 
 def metrics_of(
@@ -41,28 +28,24 @@ def metrics_of(
     readings: Sequence[MemoryReading],
     flushes: Iterable[Flush],
     own_non_torch_bytes: int,
-) -> MemoryMetrics:
-    """Sum up the readings and releases since the previous log line, which saw `before`."""
+) -> dict[str, float]:
+    """Sum up the readings and releases since the previous log line, as trackers show them.
+
+    Args:
+        before: the last reading that the previous line saw.
+        readings: the readings since then, one or more.
+        flushes: the releases since then.
+        own_non_torch_bytes: what this run took outside torch while it warmed up.
+    """
     last = readings[-1]
-    return MemoryMetrics(
-        peak_bytes=max(reading.peak_allocated_bytes for reading in readings),
-        reserved_bytes=last.reserved_bytes,
-        foreign_bytes=max(0, last.non_torch_bytes - own_non_torch_bytes),
-        pressure_fraction=max(reading.pressure for reading in readings),
-        num_alloc_retries=last.num_alloc_retries - before.num_alloc_retries,
-        flush_seconds=sum(flush.seconds for flush in flushes),
-    )
-
-
-def as_logs(metrics: MemoryMetrics) -> dict[str, float]:
-    """Return the metrics under the names and in the units that trackers show."""
+    foreign_bytes = max(0, last.non_torch_bytes - own_non_torch_bytes)
     return {
-        "memory/peak_gib": metrics.peak_bytes / GIB,
-        "memory/reserved_gib": metrics.reserved_bytes / GIB,
-        "memory/foreign_gib": metrics.foreign_bytes / GIB,
-        "memory/pressure_fraction": metrics.pressure_fraction,
-        "memory/alloc_retries": float(metrics.num_alloc_retries),
-        "memory/flush_seconds": float(metrics.flush_seconds),
+        "memory/peak_gib": max(reading.peak_allocated_bytes for reading in readings) / GIB,
+        "memory/reserved_gib": last.reserved_bytes / GIB,
+        "memory/foreign_gib": foreign_bytes / GIB,
+        "memory/pressure_fraction": max(reading.pressure for reading in readings),
+        "memory/alloc_retries": float(last.num_alloc_retries - before.num_alloc_retries),
+        "memory/flush_seconds": float(sum(flush.seconds for flush in flushes)),
     }
 
 
@@ -78,13 +61,13 @@ class PrometheusFile:
         # Escapes in label values: https://prometheus.io/docs/instrumenting/exposition_formats
         escaped = device.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'{{rank="{rank}",device="{escaped}"}}'
-        self._num_alloc_retries = 0
-        self._flush_seconds = 0.0
+        self._sums = dict.fromkeys(("memory/alloc_retries", "memory/flush_seconds"), 0.0)
         self._warned = False
 
-    def write(self, metrics: MemoryMetrics) -> None:
-        self._num_alloc_retries += metrics.num_alloc_retries
-        self._flush_seconds += metrics.flush_seconds
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Write what `metrics_of` has returned."""
+        for name in self._sums:
+            self._sums[name] += metrics[name]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # The collector may read any *.prom file at any time, so replace it atomically.
@@ -100,19 +83,15 @@ class PrometheusFile:
                     error.strerror,
                 )
 
-    def _text(self, metrics: MemoryMetrics) -> str:
-        values = {
-            "peak_bytes": metrics.peak_bytes,
-            "reserved_bytes": metrics.reserved_bytes,
-            "foreign_bytes": metrics.foreign_bytes,
-            "pressure_ratio": metrics.pressure_fraction,
-            "alloc_retries_total": self._num_alloc_retries,
-            "flush_seconds_total": self._flush_seconds,
-        }
-        return "".join(
-            f"# HELP trainer_plugins_memory_{name} {_HELP[name]}\n"
-            f"# TYPE trainer_plugins_memory_{name}"
-            f" {'counter' if name.endswith('_total') else 'gauge'}\n"
-            f"trainer_plugins_memory_{name}{self._labels} {value}\n"
-            for name, value in values.items()
-        )
+    def _text(self, metrics: Mapping[str, float]) -> str:
+        lines = []
+        for name, value in {**metrics, **self._sums}.items():
+            metric, meaning = _IN_PROMETHEUS[name]
+            kind = "counter" if metric.endswith("_total") else "gauge"
+            unit = GIB if metric.endswith("_bytes") else 1
+            lines += [
+                f"# HELP trainer_plugins_memory_{metric} {meaning}\n",
+                f"# TYPE trainer_plugins_memory_{metric} {kind}\n",
+                f"trainer_plugins_memory_{metric}{self._labels} {value * unit}\n",
+            ]
+        return "".join(lines)

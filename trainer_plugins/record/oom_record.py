@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.folder import from_json, places_of_run, read_all, read_json, read_one
+from trainer_plugins.record.folder import from_json, places_of_run, read_all, read_json
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample
 
@@ -197,8 +197,3 @@ def open_oom_record(path: Path) -> OomRecord | None:
     except (TypeError, ValueError) as error:
         why = str(error).replace("OomRecord.__init__() ", "")
         raise ValueError(f"{path} is no record of an OOM that can be read: {why}") from error
-
-
-def read_oom_record(path: Path) -> OomRecord | None:
-    """Read one record; None if the file is missing, damaged, or something else."""
-    return read_one(path, OomRecord)

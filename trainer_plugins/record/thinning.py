@@ -83,17 +83,14 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
     columns = zip(*(_compared(match) for _, match in group), strict=True)
-    chosen = {max(range(_TOGETHER), key=column.__getitem__) for column in columns}
-    for at in (7, 5, 3, 1, 6, 4, 2, 0):
-        if len(chosen) < _TOGETHER // 2:
-            chosen.add(at)
-    heir = max(chosen)
+    highest = [max(range(_TOGETHER), key=column.__getitem__) for column in columns]
+    wanted = dict.fromkeys([*highest, 7, 5, 3, 1, 6, 4, 2, 0])
+    chosen = sorted([*wanted][: _TOGETHER // 2])
     counts = dict.fromkeys(chosen, 0)
-    for at, (number, match) in reversed([*enumerate(group)]):
-        heir = at if at in chosen else heir
+    for at, (number, match) in enumerate(group):
+        heir = next((each for each in chosen if each >= at), chosen[-1])
         counts[heir] += int(match["num"] or 1)
-        if at not in chosen:
-            stay[number] = None
+        stay[number] = None
     for at, num in counts.items():
         number, match = group[at]
         stay[number] = match["told"] + b', "num_readings": %d}\n' % num

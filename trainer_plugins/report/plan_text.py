@@ -7,9 +7,14 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.allocator.model import SMALL_SEGMENT_BYTES
-from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least, peak_until_resume
+from trainer_plugins.planner.plan import (
+    MemoryPlan,
+    Proposal,
+    TensorsAtPeak,
+    at_least,
+    peak_until_resume,
+)
 from trainer_plugins.report.page import Indented, plain_table, to_paste
-from trainer_plugins.report.words import words_of
 from trainer_plugins.units import MIB, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
@@ -248,3 +253,16 @@ def _tensors(plan: MemoryPlan) -> Table:
         made_by = f"{group.operation} in the {group.moment}"
         table.add_row(words_of(group), f"{size(group.num_bytes)}{times}", made_by)
     return table
+
+
+def words_of(group: TensorsAtPeak) -> str:
+    """Describe equal tensors, with the model's name of the module.
+
+    >>> group = dict(count=1, num_bytes=8, moment="forward", part="lm_head", operation="a.py:3 f")
+    >>> words_of(TensorsAtPeak(category="frozen weights", **group))
+    'frozen weights of lm_head'
+    """
+    if group.category == "activations":
+        what = f"results of {group.operation}"
+        return f"{what} in {group.part}" if group.part else what
+    return f"{group.category} of {group.part}" if group.part else group.category

@@ -13,6 +13,7 @@ from trainer_plugins.record.history import (
     Timelines,
     entries_of,
     has_end,
+    has_failed,
     missing_in_words,
     ranks_in_words,
 )
@@ -223,7 +224,7 @@ def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
         each
         for each in records
         if began - SLACK_SECONDS <= each.time_seconds <= ended + SLACK_SECONDS
-        and any(isinstance(entry, Failure) for entry in run.timelines.get(each.rank, ()))
+        and has_failed(run.timelines.get(each.rank, ()))
     ]
 
 

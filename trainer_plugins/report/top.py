@@ -1,5 +1,6 @@
 """Renders the state of each rank of a run, one line a rank, for a live terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
@@ -23,6 +24,7 @@ _PLAIN = str.maketrans("█▒░·▁▂▃▄▅▆▇", "#=x.1234567")  # wit
 _FLAT = 0.1  # a trend that spans less of the device is drawn as if it spanned this much
 _WIDTH_WITH_SIZES = 110
 _WIDTH_WITH_TREND = 130
+MOST_PEAKS = 24  # of a trend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,18 @@ def rank_lines(run: Mapping[int, RankRun]) -> list[RankLine]:
             state=_state(rank_run),
             time_seconds=rank_run.last.time_seconds,
             reading=rank_run.sample.reading if rank_run.sample else None,
-            trend=tuple(rank_run.peaks),
+            trend=_trend(rank_run.pressures),
             growth=_growth(rank_run),
             remark=rank_run.remark,
             failure=rank_run.failure,
         )
         for rank, rank_run in run.items()
     ]
+
+
+def _trend(pressures: Sequence[float]) -> tuple[float, ...]:
+    length = max(1, math.ceil(len(pressures) / MOST_PEAKS))
+    return tuple(max(pressures[at : at + length]) for at in range(0, len(pressures), length))
 
 
 def _state(run: RankRun) -> str:

@@ -20,8 +20,6 @@ _SLOT = struct.Struct("<iIQ48s")
 _NUM_SLOTS = 60
 _FILE_BYTES = 4096
 _LIVE = 1  # a flag: the slot counts only while its process exists; others always count
-_CAPACITY_AT = 8
-_BYTES_IN_SLOT_AT = 8
 
 
 class CardProcess(NamedTuple):
@@ -30,13 +28,6 @@ class CardProcess(NamedTuple):
     pid: int
     num_bytes: int
     name: str
-
-
-class _Slot(NamedTuple):
-    pid: int
-    flags: int
-    num_bytes: int
-    name: bytes
 
 
 class SimCard:
@@ -89,13 +80,13 @@ class SimCard:
     @property
     def capacity_bytes(self) -> int:
         """Return the memory of the card; it can be set, even below what is in use."""
-        return self._words[_CAPACITY_AT // 8]
+        return self._words[1]  # behind the magic
 
     @capacity_bytes.setter
     def capacity_bytes(self, value: int) -> None:
         if value <= 0:
             raise ValueError(f"a card needs a positive capacity, got {value}")
-        self._words[_CAPACITY_AT // 8] = value
+        self._words[1] = value
 
     @property
     def uuid(self) -> str:
@@ -117,9 +108,9 @@ class SimCard:
         """List what each process holds, in the order of the slots, without those that have died."""
         slots = map(self._slot, range(_NUM_SLOTS))
         return tuple(
-            CardProcess(each.pid, each.num_bytes, each.name.rstrip(b"\0").decode(errors="replace"))
-            for each in slots
-            if each.pid and (not each.flags & _LIVE or psutil.pid_exists(each.pid))
+            CardProcess(pid, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
+            for pid, flags, num_bytes, name in slots
+            if pid and (not flags & _LIVE or psutil.pid_exists(pid))
         )
 
     def hold(self, pid: int, num_bytes: int, name: str, live: bool = False) -> None:
@@ -147,7 +138,7 @@ class SimCard:
                 raise ValueError(f"all {_NUM_SLOTS} process slots of the card are taken")
             short_name = name.encode()[:47]
             _SLOT.pack_into(self._memory, _slot_at(index), pid, _LIVE if live else 0, 0, short_name)
-        before = self._slot(index).num_bytes
+        _, _, before, _ = self._slot(index)
         # As every process that takes memory does: add, check, undo it if that was too much.
         self._set_bytes(index, num_bytes)
         if num_bytes > before and self.used_bytes > self.capacity_bytes:
@@ -165,16 +156,18 @@ class SimCard:
                 self._set_bytes(index, 0)
                 _SLOT.pack_into(self._memory, _slot_at(index), 0, 0, 0, b"")
 
-    def _slot(self, index: int) -> _Slot:
-        return _Slot._make(_SLOT.unpack_from(self._memory, _slot_at(index)))
+    def _slot(self, index: int) -> tuple[int, int, int, bytes]:
+        """Return pid, flags, bytes and name."""
+        slot: tuple[int, int, int, bytes] = _SLOT.unpack_from(self._memory, _slot_at(index))
+        return slot
 
     def _set_bytes(self, index: int, num_bytes: int) -> None:
-        self._words[(_slot_at(index) + _BYTES_IN_SLOT_AT) // 8] = num_bytes
+        self._words[_slot_at(index) // 8 + 1] = num_bytes  # behind pid and flags
 
     def _find(self, pid: int, live: bool | None) -> int | None:
         for index in range(_NUM_SLOTS):
-            slot = self._slot(index)
-            if slot.pid == pid and (live is None or bool(slot.flags & _LIVE) == live):
+            found, flags, _, _ = self._slot(index)
+            if found == pid and (live is None or bool(flags & _LIVE) == live):
                 return index
         return None
 

@@ -12,7 +12,7 @@ from trainer_plugins.allocator.in_force import has_expandable_segments
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.metrics import MemoryMetrics, metrics_of
+from trainer_plugins.record.metrics import metrics_of
 from trainer_plugins.record.timeline import Entry, Flush, Remark, Sample, Timeline
 from trainer_plugins.watch.foreign import (
     context_allowance_bytes,
@@ -149,7 +149,7 @@ class MemoryWatch:
         num = self._warm.num_alloc_retries + reading.num_alloc_retries - before.num_alloc_retries
         self._warm = replace(self._warm, num_alloc_retries=num)
 
-    def metrics(self) -> MemoryMetrics | None:
+    def metrics(self) -> dict[str, float] | None:
         """Return what was seen since the last call, without a reading; None without a look."""
         entries = [
             entry for timeline, num in self._num_charted.items() for entry in timeline.since(num)

@@ -14,11 +14,11 @@ def _attach():  # type: () -> None
         import json
 
         from trainer_plugins.plug_in.attachment import attach, is_attached
-        from trainer_plugins.plug_in.reported import report_import
+        from trainer_plugins.plug_in.reported import IMPORTED, report
 
         if not is_attached():  # what the program attached itself has precedence
             attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
-        report_import()
+        report(IMPORTED)
     except Exception as error:  # noqa: BLE001 # the program is not ours to break
         _say(error)
 

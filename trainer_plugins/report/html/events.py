@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.record.history import Timelines, entries_of
+from trainer_plugins.finding import Finding
+from trainer_plugins.record.history import Timelines, entries_of, ranks_in_words
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample
 from trainer_plugins.report.html.chart import Key, Mark, Span, colour_of
+from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import size
 
 _AT_ONCE = 1000  # bands of one kind, and marks of one finding, over the whole run
@@ -40,20 +41,9 @@ class Noted:
 
     @property
     def where(self) -> str:
-        steps = sorted({remark.step for _, remark in self.moments})
-        ranks = sorted({rank for rank, _ in self.moments})
-        return f"{_listed('step', steps)}; {_listed('rank', ranks)}"
-
-
-def _listed(what: str, numbers: Sequence[int]) -> str:
-    """List up to eight numbers.
-
-    >>> _listed("step", [3]), _listed("rank", [*range(10)])
-    ('step 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
-    """
-    shown = ", ".join(map(str, numbers[:8]))
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"{what}{'' if len(numbers) == 1 else 's'} {shown}{more}"
+        steps = [remark.step for _, remark in self.moments]
+        ranks = {rank for rank, _ in self.moments}
+        return f"{steps_in_words(min(steps), max(steps))}; {ranks_in_words(ranks)}"
 
 
 def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
@@ -107,9 +97,6 @@ def span_key(entries: Sequence[Entry]) -> tuple[Key, ...]:
     return tuple(keys)
 
 
-_SEVERITIES = {Severity.INFO: "info", Severity.WARNING: "warning", Severity.ERROR: "error"}
-
-
 def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration) -> Iterator[Mark]:
     """Mark the errors of one rank, and the findings of all with the number of their sentence."""
     for entry in entries:
@@ -121,7 +108,7 @@ def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration)
         marks = {
             during.place(remark.time_seconds): Mark(
                 at=during.since(remark.time_seconds),
-                colour=_SEVERITIES[remark.finding.severity],
+                colour=remark.finding.severity.name.lower(),
                 title=f"rank {rank}, step {remark.step}: {remark.finding.summary}",
                 text=str(each.number),
                 href=f"#finding-{each.number}",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from statistics import median_low
+from typing import TypeVar
 
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -30,12 +31,32 @@ _ALIKE_FRACTION = 0.1  # ranks whose peaks are this close to each other are alik
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Holds the highest figures of readings in a row; each covers all since the one before."""
+    """Holds a stretch of time; seconds count from the beginning of the picture."""
 
     began_seconds: float
-    ended_seconds: float  # since the beginning of the picture
-    first_step: int
+    ended_seconds: float
     last_step: int
+
+
+Part = TypeVar("Part", bound=Stretch)
+
+
+def grouped(alone: Sequence[Part], most: int) -> list[list[Part]]:
+    """Group what lies side by side: each of about `most` groups is long enough to be seen."""
+    shortest = alone[-1].ended_seconds / most if alone else 0.0
+    groups: list[list[Part]] = []
+    for each in alone:
+        if not groups or groups[-1][-1].ended_seconds - groups[-1][0].began_seconds >= shortest:
+            groups.append([])
+        groups[-1].append(each)
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use(Stretch):
+    """Holds the highest figures of readings in a row; each covers all since the one before."""
+
+    first_step: int
     moments: tuple[str, ...]
     outside_bytes: int  # memory outside torch; the next three include it
     kept_bytes: int  # with the tensors that were alive when it was read
@@ -45,25 +66,12 @@ class Stretch:
     reserved_bytes: int
 
 
-def stretches_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Stretch]:
-    """Join the readings of one rank to no more than `most` stretches, long enough to be seen."""
-    alone = [*_alone(entries, began_seconds)]
-    if not alone:
-        return []
-    shortest = alone[-1].ended_seconds / most
-    joined: list[Stretch] = []
-    waiting: list[Stretch] = []
-    for each in alone:
-        waiting.append(each)
-        if each.ended_seconds - waiting[0].began_seconds >= shortest:
-            joined.append(_joined(waiting))
-            waiting = []
-    if waiting:
-        joined[-1:] = [_joined([*joined[-1:], *waiting])]
-    return joined
+def stretches_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Use]:
+    """Join the readings of one rank to about `most` stretches."""
+    return [_joined(some) for some in grouped([*_alone(entries, began_seconds)], most)]
 
 
-def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Stretch]:
+def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Use]:
     before = 0.0
     for entry in entries:
         if not isinstance(entry, Sample):
@@ -71,7 +79,7 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Stretch]:
         reading, outside = entry.reading, entry.reading.non_torch_bytes
         peak = outside + max(reading.peak_allocated_bytes, reading.allocated_bytes)
         until = max(before, entry.time_seconds - began_seconds)  # a clock may be set back
-        yield Stretch(
+        yield Use(
             began_seconds=before,
             ended_seconds=until,
             first_step=entry.step,
@@ -87,8 +95,8 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Stretch]:
         before = until
 
 
-def _joined(some: Sequence[Stretch]) -> Stretch:
-    sizes = [each.name for each in fields(Stretch) if each.name.endswith("_bytes")]
+def _joined(some: Sequence[Use]) -> Use:
+    sizes = [each.name for each in fields(Use) if each.name.endswith("_bytes")]
     return replace(
         some[0],
         ended_seconds=some[-1].ended_seconds,
@@ -200,18 +208,18 @@ def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
 _HEAD = ("steps", "until", "moment", "tensors at the peak", "with others", "reserved", "outside")
 
 
-def _edges(found: Sequence[Stretch]) -> list[float]:
+def _edges(found: Sequence[Use]) -> list[float]:
     return [*(round(each.began_seconds, 3) for each in found), round(found[-1].ended_seconds, 3)]
 
 
-def _said(each: Stretch) -> str:
+def _said(each: Use) -> str:
     return (
         f"{steps_in_words(each.first_step, each.last_step)},"
         f" {', '.join(map(printable, each.moments))}, {seconds_text(each.ended_seconds)}"
     )
 
 
-def _row(each: Stretch) -> tuple[str, ...]:
+def _row(each: Use) -> tuple[str, ...]:
     return (
         steps_in_words(each.first_step, each.last_step),
         seconds_text(each.ended_seconds),
@@ -223,7 +231,7 @@ def _row(each: Stretch) -> tuple[str, ...]:
     )
 
 
-def _levels(found: Sequence[Stretch]) -> list[tuple[int, ...]]:
+def _levels(found: Sequence[Use]) -> list[tuple[int, ...]]:
     figures = attrgetter("outside_bytes", "kept_bytes", "peak_bytes", "used_bytes")
     return [*zip(*map(figures, found), strict=True)]
 
@@ -233,7 +241,7 @@ def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
     return areas(reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
 
 
-def _planned(found: Sequence[Stretch], planned: Mapping[str, int]) -> tuple[Line, ...]:
+def _planned(found: Sequence[Use], planned: Mapping[str, int]) -> tuple[Line, ...]:
     if not planned:
         return ()
     levels = [

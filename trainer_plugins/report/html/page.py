@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from trainer_plugins.printable import printable
 from trainer_plugins.report.html.chart import colour_of
-from trainer_plugins.report.words import words_of
+from trainer_plugins.report.plan_text import words_of
 from trainer_plugins.units import percent, size
 
 _FOLDER = Path(__file__).parent

@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.run import explain_run
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.finding import Finding, Severity
@@ -17,7 +18,7 @@ from trainer_plugins.planner.calibrate import (
 )
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.printable import printable
-from trainer_plugins.record.history import History, Run, read_history
+from trainer_plugins.record.history import History, Run, entries_of, read_history
 from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
@@ -39,7 +40,6 @@ from trainer_plugins.report.summary import (
     with_records,
 )
 from trainer_plugins.report.text import when
-from trainer_plugins.report.words import GRADES
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.units import percent, size
@@ -142,18 +142,14 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
         return f"{what} after step {first.step}" + (f": {cause}" if cause else "")
     if ending is not None:
         return ending.summary[:1].upper() + ending.summary[1:]
-    tops = [top for entries in run.timelines.values() if (top := fullest(entries)) is not None]
-    if not tops:
+    top = fullest(chain.from_iterable(run.timelines.values()))
+    if top is None:
         return "The run left no reading of its memory"
-    top = max(tops, key=lambda sample: sample.reading.pressure)
-    worst = max((each.finding.severity for each in noted_in(run.timelines)), default=Severity.INFO)
+    findings = [remark.finding for _, remark in entries_of(run.timelines, Remark)]
+    worst = max((each.severity for each in findings), default=Severity.INFO)
     but = {Severity.ERROR: ", with errors", Severity.WARNING: ", with warnings"}.get(worst, "")
     full = percent(top.reading.pressure)
-    num = sum(
-        isinstance(entry, Remark) and entry.finding.code == "out-of-memory-survived"
-        for entries in run.timelines.values()
-        for entry in entries
-    )
+    num = sum(each.code == "out-of-memory-survived" for each in findings)
     saved = f". {num} batch{'es' * (num > 1)} ran out of memory and survived" if num else ""
     place = f"in step {top.step} ({top.moment})"
     return f"{top.reading.device} was {full} full at most, {place}{but}{saved}"
@@ -184,7 +180,7 @@ def _num_rows_a_step(run: Run, folder: Path) -> int:
 
 def _rank_in_full(run: Run, record: OomRecord | None) -> int:
     """Choose the rank that failed, else the one whose card was fullest."""
-    if record is not None and record.rank in run.timelines:
+    if record is not None:
         return record.rank
     tops = {rank: fullest(entries) for rank, entries in run.timelines.items()}
     return max(tops, key=lambda rank: top.reading.pressure if (top := tops[rank]) else -1.0)

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.printable import printable
 from trainer_plugins.report.html.chart import colour_of
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.snapshot_data import snapshot_data
-from trainer_plugins.report.words import GRADES
 from trainer_plugins.snapshot.held import WORDS
 from trainer_plugins.snapshot.oom import SnapshotCase
 from trainer_plugins.units import percent, size

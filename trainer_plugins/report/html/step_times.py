@@ -1,15 +1,15 @@
 """Draws how long the steps of a rank took, and how many tokens or rows they trained in a second."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from statistics import median
 from typing import Literal
 
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.report.html.chart import Chart, Dot, Line, Table, seconds_text
 from trainer_plugins.report.html.events import Duration
-from trainer_plugins.report.html.memory import MOST, MOST_ROWS
+from trainer_plugins.report.html.memory import MOST, MOST_ROWS, Stretch, grouped
 from trainer_plugins.report.summary import steps_in_words
 
 _FEWEST = 3
@@ -17,13 +17,10 @@ _FAR = 8  # a step of this many times the usual would flatten the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Holds how long steps took within a stretch of time."""
+class Pace(Stretch):
+    """Holds how long steps in a row took."""
 
-    began_seconds: float
-    ended_seconds: float
     num_steps: int
-    last_step: int
     busy_seconds: float  # the time of these steps, without evaluations and saves between them
     slowest_seconds: float
     slowest_step: int
@@ -32,26 +29,21 @@ class Pace:
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
     """Measure the steps of one rank between its readings, joined as stretches are."""
-    alone = [*_paces(entries, began_seconds)]
-    shortest = alone[-1].ended_seconds / most if alone else 0.0
-    joined: list[Pace] = []
-    for each in alone:
-        last = joined[-1] if joined else None
-        if last is None or last.ended_seconds - last.began_seconds >= shortest:
-            joined.append(each)
-            continue
-        slower = max(last, each, key=lambda pace: pace.slowest_seconds)
-        joined[-1] = replace(
-            last,
-            ended_seconds=each.ended_seconds,
-            num_steps=last.num_steps + each.num_steps,
-            last_step=each.last_step,
-            busy_seconds=last.busy_seconds + each.busy_seconds,
-            slowest_seconds=slower.slowest_seconds,
-            slowest_step=slower.slowest_step,
-            num_tokens=last.num_tokens + each.num_tokens,
-        )
-    return joined
+    return [_joined(some) for some in grouped([*_paces(entries, began_seconds)], most)]
+
+
+def _joined(some: Sequence[Pace]) -> Pace:
+    slowest = max(some, key=attrgetter("slowest_seconds"))
+    return Pace(
+        began_seconds=some[0].began_seconds,
+        ended_seconds=some[-1].ended_seconds,
+        last_step=some[-1].last_step,
+        num_steps=sum(each.num_steps for each in some),
+        busy_seconds=sum(each.busy_seconds for each in some),
+        slowest_seconds=slowest.slowest_seconds,
+        slowest_step=slowest.slowest_step,
+        num_tokens=sum(each.num_tokens for each in some),
+    )
 
 
 def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
@@ -88,6 +80,11 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
     if any(each.num_steps > 1 for each in found):
         lines.insert(0, ("slowest", "slow", [each.slowest_seconds for each in found]))
     longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
+
+    def cells(each: Pace) -> tuple[str, str]:
+        mean = each.busy_seconds / each.num_steps
+        return seconds_text(mean), seconds_text(each.slowest_seconds)
+
     return _chart(
         f"pace-{rank}",
         f"A step took {seconds_text(usual)}, and at most {longest}",
@@ -95,18 +92,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
         _peak(slowest, slowest.slowest_seconds, usual, seconds_text(slowest.slowest_seconds)),
         found,
         lines,
-        Table(
-            head=("until", "steps", "mean", "slowest"),
-            rows=tuple(
-                (
-                    seconds_text(each.ended_seconds),
-                    str(each.num_steps),
-                    seconds_text(each.busy_seconds / each.num_steps),
-                    seconds_text(each.slowest_seconds),
-                )
-                for each in paces_of(entries, during.began_seconds, MOST_ROWS)
-            ),
-        ),
+        _table(entries, during, ("mean", "slowest"), cells),
     )
 
 
@@ -123,6 +109,9 @@ def rate_chart(
     def count(each: Pace) -> int:
         return each.num_tokens if has_tokens else each.num_steps * num_rows_a_step
 
+    def cells(each: Pace) -> tuple[str, str]:
+        return f"{count(each):,}", _number(count(each) / each.busy_seconds)
+
     rates = [count(each) / each.busy_seconds for each in found]
     fastest, highest = max(zip(found, rates, strict=True), key=itemgetter(1))
     mean = sum(map(count, found)) / sum(each.busy_seconds for each in found)
@@ -134,19 +123,21 @@ def rate_chart(
         _peak(fastest, highest, median(rates), _number(highest)),
         found,
         [(f"{what} a second", "pace", rates)],
-        Table(
-            head=("until", "steps", what, "a second"),
-            rows=tuple(
-                (
-                    seconds_text(each.ended_seconds),
-                    str(each.num_steps),
-                    f"{count(each):,}",
-                    _number(count(each) / each.busy_seconds),
-                )
-                for each in paces_of(entries, during.began_seconds, MOST_ROWS)
-            ),
-        ),
+        _table(entries, during, (what, "a second"), cells),
     )
+
+
+def _table(
+    entries: Sequence[Entry],
+    during: Duration,
+    heads: tuple[str, str],
+    cells: Callable[[Pace], tuple[str, str]],
+) -> Table:
+    rows = (
+        (seconds_text(each.ended_seconds), str(each.num_steps), *cells(each))
+        for each in paces_of(entries, during.began_seconds, MOST_ROWS)
+    )
+    return Table(head=("until", "steps", *heads), rows=tuple(rows))
 
 
 def _chart(

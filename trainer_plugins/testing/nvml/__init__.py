@@ -95,7 +95,7 @@ class ScriptedNvml:
                 2 does not.
             name: the product's name.
         """
-        index = self._num("card")
+        index = len(self._cards)
         uuid = uuid or f"GPU-{index:08x}-1111-2222-3333-444444444444"
         bus = f"00000000:{0x17 + index:02X}:00.0"
         return self._with(
@@ -110,7 +110,7 @@ class ScriptedNvml:
         Its total is that capacity plus `reserved_bytes`. Without that file, the GPU is lost; once
         it exists, it is read until the next script.
         """
-        bus = f"00000000:{0x17 + self._num('card'):02X}:00.0"
+        bus = f"00000000:{0x17 + len(self._cards):02X}:00.0"
         return self._with(
             "card", name=name, bus=bus, reserved=reserved_bytes, file=Path(path).absolute()
         )
@@ -253,14 +253,14 @@ class ScriptedNvml:
             )
         return replace(self, records=(*self.records, record))
 
-    def _num(self, kind: str) -> int:
-        return sum(record.startswith(f"{kind}\t") for record in self.records)
+    @property
+    def _cards(self) -> list[str]:
+        return [record for record in self.records if record.startswith("card\t")]
 
     def _last_card(self) -> str:
-        cards = [record for record in self.records if record.startswith("card\t")]
-        if not cards:
+        if not self._cards:
             raise ValueError("add a card first: a process or a slice belongs to the last one")
-        return cards[-1]
+        return self._cards[-1]
 
 
 def build() -> Path:

@@ -196,7 +196,7 @@ def _default_card(capacity_bytes: int | None) -> SimCard:
     if path and Path(path).exists():
         return SimCard(path)
     if capacity_bytes is None:
-        raise ValueError("simgpu needs a capacity, or a card that has one")
+        raise ValueError("simgpu needs a capacity, as in --capacity 2GiB, or a card that has one")
     if path:
         return SimCard.create(path, capacity_bytes)
     directory = tempfile.mkdtemp(prefix="simgpu-")

@@ -11,7 +11,6 @@ code is passed on.
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from trainer_plugins.as_main import NoSuchProgramError, program
 from trainer_plugins.units import parse_size
@@ -25,10 +24,9 @@ def main(arguments: list[str]) -> None:
     from trainer_plugins.testing import simgpu
 
     try:
-        card = simgpu.SimCard(options.card) if options.card and options.card.exists() else None
-        if options.card and card is None:
-            os.environ["SIMGPU_CARD"] = str(options.card)  # the first process to need it creates it
-        simgpu.enable(options.capacity, card, options.indices)
+        if options.card:
+            os.environ["SIMGPU_CARD"] = options.card  # the first process to need it creates it
+        simgpu.enable(options.capacity, num_indices=options.indices)
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
         _refuse(str(error))
     try:
@@ -49,9 +47,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="SIZE",
         help="the memory of the card, such as 2GiB; not needed for a card that exists",
     )
-    parser.add_argument(
-        "--card", metavar="PATH", type=Path, help="a card file to share with other processes"
-    )
+    parser.add_argument("--card", metavar="PATH", help="a card file to share with other processes")
     parser.add_argument(
         "--indices", metavar="N", type=int, help="accept simgpu:0 to simgpu:N-1, of one memory"
     )
@@ -62,8 +58,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         del options.command[0]
     if not options.command:
         _refuse("name a script, or a module after -m")
-    if options.capacity is None and not (options.card or os.environ.get("SIMGPU_CARD")):
-        _refuse("say how large the card is, as in --capacity 2GiB")
     if options.capacity is not None:
         try:
             options.capacity = parse_size(options.capacity)

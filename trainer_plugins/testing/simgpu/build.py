@@ -40,10 +40,8 @@ def unavailable_reason() -> str | None:
 @functools.cache
 def built_library() -> Path:
     """Return the library for this torch, built unless cached, or raise SimgpuUnavailable."""
-    try:
-        import torch
-    except ImportError as error:
-        raise SimgpuUnavailable(f"simgpu needs PyTorch: {error}") from error
+    import torch
+
     if platform.system() != "Linux":
         raise SimgpuUnavailable(f"simgpu runs on Linux only, this is {platform.system()}")
     compiler = cpp_compiler()
@@ -71,13 +69,7 @@ def built_library() -> Path:
 
 def load() -> ctypes.CDLL:
     """Load the library, which registers its kernels with torch, or raise SimgpuUnavailable."""
-    path = built_library()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise SimgpuUnavailable(
-            f"simgpu cannot load {path}, remove it to build it again: {error}"
-        ) from error
+    library = ctypes.CDLL(str(built_library()))
     library.simgpu_last_error.restype = ctypes.c_char_p
     library.simgpu_num_allocations.restype = ctypes.c_uint64
     library.simgpu_attach_card.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
