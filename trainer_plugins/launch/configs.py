@@ -49,12 +49,12 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
     target = folder / f"{path(name).stem}.yaml"
     text = read(name).replace(f"configs/accelerate/{target.name}", printable(str(target)))
     for override in overrides:
-        text = _overridden(text, override, name)
+        text = _as_it_is_used(_overridden(text, override, name), override)
     if overrides:
-        what = (
-            f"Changed in this copy: {', '.join(overrides)}; the lines above describe the original"
+        changed = printable(
+            f"# Changed in this copy: {', '.join(overrides)}; figures are without it"
         )
-        text = text.replace("compute_environment:", f"# {printable(what)}\ncompute_environment:", 1)
+        text = text.replace("compute_environment:", f"{changed}\ncompute_environment:", 1)
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
     try:
@@ -97,6 +97,18 @@ def _overridden(text: str, override: str, name: str) -> str:
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
     return _with_json(text, key, value)
+
+
+def _as_it_is_used(text: str, override: str) -> str:
+    """Let the comments that say how to launch the file say the number that it now has."""
+    name, _, value = override.partition("=")
+    if not value.isdecimal():
+        return text
+    text = re.sub(rf" \[--{name} \d+\]", "", text)
+    text = re.sub(rf"--{name} \d+", f"--{name} {value}", text)
+    several = "es" if value != "1" else ""
+    runs = f"# It runs {value} process{several}, unless a launch gives --num_processes.\n"
+    return re.sub(rf"# Without --{name} .*\n", runs, text)
 
 
 def _dotted(blocks: Mapping[str, keys.Keys]) -> list[str]:
