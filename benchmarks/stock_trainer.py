@@ -10,6 +10,7 @@ benchmarks/results/fms_acceleration.txt compares. SDPA stands for flash-attn's p
 import json
 import sys
 import tempfile
+from typing import Any
 
 import peft
 import torch
@@ -20,7 +21,7 @@ from benchmarks.published import FOLDER
 LENGTH = 4096
 
 
-def load(kind: str) -> torch.nn.Module:
+def load(kind: str) -> Any:
     """Make Mistral-7B in bf16 on the card; with adapters if `kind` is lora."""
     written = json.loads((FOLDER / "configs" / "mistral-7b-v0.1.json").read_text())
     config = transformers.AutoConfig.for_model(**written)

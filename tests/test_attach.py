@@ -17,7 +17,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from tests.offers import install
+from tests.offers import install, install_transformers
 from tests.test_protect import ALL, MyWatchdog, Refuses, kinds
 from trainer_plugins import (
     MemoryWatchdog,
@@ -29,6 +29,7 @@ from trainer_plugins import (
     detach,
     protect,
 )
+from trainer_plugins.plug_in.attachment import OLDEST_TRANSFORMERS
 from trainer_plugins.record.timeline import Sample, read_timeline, timeline_of_run
 
 INIT, ADD = Trainer.__init__, Trainer.add_callback
@@ -331,3 +332,21 @@ def test_bad_input_changes_nothing(make_trainer, bad) -> None:
         with pytest.raises(ValueError, match="no preset"), attached("observ"):
             pass
         assert ours(make_trainer()) == OBSERVE
+
+
+def test_a_transformers_that_is_too_old(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(install_transformers(tmp_path, "4.45.1"))
+
+    with pytest.raises(
+        ValueError,
+        match=rf"works with transformers {OLDEST_TRANSFORMERS} or newer, but this is 4\.45\.1",
+    ):
+        attach()
+
+    assert Trainer.__init__ is INIT
+
+
+def test_what_is_supported_is_what_is_installed() -> None:
+    from tests.test_packaging import ROOT
+
+    assert f"transformers>={OLDEST_TRANSFORMERS}\n" in (ROOT / "setup.cfg").read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
+from tests.offers import install_transformers
 from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
@@ -120,6 +121,15 @@ def test_bad_input_is_one_line_and_runs_nothing(tmp_path: Path, arguments, says)
     assert done.stderr.startswith("python -m trainer_plugins.run: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_transformers_that_is_too_old(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')")
+
+    done = run("train.py", cwd=tmp_path, path=install_transformers(tmp_path, "4.45.1"))
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "works with transformers 4.57.1 or newer, but this is 4.45.1" in done.stderr
 
 
 def test_a_module_that_lacks_something_says_what(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import (
@@ -99,6 +101,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         timeline.add(entry)
 
     assert list(timeline) == ENTRIES[1:]
+    with pytest.raises(ValueError, match="at least one entry, got capacity=0"):
+        Timeline(capacity=0)
 
 
 def test_one_run_has_one_timeline_a_rank(tmp_path: Path) -> None:

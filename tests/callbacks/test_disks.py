@@ -63,7 +63,9 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert (tmp_path / "fifo" / "node" / prom).read_text().startswith("# HELP")
 
 
-def test_an_output_dir_taken_away_is_made_again(make_trainer, tmp_path: Path) -> None:
+def test_an_output_dir_taken_away_is_made_again_and_said_once(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
     class TakesAway(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step in (3, 6):
@@ -75,6 +77,7 @@ def test_an_output_dir_taken_away_is_made_again(make_trainer, tmp_path: Path) ->
     assert [(entry.step, entry.moment) for entry in entries if isinstance(entry, Sample)] == [
         (7, "train"), (8, "train"), (8, "end"),
     ]  # fmt: skip
+    assert caplog.text.count("was removed while the run was writing it: it was created again") == 1
 
 
 def test_half_a_line_of_a_run_before_swallows_nothing(make_trainer, tmp_path: Path) -> None:

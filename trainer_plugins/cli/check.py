@@ -82,7 +82,7 @@ def check(
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
     if form is not Format.TEXT:
-        file = run.machine.accelerate_config
+        file = run.accelerate_config
         files = () if file is None else files_of(facts.document, file)
         print_annotations(form, checklist.findings, files)
     elif as_json:

@@ -148,8 +148,8 @@ def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
         words = f"Also possible ({cause.code}): {printable(cause.summary)}"
         parts.append(Indented(Text(words), 5))
     for number, remedy in enumerate(answer.remedies):
-        label = Text("Do" if number == 0 else "", "bold")
-        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, label))
+        do = Text("Do" if number == 0 else "", "bold")
+        parts.append(Indented(Text(printable(remedy.do), "bold green"), 5, do))
         when = "Do this first: " if number == 0 else ""
         if remedy.cause != first.code:
             when = f"If it is {remedy.cause}: "

@@ -80,9 +80,9 @@ def _options_of(kind: Any, shown: Container[str] | None) -> Iterator[Parameter]:
 
 def _value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
     """Return the value of an option, or the dataclass that holds the values of several."""
-    make: Any = parameter.annotation
-    if not is_dataclass(make):
+    if not is_dataclass(parameter.annotation):
         return given[parameter.name]
+    make: Any = parameter.annotation
     return make(**{each.name: given[each.name] for each in fields(make)})
 
 

@@ -80,7 +80,8 @@ def watch_trainers() -> None:
 
     from trainer_plugins.inside.shortened import evaluate_few_rows
 
-    if not torch.cuda.is_initialized():  # else what is kept alive might be on the card
+    has_card: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not has_card:  # else what is kept alive might be on the card
         gc.freeze()  # accelerate collects often, and imports hold no garbage
     train, notes, waiting = Trainer.train, list[str](), list[threading.Timer]()
     evaluate_few_rows(notes)

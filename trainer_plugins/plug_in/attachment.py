@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -98,6 +99,9 @@ logger = logging.getLogger(__name__)
 _TRAINER_MODULE = "transformers.trainer"
 
 
+OLDEST_TRANSFORMERS = "4.57.1"
+
+
 class _State:
     make: "Callable[[], list[TrainerCallback]] | None" = None
     waits_for_import = False
@@ -124,7 +128,8 @@ def attach(preset: str = DEFAULT_PRESET, **options: Option) -> None:
         **options: the fields of `MemoryArguments` without `memory_`, such as `warn_fraction=0.8`.
 
     Raises:
-        ValueError: an unknown preset or option, or a bad value. Nothing is changed then.
+        ValueError: an unknown preset or option, a bad value, or transformers is too old. Nothing is
+            changed then.
     """
     _attach(functools.partial(callbacks_from_args, memory_arguments(preset, **options)))
 
@@ -197,6 +202,7 @@ def say_at_exit() -> None:
 
 
 def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
+    _check_transformers()
     _state.make = make
     if _trainer_class() is not None:
         _wrap()
@@ -279,4 +285,18 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
             " Trainer, call trainer_plugins.protect(trainer)",
             built,
             " was" if built == 1 else "s were",
+        )
+
+
+def _check_transformers() -> None:
+    from packaging.version import Version
+
+    try:
+        here = version("transformers")
+    except PackageNotFoundError:  # not installed, or without metadata: its version is unknown
+        return
+    if Version(here) < Version(OLDEST_TRANSFORMERS):
+        raise ValueError(
+            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, but this is"
+            f" {here}. Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
         )

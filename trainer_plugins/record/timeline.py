@@ -6,13 +6,15 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from io import BufferedReader, FileIO
 from itertools import islice
+from json.encoder import encode_basestring_ascii as _quoted
+from operator import attrgetter
 from pathlib import Path
 from secrets import token_hex
 from time import time
-from typing import Any, get_args
+from typing import get_args
 from weakref import WeakValueDictionary
 
 from trainer_plugins.finding import Finding
@@ -96,32 +98,44 @@ Entry = Sample | Flush | Remark | Beginning | Failure
 
 def to_line(entry: Entry) -> str:
     """Render an entry as one line of JSON, without the line feed; `run` names the process."""
+    if isinstance(entry, Sample) and entry.num_readings == 1:
+        return _to_sample_line(entry)
     record: dict[str, object] = {
         "kind": type(entry).__name__.lower(),
         "run": PROCESS,
         "time_seconds": round(entry.time_seconds, 3),
         "step": entry.step,
     }
-    for name, value in _fields(entry).items():
+    for name, value in asdict(entry).items():
         if name in _PARTS:
-            record |= _fields(value)
+            record |= value
         elif name == "seconds":
             record[name] = round(value, 6)
-        elif name not in record and value != _LEFT_OUT.get(name):
+        elif name not in record and (value or name != "num_tokens_seen"):
             record[name] = value
-    return json.dumps(record, default=_fields)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass; `dataclasses.asdict` takes five times as long."""
-    return {name: getattr(value, name) for name in value.__slots__}
+    return json.dumps(record)
 
 
 _KINDS: Mapping[str, Callable[..., Entry]] = {
     kind.__name__.lower(): kind for kind in get_args(Entry)
 }
 _PARTS = ("reading", "finding", "strategy")  # whose fields stand in the line itself
-_LEFT_OUT = {"num_tokens_seen": 0, "num_readings": 1}  # most readings have these
+_SIZES = tuple(f.name for f in fields(MemoryReading) if f.name != "device")
+_sizes_of = attrgetter(*_SIZES)
+_SAMPLE_LINE = (
+    '{"kind": "sample", "run": "%s", "time_seconds": %.3f, "step": %d, "moment": %s, "device": %s, '
+    + ", ".join(f'"{name}": %d' for name in _SIZES)
+)
+
+
+def _to_sample_line(sample: Sample) -> str:
+    """Format by hand, without `dataclasses.asdict` and json: this runs at every training step."""
+    moment, device = _quoted(sample.moment), _quoted(sample.reading.device)
+    when = (PROCESS, sample.time_seconds, sample.step)
+    line = _SAMPLE_LINE % (*when, moment, device, *_sizes_of(sample.reading))
+    if sample.num_tokens_seen:
+        line += f', "num_tokens_seen": {sample.num_tokens_seen}'
+    return line + "}"
 
 
 def from_line(line: bytes) -> tuple[str, Entry] | None:
@@ -166,6 +180,8 @@ class Timeline:
 
     def __init__(self, path: Path | None = None, capacity: int = 10_000) -> None:
         self._file: FileIO | None = None
+        if capacity < 1:
+            raise ValueError(f"a timeline keeps at least one entry, got capacity={capacity}")
         self.path = path
         self.last_flush: Flush | None = None
         self.num_added = 0
@@ -174,7 +190,7 @@ class Timeline:
         self._num_taken = 0  # bytes of the first unwritten line: a full disk may split one
         self._home = (0, 0)  # device and inode number of the open file
         self._thin_from_bytes = MAX_FILE_BYTES
-        self._has_warned = False
+        self._logged: set[str] = set()
         self._may_be_cut_off = True  # by an earlier process
         self.listener: Callable[[Entry], None] | None = None  # gets new entries
 
@@ -234,15 +250,13 @@ class Timeline:
             self._may_be_cut_off = True
             with suppress(OSError):
                 path.with_suffix(CUT_OFF).touch()
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "the memory timeline cannot be written to %s (%s): training goes on, and the"
-                    " entries stay in memory until they can be. Free some space, or set output_dir"
-                    " to a writable folder",
-                    printable(path),
-                    error.strerror,
-                )
+            self._warn_once(
+                "the memory timeline cannot be written to %s (%s): training goes on, and the"
+                " entries stay in memory until they can be. Free some space, or set output_dir to a"
+                " writable folder",
+                printable(path),
+                error.strerror,
+            )
 
     def _file_now(self, path: Path) -> FileIO:
         """Return the file that the path names now: it may have been removed or replaced."""
@@ -252,13 +266,15 @@ class Timeline:
             found = None
         if self._file is not None and (found is None or (found.st_dev, found.st_ino) != self._home):
             self.close()
+            if found is None:
+                self._warn_once(
+                    "the memory timeline %s was removed while the run was writing it: it was"
+                    " created again, without its earlier entries. Leave output_dir in place until"
+                    " the run has ended",
+                    printable(path),
+                )
         if found is not None and found.st_size > self._thin_from_bytes:
-            self.close()
-            num_bytes = found.st_size
-            with suppress(OSError):  # a full disk: `_write` tells of it
-                num_bytes = thin(Path(os.path.realpath(path)))
-            # If little or nothing could be dropped, try again when the file has grown by half.
-            self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
+            self._thin(path, found.st_size)
         if self._file is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open_regular(path, "a+")
@@ -271,6 +287,26 @@ class Timeline:
             self._file = file  # closes itself when it is deleted, even at the end of Python
             self._home = (opened.st_dev, opened.st_ino)
         return self._file
+
+    def _thin(self, path: Path, num_bytes: int) -> None:
+        self.close()
+        try:
+            num_bytes = thin(Path(os.path.realpath(path)))
+        except OSError as error:
+            self._warn_once(
+                "the memory timeline %s has %d bytes and cannot be thinned (%s): it goes on"
+                " growing. Free some space",
+                printable(path),
+                num_bytes,
+                error.strerror,
+            )
+        # If little or nothing could be dropped, try again when the file has grown by half.
+        self._thin_from_bytes = max(MAX_FILE_BYTES, num_bytes * 3 // 2)
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(message, *values)
 
 
 # The callbacks of a process share a file's Timeline: two would have half the history each.
