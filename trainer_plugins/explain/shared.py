@@ -201,7 +201,7 @@ def remedy(
 ) -> Remedy:
     """Make a remedy of an advice, as typed or by its door; `values` fill its spelling there.
 
-    Without a door it is the first one that has a spelling, but for arguments in a script.
+    Without a door it is the first one that has a spelling, except arguments in a script.
     """
     if do is None:
         do = next(door for door in advice.spellings if door is not Door.ARGUMENTS)

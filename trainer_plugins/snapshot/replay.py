@@ -20,7 +20,7 @@ _MOST_PIECES = 200_000  # no real card has more blocks at the start
 
 
 class ModelCard:
-    """Replays on `AllocatorModel`, which is told where the next segment lies."""
+    """Replays on `AllocatorModel`, with the real address of each segment."""
 
     def __init__(self, trace: Trace, rules: AllocatorRules | None = None) -> None:
         at_first = AllocatorRules(expandable_segments=trace.expandable)
