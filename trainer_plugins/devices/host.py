@@ -2,10 +2,10 @@
 
 import gc
 import multiprocessing
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from mmap import PAGESIZE
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -40,6 +40,7 @@ class HostDevice:
     uuid = None
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._process: psutil.Process | None = None
         self._limits = _limits_around(proc, cgroups)
         self._peak_bytes = 0
         self._kernel_peak = True  # whether we may reset the kernel's peak; else readings count
@@ -95,8 +96,9 @@ class HostDevice:
 
     def resident_bytes(self) -> int:
         """Return the bytes of main memory that this process holds, in about 10 microseconds."""
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGESIZE
+        if self._process is None or self._process.pid != os.getpid():  # a copy, or a forked child
+            self._process = psutil.Process()
+        return int(self._process.memory_info().rss)
 
     def worker_bytes(self) -> tuple[int, ...]:
         """Return what each dataloader worker holds alone; takes milliseconds for each GB."""
@@ -108,6 +110,9 @@ class HostDevice:
                 if process.name().startswith(_WORKER):
                     found.append(int(process.memory_full_info().uss))
         return tuple(found)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_process": None}
 
     def facts(self) -> HostFacts:
         """Read the kernel's kill count and shared memory, in about 0.1 ms."""
