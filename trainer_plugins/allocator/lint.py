@@ -37,14 +37,20 @@ def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
 
 
 def _refused(error: SettingsError, given: str, machine: Machine) -> Finding:
-    is_unknown = isinstance(error, UnknownOptionError)
-    may_be_newer = is_unknown and machine.torch > TESTED
-    return Finding(
-        code="allocator-unknown-option" if is_unknown else "allocator-bad-value",
-        severity=Severity.WARNING if may_be_newer else Severity.ERROR,
+    if isinstance(error, UnknownOptionError):
+        return Finding(
+            code="allocator-unknown-option",
+            severity=Severity.ERROR if machine.torch <= TESTED else Severity.WARNING,
+            summary=str(error),
+            evidence=given,
+            remedy="Correct or remove it: torch raises when it first uses the card, and a"
+            " CPU build ignores it.",
+        )
+    return Finding.error(
+        code="allocator-bad-value",
         summary=str(error),
         evidence=given,
-        remedy="Correct or remove it: torch raises when it first uses the card.",
+        remedy="Correct it: torch raises when it first reads it.",
     )
 
 

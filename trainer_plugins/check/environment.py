@@ -182,8 +182,8 @@ _KNOWN = (
         since=(5,),
         fixed=None,
         applies=_asks_one_rank_to_load,
-        what="fsdp_cpu_ram_efficient_loading has no effect: each rank of a machine stacks all"
-        " experts in main memory",
+        what="the load by one rank alone has no effect: each rank of a machine stacks all experts"
+        " in main memory",
         issue="transformers#43749, open; seen with 5.0.0",
         remedy=f"Count the weights once for each rank; or {advice.READ_BY_ONE_RANK.effect}",
     ),

@@ -98,7 +98,7 @@ def checkpoints(facts: Facts) -> Line | None:
         finding = Finding.error(
             code="checkpointing-without-gradients",
             summary="reentrant checkpointing computes no gradients here: no input requires one",
-            evidence="use_reentrant is true, input embeddings are frozen (transformers#42489)",
+            evidence="checkpointing is reentrant, input embeddings are frozen (transformers#42489)",
             remedy=f"{advice.NON_REENTRANT.flag(Door.ARGUMENTS)}, or"
             f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
         )

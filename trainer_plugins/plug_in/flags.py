@@ -40,12 +40,19 @@ def assigned(words: Sequence[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """Wraps its help between words."""
+    """Wraps its help between words, and lists --help in its last panel."""
 
     def __init__(self, *args: Any, help: str | None = None, **settings: Any) -> None:
         # Typer would break a line wherever the source does, and again at the end of the terminal.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(help or ""))
         super().__init__(*args, help=text, **settings)
+
+    def get_params(self, ctx: Any) -> Any:
+        params: Any = super().get_params(ctx)
+        shown = [each for each in params if not getattr(each, "hidden", False)]
+        if len(shown) > 1 and shown[-1].name == "help":
+            shown[-1].rich_help_panel = getattr(shown[-2], "rich_help_panel", None)
+        return params
 
 
 class CommandInFront(Command):

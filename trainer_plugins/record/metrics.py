@@ -88,10 +88,10 @@ class PrometheusFile:
         for name, value in {**metrics, **self._sums}.items():
             metric, meaning = _IN_PROMETHEUS[name]
             kind = "counter" if metric.endswith("_total") else "gauge"
-            unit = GIB if metric.endswith("_bytes") else 1
+            value = round(value * GIB) if metric.endswith("_bytes") else value
             lines += [
                 f"# HELP trainer_plugins_memory_{metric} {meaning}\n",
                 f"# TYPE trainer_plugins_memory_{metric} {kind}\n",
-                f"trainer_plugins_memory_{metric}{self._labels} {value * unit}\n",
+                f"trainer_plugins_memory_{metric}{self._labels} {value}\n",
             ]
         return "".join(lines)

@@ -70,6 +70,7 @@ _IN_LOAD = "the process was killed because main memory ran out in the load, when
 _IN_LOAD += " the model"
 
 
+_IN_SAVE = "the process was killed because main memory ran out while a checkpoint was saved"
 # DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
 SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
 
@@ -91,6 +92,8 @@ def host_end(facts: TextFacts) -> Cause | None:
     summary = ""
     if not is_limited and not by_kernel and not is_memory:
         summary = "killed by a signal (SIGKILL): by the kernel for main memory, preemption, scancel"
+    elif not is_limited and facts.says(SAVE_LINE):
+        summary = _IN_SAVE
     elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
         summary = _IN_LOAD
     return cause(

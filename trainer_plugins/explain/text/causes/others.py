@@ -168,9 +168,17 @@ def foreign(facts: TextFacts) -> Cause | None:
     if facts.others is None or not facts.total:
         return _by_table(facts) or _at_first_touch(facts)
     room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
-    is_load = facts.called(r"_cuda_deserialize|restore_location", innermost=12)
-    if is_load or not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
+    if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
         return None
+    if frame := facts.called(r"_cuda_deserialize|restore_location", innermost=12):
+        return cause(
+            "ddp-gpu0",
+            sum_of(facts),
+            f"It failed in {frame}.",
+            summary="a checkpoint is loaded onto the card it was saved from, on which others are",
+            doubt="The text does not show whether the others are ranks of this run that load onto"
+            " the same card: `nvidia-smi` settles it",
+        )
     is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
     is_sure = is_sure and not facts.has_ranks
     return cause(
@@ -205,7 +213,10 @@ def _by_table(facts: TextFacts) -> Cause | None:
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:
         return None
-    used, total = full[0]
+    device = facts.oom.device or 0
+    used, total = facts.cards[device] if device < len(facts.cards) else full[0]
+    if used < _FULL_FRACTION * total:
+        used, total = full[0]
     return cause(
         "foreign",
         said(

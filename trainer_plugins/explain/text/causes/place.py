@@ -72,6 +72,7 @@ class ByFrame:
     innermost: int | None = _DEEP
     unless: str = ""  # frames with which it is something else
     unless_within: str = ""  # frames that it must not have called: then those were what failed
+    within: str = ""  # a frame that must be there as well
     words: str = ""  # a person's words for it, where no frame shows the place
 
     def __call__(self, facts: TextFacts) -> Cause | None:
@@ -79,6 +80,8 @@ class ByFrame:
             return self._found(f"The text says: {quoted(sentence)}")
         frame = facts.called(self.pattern, self.innermost)
         if not frame or (self.unless and facts.called(self.unless, self.innermost)):
+            return None
+        if self.within and not facts.called(self.within):
             return None
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.called(self.unless_within, deeper):
@@ -183,6 +186,7 @@ PLACES: tuple[Callable[[TextFacts], Cause | None], ...] = (
         code="eval-logits",
         pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
         r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
+        within=EVALUATION,
         innermost=10,
         words=_moment(
             r"(?:eval\w*|validat\w+|predict\w*)\b[^.!?]{0,40}?\b(?:compute_metrics|metrics?|logits)"

@@ -140,6 +140,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
     advice.SEARCH_BY_FAISS: _called("mine_hard_negatives"),
     advice.SHOW_HOLDERS: _HIDES_HOLDERS,
+    advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
     advice.OWN_CARD_FIRST: _none_of(_called(r"torch\.load|serialization\.py")),
     advice.RESUME_GUARD: _called(
         "load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict"

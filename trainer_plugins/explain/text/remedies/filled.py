@@ -12,7 +12,7 @@ from trainer_plugins.explain.shared import remedy
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.plan_command import plan_command
 from trainer_plugins.explain.text.text_facts import TextFacts
-from trainer_plugins.units import size
+from trainer_plugins.units import GIB, size
 
 _ROWS, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 # With transformers 5 their losses are means, and the Trainer takes them for sums over the step.
@@ -26,6 +26,7 @@ _SUMMED_PRICE = (
     "with transformers 5 the gradients of {model} add up over micro-batches, unless you set"
     " trainer.model_accepts_loss_kwargs = False; survive_oom divides the batch exactly"
 )
+_OF_THE_REST = 0.95  # a card's context and pieces take the other part
 _IN_TRAINER = r"transformers[/\\]trainer|\btrl[/\\]|Trainer\.\w|swift[/\\]trainers"
 
 
@@ -77,9 +78,30 @@ def _plan(one: Advice, facts: TextFacts) -> Remedy:
 
 def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if not uses_trainer(facts):
-        return remedy(one, Door.CODE)
+        return _with_shortage(one, facts)
     rows = facts.rows("per_device_eval_batch_size") or 2
     return remedy(one, Door.TRAINER, rows=ceil(rows / 2)) if rows > 1 else None
+
+
+def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
+    effect, asked, free = "", facts.asked, facts.free
+    if asked and free is not None and asked > free:
+        effect = f"at least {size(asked - free)} less are needed"
+    return remedy(one, Door.CODE, effect, by_arithmetic=effect)
+
+
+def _with_asked(one: Advice, facts: TextFacts) -> Remedy:
+    asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
+    return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
+
+
+def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
+    effect, asked = one.effect, facts.asked
+    is_table = facts.called(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
+    if asked and is_table:
+        effect = f"{size(asked / 4)} instead of {size(asked)} at half the length; {effect}"
+    door = Door.TRL if uses_trainer(facts) else Door.CODE
+    return remedy(one, door, effect, by_arithmetic=asked and is_table)
 
 
 def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
@@ -88,6 +110,12 @@ def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
     pieces, needed = size(facts.unused), size(facts.asked)
     effect = f"up to {pieces} in pieces become usable, {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
+
+
+def _list_processes(one: Advice, facts: TextFacts) -> Remedy:
+    pids = ", ".join(str(pid) for pid, _ in facts.neighbours) or "the text names none"
+    then = "if they are not this run's own ranks, take another card"
+    return remedy(one, Door.SHELL, f"{one.effect} ({pids}): {then}")
 
 
 def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -109,6 +137,27 @@ def _one_process_a_card(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, Door.SHELL, cards=num_cards, command=command)
 
 
+def _load_into_main_memory(one: Advice, facts: TextFacts) -> Remedy:
+    first = min((each.card for each in facts.processes), default=0)
+    stray = sum(each.num_bytes for each in facts.processes if each.card == first)
+    shown = f"; nvidia-smi shows {size(stray)} on card {first}" if stray else ""
+    return remedy(one, Door.CODE, one.effect + shown, by_arithmetic=stray)
+
+
+def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
+    asked, total = facts.asked, facts.total
+    if not asked or not total or asked >= total / 2:
+        return remedy(one, Door.CODE)
+    most = f"{int(_OF_THE_REST * (total - asked) / GIB)}GiB"
+    effect = f"{one.effect}: {size(asked)} were asked for at once"
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, size=most)
+
+
+def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
+    effect = f"frees {size(facts.live)}, if it is left from before" if facts.live else ""
+    return remedy(one, Door.CODE, effect, by_arithmetic=effect)
+
+
 def _place(facts: TextFacts) -> str:
     frame = facts.users_frame
     return f"{frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else ""
@@ -119,11 +168,17 @@ def _print_shapes(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
-    return remedy(one, Door.CODE, place=place) if (place := _place(facts)) else None
+    if not (place := _place(facts)):
+        return None
+    asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
+    return remedy(one, Door.CODE, asked, by_arithmetic=asked, place=place)
 
 
 def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
-    return remedy(one, Door.TRAINER if uses_trainer(facts) else Door.CODE, workers=0)
+    is_growth = facts.progress and not facts.says(r"(?i)dataloader|shared memory|bus error")
+    grows = "it had run for some time: each worker's copy of the data set grows as it is read"
+    door = Door.TRAINER if uses_trainer(facts) else Door.CODE
+    return remedy(one, door, grows if is_growth else "", workers=0)
 
 
 FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
@@ -133,9 +188,17 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.ONE_CARD: _relaunched,
     advice.PLAN_THE_RUN: _plan,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
+    advice.FEWER_INPUTS: _with_shortage,
+    advice.LIGER: _with_asked,
+    advice.ARGMAX_LOGITS: _with_asked,
+    advice.SHORTER_ROWS: _shorter_rows,
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
+    advice.LIST_PROCESSES: _list_processes,
     advice.OTHER_CARD: _other_card,
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
+    advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
+    advice.ROOM_IN_THE_MAP: _room_in_the_map,
+    advice.RESTART_KERNEL: _restart_kernel,
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
     advice.FEWER_WORKERS: _fewer_workers,
