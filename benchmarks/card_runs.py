@@ -26,7 +26,8 @@ from typing import IO, Any
 
 from trainer_plugins.drycuda.dry_plan import dry_plan
 from trainer_plugins.drycuda.dry_run import dry_run_of
-from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
+from trainer_plugins.planner.inputs import request_of
+from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.units import GIB, MIB
@@ -111,14 +112,16 @@ def _run(
     arguments = ("--output_dir=out", f"--per_device_train_batch_size={rows}", mixed, *flags)
     if not any(flag.startswith("--save_strategy") for flag in flags):
         arguments += ("--save_strategy=no",)
-    details = ConfigInputs(
+    asked = RunOptions(
         training_args=arguments,
         seq_length=tokens,
         dtype=dtype,
-        num_evaluation_batches=4,
+        eval_batches=4,
+        gpu=GPU,
+        calibration=False,
         **more,
     )
-    return request_of(dict(config), details, RunInputs(gpu=GPU, calibration=False))
+    return request_of(dict(config), asked)
 
 
 def named() -> dict[str, PlanRequest]:

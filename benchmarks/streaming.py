@@ -182,7 +182,7 @@ def trained(make: Callable[[], Trainer]) -> Trained:
 
 def foretold(makers: Sequence[Callable[[], Trainer]]) -> list[int]:
     """Predict the peaks of some runs on the card, in bytes, before any of them has trained."""
-    requests = [request_of(make(), None, "", 1, None) for make in makers]
+    requests = [request_of(make(), None, "", 1) for make in makers]
     plans = predict_all(requests, timeout_seconds=3600)
     peaks = []
     for plan in plans:

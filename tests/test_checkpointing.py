@@ -13,7 +13,8 @@ from tests.planner.test_plans import tiny
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Door
 from trainer_plugins.planner.compare.switches import with_flags
-from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
+from trainer_plugins.planner.inputs import request_of
+from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.rehearse.arguments import arguments_of
 
 NAMES = ("gradient_checkpointing", "activation_checkpointing")
@@ -64,7 +65,7 @@ def test_a_model_is_switched_on_and_off(how: dict[str, object]) -> None:
 def test_a_plan_reads_both_names_and_a_change_of_ours_wins(name: str) -> None:
     spellings = ((f"--{name}", "True"), (f"--{name.replace('_', '-')}=True",), {name: True})
     for given in spellings:
-        request = request_of(tiny(), ConfigInputs(training_args=given), RunInputs())
+        request = request_of(tiny(), RunOptions(training_args=given))
         assert checkpointing.is_asked(arguments_of(request.source))
         if isinstance(given, tuple):
             changed = with_flags(request, **{checkpointing.NAME: False})

@@ -48,7 +48,7 @@ def start(folder: Path, server: forks.ForkServer, *words: str, **environ: str):
     reads, writes = os.pipe()
     call = forks.Call(words=words, folder=str(folder), environ={**os.environ, **environ})
     with open(os.devnull) as nothing:
-        process = forks.Forked(server, call, {0: nothing.fileno(), 1: writes, 2: writes})
+        process = forks.Forked(server, call, (nothing.fileno(), writes, writes))
     os.close(writes)
     return process, os.fdopen(reads)
 
@@ -125,7 +125,7 @@ while not server.is_ready(10):
 os.mkdir(f"{folder}/scratch")
 call = forks.Call(words=("waits",), folder=folder, environ=environ, scratch=f"{folder}/scratch")
 with open(os.devnull) as nothing:
-    process = forks.Forked(server, call, {0: nothing.fileno(), 1: 1, 2: 1})
+    process = forks.Forked(server, call, (nothing.fileno(), 1, 1))
 fork = os.fork()
 if fork == 0:  # it goes on, as a data loader's worker might
     os.close(1)

@@ -20,8 +20,9 @@ from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,
     PRESETS_IN_WORDS,
     CommandInFront,
-    with_memory_options,
+    with_options,
 )
+from trainer_plugins.plug_in.options import MemoryArguments
 
 
 class RunCommand(CommandInFront):
@@ -30,8 +31,9 @@ class RunCommand(CommandInFront):
     prog = "python -m trainer_plugins.run"
 
 
-@with_memory_options
+@with_options()
 def _run(
+    memory: MemoryArguments,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT", help="The script and its arguments.")
     ] = None,

@@ -18,9 +18,10 @@ def main(words: list[str]) -> None:
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if words[:2] == ["-X", "faulthandler"]:  # the server has it
         del words[:2]
-    if words[0] == "-u":
+    at_once = words[0] == "-u"
+    if at_once:
         del words[0]
-        write_at_once()
+    open_streams(at_once)
     match words:
         case ["-c", code, *rest]:
             run_text(code, "<string>", ["-c", *rest])
@@ -32,11 +33,20 @@ def main(words: list[str]) -> None:
             program(words, is_module=False)()
 
 
-def write_at_once() -> None:
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = io.FileIO(number, "w", closefd=False)
-        errors = getattr(sys, name).errors
-        setattr(sys, name, io.TextIOWrapper(raw, "utf-8", errors, write_through=True))
+def open_streams(at_once: bool) -> None:
+    """Open the standard streams again: those of the server do not know whether they can seek."""
+    for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
+        before = getattr(sys, name)
+        is_raw = name != "stdin" and (at_once or before.write_through)
+        file = open(before.fileno(), mode, 0 if is_raw else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            file,
+            before.encoding,
+            before.errors,
+            line_buffering=before.line_buffering or file.isatty(),
+            write_through=is_raw,
+        )
+        setattr(sys, name, stream)
 
 
 def run_text(code: str, name: str, words: list[str]) -> None:

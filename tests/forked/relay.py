@@ -9,13 +9,14 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tests.forked import MARK, ROOT, SHIM, TELL_TO
-from trainer_plugins.forks import Call, Files, Forked, ForkServer
+from trainer_plugins.forks import Call, Forked, ForkServer, Streams
 
 _READ_BY_LIBRARIES = """
     LD_LIBRARY_PATH LD_PRELOAD OMP_NUM_THREADS GOMP_CPU_AFFINITY OMP_WAIT_POLICY MKL_NUM_THREADS
@@ -69,13 +70,13 @@ class Relay:
     def _serve(self) -> None:
         while True:
             shim, _ = self._listener.accept()
-            _, (asked, *fds), *_ = socket.recv_fds(shim, 1, 250)
+            _, (asked, *fds), *_ = socket.recv_fds(shim, 1, 4)
             with shim, open(asked) as file:
                 file.seek(0)
-                words, folder, environ, numbers = json.load(file)
-                files = dict(zip(numbers, fds, strict=True))
+                words, folder, environ = json.load(file)
+                call = Call(words=(*words,), folder=folder, environ=environ)
                 try:
-                    reason = self._fork(words, folder, environ, files, shim)
+                    reason = self._fork(call, (fds[0], fds[1], fds[2]), shim)
                 except Exception as error:  # noqa: BLE001 - a new Python does as well
                     reason = repr(error)
                 if log := os.environ.get("FORKED_LOG"):
@@ -85,28 +86,18 @@ class Relay:
             for fd in fds:
                 os.close(fd)
 
-    def _fork(
-        self,
-        words: list[str],
-        folder: str,
-        environ: dict[str, str],
-        files: Files,
-        shim: socket.socket,
-    ) -> str:
+    def _fork(self, call: Call, streams: Streams, shim: socket.socket) -> str:
         """Have a server fork for a call; return why it is left to a new Python, if it is."""
-        if reason := self._reason_for_a_new_python(words, environ):
+        if reason := self._reason_for_a_new_python(call.words, call.environ):
             return reason
-        server = self._server_for(self._seen(environ))
+        server = self._server_for(self._seen(call.environ))
         assert server is not None
-        call = Call(
-            words=("tests.forked.as_python", *words),
-            folder=folder,
-            environ={**environ, SHIM: str(self.python)},
-        )
-        server.hand_over(call, files, shim)
+        words = ("tests.forked.as_python", *call.words)
+        environ = {**call.environ, SHIM: str(self.python)}
+        server.hand_over(replace(call, words=words, environ=environ), streams, shim)
         return ""
 
-    def _reason_for_a_new_python(self, words: list[str], environ: dict[str, str]) -> str:
+    def _reason_for_a_new_python(self, words: Sequence[str], environ: Mapping[str, str]) -> str:
         """Return why no server can fork for this call; start one if that is all it lacks."""
         if not words or (words[0].startswith("-") and words[0] not in _OPTIONS):
             return f"options: {words[:1]}"
@@ -130,7 +121,7 @@ class Relay:
         assert server is not None
         return "" if server.forks else f"{server.refusal}"
 
-    def _seen(self, environ: dict[str, str]) -> Seen:
+    def _seen(self, environ: Mapping[str, str]) -> Seen:
         return {name: environ.get(name) for name in sorted(self._read)}
 
     def _server_for(self, seen: Seen) -> ForkServer | None:
@@ -139,7 +130,7 @@ class Relay:
                 return server
         return None
 
-    def _start(self, environ: dict[str, str]) -> None:
+    def _start(self, environ: Mapping[str, str]) -> None:
         environ = {name: value for name, value in environ.items() if name != MARK}
         needed = {**environ, TELL_TO: str(self._told), "PYTHONPATH": ROOT}
         server = ForkServer(["tests.forked.preloaded"], needed)
@@ -151,7 +142,7 @@ class Relay:
         words = ("tests.forked.as_python", "-c", "import os; os.read(0, 1)")
         reads, self._never = os.pipe()
         waits = Call(words=words, folder=ROOT, environ={**environ, SHIM: str(self.python)})
-        self._waits.append(Forked(server, waits, {0: reads, 1: 2, 2: 2}))
+        self._waits.append(Forked(server, waits, (reads, 2, 2)))
 
 
 def _has_only_scripts(folder: str) -> bool:

@@ -1,7 +1,7 @@
-"""Stands for `python`: hands its call and its open files to a server, and ends as the fork there does.
+"""Stands for `python`: hands its call and its streams to a server, and ends as the fork there does.
 
-By another name it stands for the script of that name beside Python, as `accelerate`. `relay.py`
-fills in the two paths. If no server can fork for it, it becomes a real Python.
+By another name it stands for the script of that name beside Python, as `accelerate`. `relay.py` fills
+in the two paths. If no server can fork for it, or it inherits more files, it becomes a real Python.
 """
 
 import json
@@ -21,27 +21,23 @@ def receive(server: socket.socket) -> int | None:
 
 def open_files() -> list[int]:
     """The standard streams, and what else the caller lets a child inherit."""
-    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if is_inherited(fd)]
-
-
-def is_inherited(fd: int) -> bool:
-    try:
-        return os.get_inheritable(fd)
-    except OSError:  # that of listing them
-        return False
+    fds = sorted(map(int, os.listdir("/proc/self/fd")))  # and that of listing them
+    return [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}") and os.get_inheritable(fd)]
 
 
 def main() -> None:
     name = os.path.basename(sys.argv[0])
     script = [] if name.startswith("python") else [os.path.join(os.path.dirname(PYTHON), name)]
     words = [*script, *sys.argv[1:]]
-    fds = sorted(open_files())
+    fds = open_files()
+    if fds != [0, 1, 2]:
+        os.execv(PYTHON, [PYTHON, *words])
     server = socket.socket(socket.AF_UNIX)
     pid = None
     try:
         server.connect(SOCKET)
         with open(os.memfd_create("asked"), "w") as asked:
-            json.dump([words, os.getcwd(), dict(os.environ), fds], asked)
+            json.dump([words, os.getcwd(), dict(os.environ)], asked)
             asked.flush()
             socket.send_fds(server, [b"+"], [asked.fileno(), *fds])
         pid = receive(server)

@@ -76,7 +76,7 @@ def test_the_longest_row_is_found_wherever_it_stands(tmp_path, dataset, at: int)
 @pytest.mark.all
 def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> None:
     stream = IterableDataset.from_generator(lambda: iter(ROWS))
-    plan = predict_one(request_of(trainer_of(tmp_path, stream), None, "", None, None))
+    plan = predict_one(request_of(trainer_of(tmp_path, stream), None, "", None))
     assert isinstance(plan, MemoryPlan)
     told = "train_dataset (IterableDataset) has no length, and its first 100 were read"
     assert any(told in line for line in plan.not_reliable)
@@ -100,6 +100,6 @@ def test_columns_that_only_the_trainers_own_loader_reads(tmp_path) -> None:
     )
     batch: Any = longest_batch(own).batch
     assert batch["input_ids"].shape == (2, LONG)
-    plans = [predict_one(request_of(each, None, "", None, None)) for each in (usual, own)]
+    plans = [predict_one(request_of(each, None, "", None)) for each in (usual, own)]
     own.train()
     assert plans[1].moments == plans[0].moments

@@ -22,27 +22,22 @@ from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.launch.lint.training import training_arguments, unknown_argument
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.compare.switches import with_base_streamed
-from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, read_config, request_of
+from trainer_plugins.planner.inputs import read_config, request_of
+from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import default_length
 from trainer_plugins.units import MIB
 
 
-def gather_launch(
-    environ: Mapping[str, str],
-    model: str | None,
-    details: ConfigInputs,
-    inputs: RunInputs,
-    timeout_seconds: float,
-) -> Facts:
+def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
     """Look at this machine, and gather what a command line names; without a model, only flags."""
-    assert isinstance(details.training_args, Sequence)
-    values = training_arguments(details.training_args)
+    assert isinstance(asked.training_args, Sequence)
+    model, values = asked.model, training_arguments(asked.training_args)
     # With a model, the plan reads them, and knows TRL's too.
-    if model is None and details.trainer is None and (why := unknown_argument(values)):
+    if model is None and asked.trainer is None and (why := unknown_argument(values)):
         raise PlanError(why)
-    file = details.accelerate_config or values.get("deepspeed")
-    facts = _with_card(gather_here(environ), inputs.gpu)
+    file = asked.accelerate_config or values.get("deepspeed")
+    facts = _with_card(gather_here(environ), asked.gpu)
     if isinstance(file, (str, Path)):
         facts = replace(facts, document=read_document(Path(file)))
     if not values and model is None:
@@ -50,26 +45,25 @@ def gather_launch(
     folder = folder_of(values)
     run = RunSettings(
         values=values,
-        has_metrics=details.has_metrics,
-        local_ranks=inputs.num_gpus or 1,
+        has_metrics=asked.metrics,
+        local_ranks=asked.num_gpus or 1,
         folder_trouble=folder_trouble(folder) if "output_dir" in values else "",
     )
     if model is None:
         return replace(facts, run=run)
-    length = details.seq_length or default_length(details.trainer)
-    target = details.target_length or length
+    length = asked.seq_length or default_length(asked.trainer)
+    target = asked.target_length or length
     data = DataFacts(
         lengths=(length,),
         longest_target=target,
         longest_evaluation=target,
-        num_evaluation_rows=details.num_evaluation_batches
-        * run.number("per_device_eval_batch_size", 8),
+        num_evaluation_rows=asked.eval_batches * run.number("per_device_eval_batch_size", 8),
     )
-    seen = _model(read_config(model, details.from_hub), run)
-    if details.attention is not None:
-        seen = replace(seen, attention=details.attention)
+    seen = _model(read_config(model, asked.from_hub), run)
+    if asked.attn_implementation is not None:
+        seen = replace(seen, attention=asked.attn_implementation)
     facts = replace(facts, run=run, model=seen, data=data)
-    return _with_plan(facts, model, details, inputs, timeout_seconds)
+    return _with_plan(facts, asked)
 
 
 def gather_command(environ: Mapping[str, str], ran: Variations, gpu: str | None) -> Facts:
@@ -103,21 +97,19 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
     )
 
 
-def _with_plan(
-    facts: Facts, model: str, details: ConfigInputs, inputs: RunInputs, timeout_seconds: float
-) -> Facts:
+def _with_plan(facts: Facts, asked: RunOptions) -> Facts:
     """Add a plan, and if it does not fit, one with its frozen base streamed."""
-    if inputs.gpu is None and facts.device_bytes is not None:
-        inputs = replace(inputs, gpu=f"{facts.device_bytes // MIB}MiB")
+    if asked.gpu is None and facts.device_bytes is not None:
+        asked = replace(asked, gpu=f"{facts.device_bytes // MIB}MiB")
     try:
-        request = request_of(model, details, inputs)
-        plan = predict_one(request, timeout_seconds)
+        request = request_of(asked.model, asked)
+        plan = predict_one(request, asked.timeout)
     except NotPredicted as error:
         return replace(facts, no_plan=str(error))
     streamed = None
     if plan.fits_card is False:
         with suppress(PlanError):
-            streamed = predict_one(with_base_streamed(request), timeout_seconds)
+            streamed = predict_one(with_base_streamed(request), asked.timeout)
     return replace(facts, plan=plan, streamed_plan=streamed, accumulation=plan.accumulation)
 
 

@@ -10,11 +10,12 @@ import typer
 from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, variations_of
-from trainer_plugins.cli.plan_options import RunOptions
-from trainer_plugins.cli.typed_options import MOST_USED, with_options
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, completed, variations_of
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.planner.options import MOST_USED, RunOptions
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.plug_in.flags import with_options
 from trainer_plugins.printable import printable
 
 _EXIT_BAD_INPUT = 2
@@ -33,7 +34,7 @@ _SHOWN = (
 )
 
 
-@with_options(shown=_SHOWN)
+@with_options(MOST_USED, _SHOWN)
 def check(
     context: typer.Context,
     run: RunOptions,
@@ -58,9 +59,7 @@ def check(
     """
     from trainer_plugins.check import judge
     from trainer_plugins.check.gather_launch import gather_command, gather_launch
-    from trainer_plugins.cli.plan_inputs import inputs_of
     from trainer_plugins.launch.lint.document import ConfigError, files_of
-    from trainer_plugins.planner.plan import PlanError
     from trainer_plugins.report.check import check_report
     from trainer_plugins.report.page import show
 
@@ -74,9 +73,7 @@ def check(
                 ran = variations_of(command, run, DryOptions(), foretells=True)
                 facts = gather_command(os.environ, ran, run.gpu)
         else:
-            details, inputs = inputs_of(run, context.args)
-            seconds = run.timeout
-            facts = gather_launch(os.environ, run.model, details, inputs, seconds)
+            facts = gather_launch(os.environ, completed(run, context.args))
         checklist = judge(facts)
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)

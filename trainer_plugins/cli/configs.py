@@ -12,9 +12,9 @@ import typer
 
 from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import plain
-from trainer_plugins.cli.plan_options import PINNED_MEMORY_HELP
 from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.finding import Severity
+from trainer_plugins.planner.options import PINNED_MEMORY_HELP
 from trainer_plugins.printable import printable
 
 configs = typer.Typer(

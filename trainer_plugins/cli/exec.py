@@ -14,18 +14,22 @@ import typer
 
 from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.cards import Card, card_of, of_size
+from trainer_plugins.planner.plan import PlanError, Proposal
+from trainer_plugins.plug_in import _site
 from trainer_plugins.plug_in.fitted import VARIABLE as CHANGES
-from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_memory_options
+from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_options
+from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments, memory_arguments
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
 from trainer_plugins.plug_in.reported import describe_lack, folder_for_marks
+from trainer_plugins.presets import preset
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
 if TYPE_CHECKING:
     from trainer_plugins.drycuda.dry_run import DryRun
     from trainer_plugins.drycuda.wall import Allowed
-    from trainer_plugins.planner.cards import Card
-    from trainer_plugins.planner.plan import Proposal
 
 MAY = ("precision", "optim", "peft", "length")
 """What a user may allow to be changed besides how the same result is computed."""
@@ -48,9 +52,9 @@ class ExecCommand(CommandInFront):
         return super().parse_args(ctx, [*ask, *args[ours:]])
 
 
-@with_memory_options
+@with_options()
 def exec_(
-    context: typer.Context,
+    memory: MemoryArguments,
     vllm: Vllm = False,
     fit: Annotated[
         bool,
@@ -105,7 +109,7 @@ def exec_(
     Signals and the exit code are passed on: 127 if the command is not found, 126 if it cannot be
     run. If no Trainer under it had callbacks, a line on stderr says so in the end.
     """
-    given, words = ExecCommand.given(context.params), assigned(command or ())
+    given, words = ExecCommand.given(vars(memory)), assigned(command or ())
     if not words:
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"
@@ -118,7 +122,6 @@ def exec_(
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
         from trainer_plugins.drycuda.wall import Allowed
-        from trainer_plugins.planner.plan import PlanError
 
         allowed = Allowed(writes=tuple(allow_writes or ()), network=allow_network)
         answer = sys.stdout if fit_ask else sys.stderr
@@ -173,8 +176,6 @@ def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
 
 def _python_path() -> str:
     """Return PYTHONPATH with the folder of our hook in front, which an exec put there once."""
-    from trainer_plugins.plug_in import _site
-
     path = os.environ.get("PYTHONPATH")
     theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
     return os.pathsep.join([*_site.__path__, *theirs])
@@ -184,7 +185,7 @@ def _run_to_plan(
     words: Sequence[str],
     given: Mapping[str, Any],
     settings: Mapping[str, str],
-    cards: "tuple[Card, int]",
+    cards: tuple[Card, int],
     allowed: "Allowed",
 ) -> "DryRun":
     """Return the command on dry cards, with the allocator settings that it will get.
@@ -193,8 +194,6 @@ def _run_to_plan(
         PlanError: the preset has no SurviveOOM, which is to divide what does not fit.
     """
     from trainer_plugins.drycuda.dry_run import DryRun
-    from trainer_plugins.planner.plan import PlanError
-    from trainer_plugins.plug_in.options import memory_arguments
 
     try:
         memory_arguments(**{**given, "rows_at_once": 1})
@@ -224,7 +223,6 @@ def _fitted(
         PlanError: there is no plan of this command, or `may` is not of `MAY`.
     """
     from trainer_plugins.drycuda.dry_search import Variations
-    from trainer_plugins.planner.plan import PlanError
 
     if unknown := {*may} - {*MAY}:
         raise PlanError(
@@ -259,7 +257,7 @@ def _fitted(
     return options, {CHANGES: changes} if found.changed else {}
 
 
-def _lines_of(proposal: "Proposal", options: Mapping[str, Any]) -> Iterator[str]:
+def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
     """Say what is changed, what it costs, and what to type to have it without a plan."""
     words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
     yield f"{words}. Price: {proposal.price}"
@@ -272,7 +270,7 @@ def _lines_of(proposal: "Proposal", options: Mapping[str, Any]) -> Iterator[str]
     yield f"without a plan, type: trainer-plugins {typed}"
 
 
-def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
+def _cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
     """Return the card that is named, or the visible one with the least memory free; and how many.
 
     Raises:
@@ -280,9 +278,6 @@ def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
     """
     from trainer_plugins.check.gather_here import gather_here
     from trainer_plugins.check.machine import cards_in_use
-    from trainer_plugins.planner.calibrate import with_measured_context
-    from trainer_plugins.planner.cards import card_of, of_size
-    from trainer_plugins.planner.plan import PlanError
 
     facts = gather_here(os.environ)
     found = [
@@ -306,9 +301,6 @@ def _cards(gpu: str | None, num_gpus: int | None) -> "tuple[Card, int]":
 
 def _has_guards(given: dict[str, object]) -> bool:
     """Return whether the preset does more than observe, which changes nothing."""
-    from trainer_plugins.plug_in.options import DEFAULT_PRESET
-    from trainer_plugins.presets import preset
-
     asked = preset(str(given.get("preset") or DEFAULT_PRESET))
     return not {*asked.callbacks} <= {*preset("observe").callbacks}
 

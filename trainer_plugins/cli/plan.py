@@ -18,10 +18,12 @@ from trainer_plugins.cli.plan_dry import (
     variations_of,
     variations_of_model,
 )
-from trainer_plugins.cli.plan_options import RunOptions
 from trainer_plugins.cli.spelled import TYPED
-from trainer_plugins.cli.typed_options import MOST_USED, option, with_options
 from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.planner.calibrate import calibrate, timelines_of
+from trainer_plugins.planner.options import MOST_USED, RunOptions, option
+from trainer_plugins.planner.plan import PlanError
+from trainer_plugins.plug_in.flags import with_options
 from trainer_plugins.printable import printable
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class AnswerOptions:
     )
 
 
-@with_options()
+@with_options(MOST_USED)
 def plan(
     context: typer.Context,
     run: RunOptions,
@@ -86,7 +88,6 @@ def plan(
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
     from trainer_plugins.drycuda.cuda_build import fetch
-    from trainer_plugins.planner.plan import PlanError
 
     try:
         if answer.compare is not None:
@@ -115,9 +116,6 @@ def plan(
 
 def _refuse_contradictions(answer: AnswerOptions) -> None:
     """Refuse options that exclude each other, and places that cannot be written or read."""
-    from trainer_plugins.planner.calibrate import timelines_of
-    from trainer_plugins.planner.plan import PlanError
-
     html = answer.html
     if answer.search and answer.explain_change:
         raise PlanError("--search and --explain-change ask for different tables: give one")
@@ -136,7 +134,6 @@ def _answered(
 ) -> bool | None:
     """Print what was asked of a command or of a model, and return whether it fits."""
     from trainer_plugins.cli.plan_search import show_changes, show_search
-    from trainer_plugins.planner.calibrate import calibrate
     from trainer_plugins.planner.compare.saved import changes_of
     from trainer_plugins.report.html.plan_page import plan_page
     from trainer_plugins.report.page import show

@@ -1,5 +1,6 @@
 """Turn the words of `trainer-plugins plan` into runs on cards that compute nothing."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -7,8 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer_plugins.cli.plan_options import RunOptions
-from trainer_plugins.cli.typed_options import option
+from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
+from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.cards import NO_CARD, card_of
+from trainer_plugins.planner.options import RunOptions, option
+from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import assigned
 
 if TYPE_CHECKING:
@@ -16,6 +20,10 @@ if TYPE_CHECKING:
     from trainer_plugins.drycuda.dry_search import Variations
 
 _DRY_RUN = "The dry run, on cards that compute nothing"
+_LARGEST_LORA_RANK = 1 << 20
+_LONGEST_NAME = 200
+_QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))]
+"""Options that are fields of a BitsAndBytesConfig, under their own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +63,9 @@ def variations_of_model(
     options: DryOptions,
 ) -> list["Variations"]:
     """Return what trains a model on dry cards; one for each length of rows that is asked for."""
-    from trainer_plugins.cli.plan_inputs import inputs_of, lengths_in
     from trainer_plugins.drycuda.dry_run import dry_run_of
     from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.planner.inputs import request_of
-    from trainer_plugins.planner.plan import PlanError
 
     words = [word for flag in flags for word in flag.split("=", 1)]
     for flag, file in pairwise((*words, "FILE")):
@@ -73,16 +79,16 @@ def variations_of_model(
             "name the model: --model with a config.json, its folder, or org/name; or give a"
             " command after --"
         )
-    details, inputs = inputs_of(run, flags)
+    run = completed(run, flags)
     if answer.calibrate is not None:  # the context that was measured must not be used here
-        inputs = replace(inputs, calibration=False)
+        run = replace(run, calibration=False)
     if answer.search and run.gpu is None:
         raise PlanError("--search needs a card that the run has to fit on: name one with --gpu")
     _prepare(options)
     found = []
-    lengths: list[int | None] = [*lengths_in(answer.search_lengths)]
-    for length in lengths or [details.seq_length]:
-        request = request_of(run.model, replace(details, seq_length=length), inputs)
+    lengths: list[int | None] = [*_lengths_in(answer.search_lengths)]
+    for length in lengths or [run.seq_length]:
+        request = request_of(run.model, replace(run, seq_length=length))
         asked = dry_run_of(request, run.timeout)
         asked = replace(
             asked, num_steps=options.steps or asked.num_steps, snapshot=options.snapshot
@@ -102,8 +108,6 @@ def variations_of(
     from trainer_plugins.drycuda.dry_run import DryRun
     from trainer_plugins.drycuda.dry_search import Variations
     from trainer_plugins.drycuda.wall import Allowed
-    from trainer_plugins.planner.calibrate import with_measured_context
-    from trainer_plugins.planner.cards import NO_CARD, card_of
 
     _refuse_said_twice(run)
     card = card_of(run.gpu) if run.gpu is not None else NO_CARD
@@ -125,7 +129,6 @@ def variations_of(
 def _prepare(options: DryOptions) -> None:
     """Look whether a snapshot can be kept, and fetch torch if asked."""
     from trainer_plugins.drycuda.cuda_build import fetch
-    from trainer_plugins.planner.plan import PlanError
 
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
         raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
@@ -143,8 +146,6 @@ _OF_A_MACHINE = {"gpu", "num_gpus", "calibration", "timeout"}
 
 def _refuse_said_twice(run: RunOptions) -> None:
     """Refuse the options that describe what a command describes itself."""
-    from trainer_plugins.planner.plan import PlanError
-
     given = [
         f"--{each.name.replace('_', '-')}"
         for each in fields(run)
@@ -152,3 +153,67 @@ def _refuse_said_twice(run: RunOptions) -> None:
     ]
     if given:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
+
+
+def completed(run: RunOptions, flags: Sequence[str]) -> RunOptions:
+    """Return options with what several of them say; `flags` are those of TrainingArguments."""
+    quantisation = {name: value for name in _QUANTISES if (value := getattr(run, name))}
+    return replace(
+        run,
+        training_args=(*flags, *_vllm_flags(run.trainer, run.vllm_utilization)),
+        peft_config=_adapter(run),
+        quantization_config=quantisation or None,
+    )
+
+
+def _vllm_flags(trainer: str | None, share: float | None) -> tuple[str, ...]:
+    if share is None:
+        return ()
+    if trainer not in ("grpo", "rloo", "gmpo"):
+        raise PlanError("--vllm-utilization is for --trainer grpo, rloo or gmpo")
+    if not 0 < share < 1:
+        raise PlanError(f"--vllm-utilization is a share of the card below 1, got {share}")
+    utilization = SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share).split()
+    return ("--use_vllm=True", "--vllm_mode=colocate", *utilization)
+
+
+def _adapter(options: RunOptions) -> dict[str, object] | None:
+    rank, target = options.lora_r, options.lora_target
+    if options.peft_config is not None:
+        if rank is not None:
+            raise PlanError("--lora-r and --peft-config both say which adapter to train: give one")
+        return _read_adapter(options.peft_config)
+    if rank is None:
+        return None
+    if not 1 <= rank <= _LARGEST_LORA_RANK:
+        raise PlanError(f"--lora-r is a rank from 1 to {_LARGEST_LORA_RANK:,}, got {rank:,}")
+    modules = target if target == "all-linear" else [name.strip() for name in target.split(",")]
+    return {"peft_type": "LORA", "r": rank, "target_modules": modules}
+
+
+def _read_adapter(given: str) -> dict[str, object]:
+    file = given if len(given) < _LONGEST_NAME else f"{given[:_LONGEST_NAME]}..."
+    try:
+        content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
+    except OSError as error:
+        raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"--peft-config: {file} holds no mapping")
+    return content
+
+
+def _lengths_in(text: str | None) -> list[int]:
+    """Return the lengths of rows in a text, each once."""
+    if text is None:
+        return []
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise PlanError(
+            f"--search-lengths needs numbers of tokens with commas, as in 1024,2048, got {text!r}"
+        )
+    return sorted(dict.fromkeys(found))

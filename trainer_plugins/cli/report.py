@@ -1,15 +1,14 @@
 """`trainer-plugins report`: print what happened to memory in a run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
-
-if TYPE_CHECKING:
-    from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.record.history import read_history
 
 
 def report(
@@ -42,7 +41,6 @@ def report(
     Exit codes: 0 printed; 2 nothing to read.
     """
     from trainer_plugins.explain.run.ending import how_it_ended
-    from trainer_plugins.record.history import read_history
     from trainer_plugins.report.page import show
     from trainer_plugins.report.summary import summary, with_last_readings
     from trainer_plugins.report.text import history_report
@@ -68,9 +66,7 @@ def report(
         show(history_report(history, ending))
 
 
-def _read_plan(plan: Path) -> "MemoryPlan":
-    from trainer_plugins.planner.plan import MemoryPlan
-
+def _read_plan(plan: Path) -> MemoryPlan:
     try:
         return MemoryPlan.from_json(plan.read_text("utf-8"))
     except OSError as error:

@@ -11,9 +11,9 @@ import typer
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
 from trainer_plugins.printable import printable
+from trainer_plugins.record.history import Follower, RankRun
 
 if TYPE_CHECKING:
-    from trainer_plugins.record.history import Follower, RankRun
     from trainer_plugins.report.top import TopPage
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
@@ -35,8 +35,6 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    from trainer_plugins.record.history import Follower
-
     if is_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
@@ -53,7 +51,7 @@ def top(
             _show_live(Follower(run_dir), every)
 
 
-def _show_once(follower: "Follower", *, is_json: bool) -> None:
+def _show_once(follower: Follower, *, is_json: bool) -> None:
     from trainer_plugins.report.page import show
 
     run = follower.look()
@@ -67,7 +65,7 @@ def _show_once(follower: "Follower", *, is_json: bool) -> None:
         show(page)
 
 
-def _show_live(follower: "Follower", every_seconds: float) -> None:
+def _show_live(follower: Follower, every_seconds: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -81,11 +79,11 @@ def _show_live(follower: "Follower", every_seconds: float) -> None:
             sleep(every_seconds)
 
 
-def _nothing_yet(follower: "Follower") -> str:
+def _nothing_yet(follower: Follower) -> str:
     return f"{follower.run_dir} has no entries in memory/rank-*.jsonl"
 
 
-def _page(follower: "Follower", run: Mapping[int, "RankRun"]) -> "TopPage":
+def _page(follower: Follower, run: Mapping[int, RankRun]) -> "TopPage":
     from trainer_plugins.report.top import TopPage, rank_lines
 
     return TopPage(

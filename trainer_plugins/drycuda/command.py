@@ -115,8 +115,8 @@ def ended_fork(
     with contextlib.suppress(OSError):  # the server has just ended, idle
         if server.forks:
             with log.open("w") as output, open(os.devnull) as nothing:
-                files = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-                process = forks.Forked(server, call, files)
+                streams = (nothing.fileno(), output.fileno(), output.fileno())
+                process = forks.Forked(server, call, streams)
     if process is not None:
         return _wait(process, timeout_seconds, most_bytes)
     python = [sys.executable, "-X", "faulthandler", "-m", *call.words]

@@ -14,17 +14,24 @@ from itertools import islice
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.drycuda.bounds import least_bytes, most_rows_by, short_moments
-from trainer_plugins.drycuda.dry_changes import WAYS, Fitted, effort, is_usual, run_with, turn
+from trainer_plugins.drycuda.dry_changes import (
+    WAYS,
+    Fitted,
+    effort,
+    is_usual,
+    possible_changes,
+    run_with,
+    turn,
+)
 from trainer_plugins.drycuda.dry_plan import DryAnswer, dry_plan
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
-from trainer_plugins.planner.compare.changes import possible_changes
-from trainer_plugins.planner.compare.lines import SearchLine, SearchResult, line_of
+from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
 from trainer_plugins.planner.compare.saved import Saved, saved_by, switches_in
 from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
-from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal, at_least
+from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal
 from trainer_plugins.planner.tried import error_bytes, is_safe
 from trainer_plugins.units import size
 
@@ -94,12 +101,18 @@ class Variations:
         found: list[tuple[SearchLine, MemoryPlan]] = []
         for changes in ((), (switches.CHECKPOINTING,))[: 2 - self._checkpoints]:
             rows, plan = self._most_rows(changes, self._divisors(self._rows))
-            line = line_of(
-                plan,
+            line = SearchLine(
                 gradient_checkpointing=bool(changes) or self._checkpoints,
                 sequence_length=self._as_given.tokens,
                 micro_batch=rows,
-                rows=self._rows,
+                accumulation_steps=self._rows // rows,
+                fits=bool(plan.fits),
+                allocated_peak_bytes=plan.allocated_peak_bytes,
+                reserved_peak_bytes=plan.reserved_peak_bytes,
+                nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
+                margin_bytes=plan.margin_bytes or 0,
+                host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
+                is_safe=is_safe(plan),
             )
             found.append((line, plan))
             show(line)
@@ -377,7 +390,6 @@ class Variations:
             now=self._now,
             rows=self._rows,
             length=self._as_given.tokens,
-            values={"time": at_least(plan.streamed.copy_seconds_per_step)} if plan.streamed else {},
             trainer=source_of(request).trainer if request is not None else None,
             times=self._step.times(changes, self._now, rows),
         )

@@ -3,11 +3,13 @@
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer_plugins.drycuda.dry_run import dry_run_of
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.planner.before import remember
-from trainer_plugins.planner.inputs import ConfigInputs, RunInputs, request_of
+from trainer_plugins.planner.inputs import request_of
+from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.planner.request import PlanRequest
 
@@ -61,8 +63,8 @@ def plan_run(
         num_gpus: cards that train together (default: the Trainer's ranks, else from
             `accelerate_config`, else 1).
         accelerate_config: with a config: the file for `accelerate launch`.
-        has_padding: whether batches have padding (default: as in the Trainer's batch; for a config,
-            if a batch has two rows or more).
+        has_padding: with a config: whether batches have padding (default: if a batch has two rows
+            or more).
         host_memory: the machine's main memory, for example "252GB", into which all its ranks must
             fit (default: that of this machine if the plan is for the Trainer's own card).
         pinned_memory: how much of it can be pinned, for example "2GiB" (default: all of it).
@@ -73,15 +75,24 @@ def plan_run(
         PlanError: the input is wrong, or the run ended before it trained. It is a ValueError.
         NotPredicted: the input is valid, but no dry run can be made of it. It is a PlanError.
     """
-    details = ConfigInputs(
-        *(training_args, seq_length, target_length, dtype, peft_config, accelerate_config),
+    run = RunOptions(
+        training_args=training_args,
+        seq_length=seq_length,
+        target_length=target_length,
+        dtype=dtype,
+        peft_config=peft_config,
         quantization_config=quantization_config,
         prepare_kbit=prepare_kbit,
+        gpu=gpu,
+        allocator=allocator,
+        num_gpus=num_gpus,
+        accelerate_config=None if accelerate_config is None else Path(accelerate_config),
+        padding=has_padding,
+        host_memory=host_memory,
+        pinned_memory=pinned_memory,
+        calibration=calibration,
     )
-    run = RunInputs(
-        *(gpu, calibration, allocator, num_gpus, has_padding, host_memory, pinned_memory)
-    )
-    plan = predict_one(request_of(trainer_or_config, details, run), timeout_seconds)
+    plan = predict_one(request_of(trainer_or_config, run), timeout_seconds)
     if hasattr(trainer_or_config, "training_step"):
         remember(trainer_or_config, plan)
     return plan

@@ -60,8 +60,8 @@ class Call:
     """A folder to delete if the calling process is killed."""
 
 
-Files: TypeAlias = Mapping[int, int]
-"""The file descriptors of this process that become 0, 1 and so on in the one that is started."""
+Streams: TypeAlias = tuple[int, int, int]
+"""File descriptors that become the standard input, output and error of the started process."""
 
 
 class ForkServer:
@@ -115,18 +115,17 @@ class ForkServer:
         """Return whether the imports are over and a fork is safe."""
         return self.refusal == ""
 
-    def hand_over(self, call: Call, files: Files, answers: socket.socket) -> None:
+    def hand_over(self, call: Call, streams: Streams, answers: socket.socket) -> None:
         """Have the server fork for a call, and tell `answers` the process id, then the exit code.
 
         Raises:
             OSError: the server has ended.
         """
         with tempfile.TemporaryFile("w+") as asked:
-            json.dump([call.words, call.folder, dict(call.environ), [*files]], asked)
+            json.dump([call.words, call.folder, dict(call.environ)], asked)
             asked.seek(0)
             message = [b"+", os.fsencode(call.scratch)]
-            fds = [answers.fileno(), asked.fileno(), *files.values()]
-            socket.send_fds(self._control, message, fds)
+            socket.send_fds(self._control, message, [answers.fileno(), asked.fileno(), *streams])
 
 
 def _needs(imports: Sequence[str], environ: Mapping[str, str]) -> tuple[object, ...]:
@@ -182,12 +181,12 @@ os.register_at_fork(after_in_child=_become_a_fork)
 class Forked:
     """Stands for a process that the server has forked: it leads a group of its own."""
 
-    def __init__(self, server: ForkServer, call: Call, files: Files) -> None:
+    def __init__(self, server: ForkServer, call: Call, streams: Streams) -> None:
         self._server = server  # a reference, so that the server does not end first
         self._code: int | None = None
         self._answers, theirs = _socketpair()
         with theirs:
-            server.hand_over(call, files, theirs)
+            server.hand_over(call, streams, theirs)
         self.pid = self._read()
 
     def wait(self, timeout: float | None = None) -> int:

@@ -1,10 +1,8 @@
 """The process that imports modules, then forks for each call."""
 
 import contextlib
-import fcntl
 import gc
 import importlib
-import io
 import json
 import os
 import runpy
@@ -66,7 +64,7 @@ class _Received(NamedTuple):
     scratch: bytes
     answers: int
     asked: int
-    files: Sequence[int]
+    streams: Sequence[int]
 
 
 class _Child(NamedTuple):
@@ -128,7 +126,7 @@ class _Server:
             for each in (answers, self._control, self._bell, self._ring, *self._children):
                 each.close()
             return True
-        for fd in (received.asked, *received.files):
+        for fd in (received.asked, *received.streams):
             os.close(fd)
         if pid == -1:
             answers.close()
@@ -155,11 +153,11 @@ class _Server:
 
 
 def _receive(control: socket.socket) -> _Received | None:
-    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 250)  # Linux passes 253 at most
+    message, fds, _, _ = socket.recv_fds(control, 1 << 16, 5)
     if not message:
         return None
-    answers, asked, *files = fds
-    return _Received(message[1:], answers, asked, files)
+    answers, asked, *streams = fds
+    return _Received(message[1:], answers, asked, streams)
 
 
 def _tell(answers: socket.socket, number: int) -> None:
@@ -167,36 +165,14 @@ def _tell(answers: socket.socket, number: int) -> None:
         answers.sendall(NUMBER.pack(number))
 
 
-def _open_streams() -> None:
-    """Open the standard streams again: they have to know whether they can seek."""
-    for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
-        before = getattr(sys, name)
-        size = 0 if before.write_through else -1
-        # It stays open as long as the process.
-        file = open(before.fileno(), mode, size, closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(
-            file,
-            before.encoding,
-            before.errors,
-            line_buffering=before.line_buffering or file.isatty(),
-            write_through=before.write_through,
-        )
-        setattr(sys, name, stream)
-
-
 def _run(received: _Received) -> None:
     """Become what `python -m` would have started, and run it."""
     os.setsid()
     with open(received.asked) as asked:
-        words, folder, environ, numbers = json.load(asked)
-    # first out of the way of all numbers, one of which may be that of another file
-    files = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received.files]
-    for fd in received.files:
-        os.close(fd)
-    for number, fd in zip(numbers, files, strict=True):
+        words, folder, environ = json.load(asked)
+    for number, fd in enumerate(received.streams):
         os.dup2(fd, number)
         os.close(fd)
-    _open_streams()
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # it was that of the server

@@ -3,16 +3,9 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-
-class Names(NamedTuple):
-    """Holds addresses at one time, with the category and the name of what lay there."""
-
-    time_us: int
-    of: Mapping[int, tuple[str, str]]
 
 
 class Namer:
@@ -22,8 +15,11 @@ class Namer:
         self._trainer = trainer
         self._of_model: list[tuple[str, torch.Tensor]] = []
 
-    def names_of(self, what: str) -> Names:
-        """Name the `weights`, first, then the `gradients` or `optimizer states`."""
+    def names_of(self, what: str) -> tuple[int, dict[int, tuple[str, str]]]:
+        """Name the `weights`, first, then the `gradients` or `optimizer states`.
+
+        Returns the time in microseconds, and by address a category and the name of what lies there.
+        """
         if what == "weights":  # the model is wrapped by then; naming one takes as long as a layer
             model = self._trainer.model
             self._of_model = [*model.named_parameters(), *model.named_buffers()]
@@ -32,7 +28,7 @@ class Namer:
             local = getattr(tensor, "_local_tensor", tensor)  # of DTensor
             if local.is_cuda and local.numel():
                 found[local.data_ptr()] = (category, name)
-        return Names(time.time_ns() // 1000, found)
+        return time.time_ns() // 1000, found
 
     def _tensors(self, what: str) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in self._of_model:

@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.inside import alone
 from trainer_plugins.inside.named import Namer, count_parameters
-from trainer_plugins.inside.passes import notice_passes, peaks, reset_peaks, until_training
 from trainer_plugins.inside.process import host_peak, say
 from trainer_plugins.inside.seen import MOST_EVENTS, Seen, write
 
@@ -38,6 +38,9 @@ tensors (ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis)."""
 _GOES_ON_TIMES = 3
 """A program that has another training to come to gets this many times what it has taken so far."""
 
+_Peaks = list[tuple[int, int]]  # of each card: allocated and reserved bytes
+_load: list[tuple[int, _Peaks]] = []  # when the first pass began, and the peaks until then
+_hooks: list[Any] = []
 
 about: dict[str, Any] = {}
 """What `of_request` says of the run, by the names of `Seen`'s fields; what is known in the end only
@@ -55,7 +58,7 @@ def record() -> None:
     )
     # A program that records for itself would restart this recording, or end it.
     torch.cuda.memory._record_memory_history = lambda *_, **__: None
-    notice_passes()
+    _hooks.append(register_module_forward_pre_hook(_notice_first_pass))
     show = sys.excepthook
 
     def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -64,12 +67,44 @@ def record() -> None:
                 _Observer.last.write(died=True)
             else:
                 seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
-                moments, seen.began = until_training()
-                seen.moments = moments or {"load": peaks()}
+                moments, seen.began = _until_training()
+                seen.moments = moments or {"load": _peaks()}
                 write(seen)
         show(kind, error, traceback)
 
     sys.excepthook = written
+
+
+def _notice_first_pass(module: torch.nn.Module, _: object) -> None:
+    """Notice a model that runs before its training, as TRL's precompute_ref_log_probs lets it."""
+    if hasattr(module, "save_pretrained") and not _load and any(now for now, _ in _peaks()):
+        _load.append((time.time_ns() // 1000, _peaks()))
+        _reset_peaks()
+
+
+def _until_training() -> tuple[dict[str, _Peaks], list[tuple[int, str]]]:
+    """Return the peaks of each moment so far, and when each began; the load goes on."""
+    while _hooks:
+        _hooks.pop().remove()
+    if not _load:
+        return {}, [(0, "load")]
+    began, of_load = _load.pop()
+    moments = {"load": of_load, "forward": _peaks()}
+    _reset_peaks()
+    return moments, [(0, "load"), (began, "forward"), (time.time_ns() // 1000, "load")]
+
+
+def _peaks() -> _Peaks:
+    """Return the peaks of each card since they were reset."""
+    return [
+        (torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def _reset_peaks() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
 
 
 def watch_trainers() -> None:
@@ -124,7 +159,8 @@ def _later_training(frame: FrameType | None) -> str | None:
         for each in dis.get_instructions(frame.f_code):
             is_later = each.offset > frame.f_lasti and each.argval == "train"
             if is_later and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                line = each.positions.lineno if each.positions else ""
+                place = getattr(each, "positions", None)  # which Python 3.10 does not tell
+                line = place.lineno if place else ""
                 return f"{Path(frame.f_code.co_filename).name}:{line}"
         frame = frame.f_back
     return None
@@ -169,7 +205,7 @@ class _Observer:
         self._seen.host["load"] = host_peak()
         memory = psutil.Process().memory_info()
         self._seen.process_bytes = memory.rss - memory.shared - host_peak()
-        self._seen.moments, self._seen.began = until_training()
+        self._seen.moments, self._seen.began = _until_training()
         self._namer: Any = Namer(trainer)
         self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
@@ -329,11 +365,11 @@ class _Observer:
 
     def _close(self) -> None:
         """Count the peaks since the last call as those of the present moment."""
-        new = peaks()
+        new = _peaks()
         known = self._seen.moments.get(self._moment, [(0, 0)] * len(new))
         self._seen.moments[self._moment] = [
             (max(a, b), max(c, d)) for (a, c), (b, d) in zip(known, new, strict=True)
         ]
-        reset_peaks()
+        _reset_peaks()
         host = self._seen.host
         host[self._moment] = max(host.get(self._moment, 0), host_peak())

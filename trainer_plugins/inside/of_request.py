@@ -23,12 +23,7 @@ from trainer_plugins.planner.rehearse.planned import planned_of
 from trainer_plugins.planner.rehearse.refusals import as_plan_error, refuse_divided, refuse_trainer
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, loader
 from trainer_plugins.planner.rehearse.streamed import Streaming
-from trainer_plugins.planner.request import (
-    OPTIMIZER_STEPS,
-    ConfigSource,
-    PlanRequest,
-    TrainerSource,
-)
+from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest, TrainerSource
 
 _NO_END = 1 << 30
 
@@ -74,8 +69,7 @@ def _train(request: PlanRequest) -> None:
     if rehearsed.make_evaluation_batch is not None:
         mine: Any = trainer.args  # which ask for no evaluation: there was no data set
         mine.eval_strategy, mine.eval_steps, trainer.eval_dataset = "steps", _NO_END, [0]
-    is_padded = isinstance(source, ConfigSource) and rehearsed.has_padding
-    _give_batches(rehearsed, request, is_padded=is_padded)
+    _give_batches(rehearsed, request)
     trainer.train()
 
 
@@ -98,10 +92,6 @@ def _launched(request: PlanRequest) -> PlanRequest:
 def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
     source = request.source
     if isinstance(source, TrainerSource):
-        if source.replaced:
-            from trainer_plugins.planner.rehearse.liger import replace_again
-
-            replace_again(source.replaced)
         return from_trainer.rehearsed(source, build)
     make = from_config.rehearsed if source.trainer is None else from_loop.rehearsed
     if build.streaming is None:
@@ -112,13 +102,12 @@ def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
     return rehearsed
 
 
-def _give_batches(rehearsed: Rehearsed, request: PlanRequest, *, is_padded: bool) -> None:
-    """Give the Trainer its batches; a Trainer's own are padded as they are."""
+def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
     trainer: Any = rehearsed.trainer  # mypy lets no method be replaced
     num_batches = (OPTIMIZER_STEPS + 1) * trainer.args.gradient_accumulation_steps
-    make = _padded if is_padded else lambda batch: batch
+    make = _padded if rehearsed.has_padding else lambda batch: batch
     for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
-    number = rehearsed.num_evaluation_batches
+    number = request.source.num_evaluation_batches
     trainer.get_train_dataloader = lambda: loader(
         trainer, lambda: make(for_training()), num_batches
     )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_plugins.inside.alone import is_alone
-from trainer_plugins.inside.holes import write_holes
 from trainer_plugins.inside.process import has_numbers
+from trainer_plugins.inside.weights import write_holes
 from trainer_plugins.patched import Patches
 
 _SMALL_BYTES = 1 << 20

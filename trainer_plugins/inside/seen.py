@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from trainer_plugins.inside import shapes
-from trainer_plugins.inside.named import Names
 from trainer_plugins.inside.process import counters, outside_bytes
 
 _OURS = re.compile(r"trainer_plugins/(?:drycuda|inside|plug_in)/|torch/_ops\.py$")
@@ -88,8 +87,8 @@ class Seen:
     accumulation: dict[str, object] = field(default_factory=dict)
     """What more micro-batches of fewer rows do to the gradient."""
 
-    names: list[Names] = field(default_factory=list)
-    """What lay at addresses, at several times."""
+    names: list[tuple[int, dict[int, tuple[str, str]]]] = field(default_factory=list)
+    """What lay at addresses, at several times: see `Namer.names_of`."""
 
 
 def write(seen: Seen) -> None:

@@ -6,7 +6,9 @@ config describes. They take no space, and loading them costs nothing but time fo
 """
 
 import functools
+import json
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -14,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from trainer_plugins.inside.holes import write_holes
 
 _PART_BYTES = 2 << 30
 
@@ -117,3 +117,32 @@ def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tens
         part[name] = tensor
         held += tensor.nbytes
     yield part
+
+
+def write_holes(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Do what safetensors' `save_file` does; the data of the file are a hole of the file system.
+
+    All their bytes read as zero.
+    """
+    from safetensors.torch import _TYPES
+
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    shown: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.numel() * tensor.element_size()
+        shown[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    header = json.dumps(shown).encode()
+    header += b" " * (-len(header) % 8)
+    with Path(filename).open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + at)

@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -17,9 +17,9 @@ from trainer_plugins.checkpointing import spelled
 from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.calibrate import with_measured_context
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.request import (
-    DEFAULT_EVALUATION_BATCHES,
     MOST_PIXELS,
     TRL_TRAINERS,
     ConfigSource,
@@ -54,81 +54,42 @@ _COUNTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigInputs:
-    """Holds what is given with the config of a model and not with a Trainer; see `plan_run`."""
-
-    training_args: object = None  # TrainingArguments, a dict of their fields, or flags
-    seq_length: int | None = None
-    target_length: int | None = None
-    dtype: str | None = None
-    peft_config: object = None
-    accelerate_config: str | os.PathLike[str] | None = None
-    num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
-    has_metrics: bool = False
-    quantization_config: object = None
-    prepare_kbit: bool | None = None
-    num_labels: int | None = None
-    images_per_row: int | None = None
-    image_size: str | None = None  # height and width of a picture, as in "448x672"
-    sound_seconds: float | None = None
-    resident_layers: int | None = None  # of a streamed base, on the card; None: all of it
-    streams_embeddings: bool = False
-    trainer: str | None = None  # one of TRL's Trainers, as in "grpo"; None is transformers' own
-    attention: str | None = None  # as in `attn_implementation`; None: as the config says
-    head: str | None = None  # of the class that is trained, as in "TokenClassification"
-    from_hub: bool = False  # whether the config of a model that is given by name is fetched
-
-
-@dataclass(frozen=True, slots=True)
-class RunInputs:
-    """Holds what is given with a config or with a Trainer; see `plan_run`."""
-
-    gpu: str | None = None
-    calibration: bool = True
-    allocator: str | None = None
-    num_gpus: int | None = None
-    has_padding: bool | None = None
-    host_memory: str | None = None
-    pinned_memory: str | None = None
-
-
-def request_of(trainer_or_config: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
+def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
     """Make the request for a run: of a Trainer before training, or of the config of a model."""
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
-        request = _of_trainer(trainer_or_config, details, run)
+        request = _of_trainer(trainer_or_config, run)
     else:
-        request = _of_config(trainer_or_config, details, run)
+        request = _of_config(trainer_or_config, run)
     request = replace(request, host=_host_limits(run, request.host))
     if run.calibration and request.card is not None:
         return replace(request, card=with_measured_context(request.card))
     return request
 
 
-def _of_trainer(trainer: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
+def _of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
     for name, why in _OF_A_TRAINER.items():
-        if getattr(details, name) is not None:
+        if getattr(run, name) is not None:
             raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {why}")
     from trainer_plugins.planner.rehearse import gather
 
     card = card_of(run.gpu) if run.gpu is not None else None
-    return gather.request_of(*(trainer, card, _settings(run), run.num_gpus, run.has_padding))
+    return gather.request_of(trainer, card, _settings(run), run.num_gpus)
 
 
-def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequest:
-    file, length = details.accelerate_config, details.seq_length
-    usual = getattr(details.training_args, "max_length", None) or default_length(details.trainer)
-    arguments = arguments_to_send(details.training_args)
-    if isinstance(given_fields := details.training_args, Mapping):
+def _of_config(given: object, run: RunOptions) -> PlanRequest:
+    file, length = run.accelerate_config, run.seq_length
+    usual = getattr(run.training_args, "max_length", None) or default_length(run.trainer)
+    arguments = arguments_to_send(run.training_args)
+    if isinstance(given_fields := run.training_args, Mapping):
         _check_flags([f"--{name}={value}" for name, value in given_fields.items()])
     elif isinstance(arguments, tuple):
         _check_flags(arguments)
-    if details.streams_embeddings and details.resident_layers is None:
+    if run.stream_embeddings and run.stream_base is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
-    config = _changed(_config(given, details.from_hub), details)
-    peft, quantisation = _fields(details.peft_config), _quantisation(details, config)
+    config = _changed(_config(given, run.from_hub), run)
+    peft, quantisation = _fields(run.peft_config), _quantisation(run, config)
     if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
         raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it makes whole")
     return PlanRequest(
@@ -138,25 +99,25 @@ def _of_config(given: object, details: ConfigInputs, run: RunInputs) -> PlanRequ
             arguments=arguments,
             sequence_length=usual if length is None else length,
             has_length=length is not None,
-            target_length=details.target_length,
-            dtype=details.dtype,
+            target_length=run.target_length,
+            dtype=run.dtype,
             peft=peft,
             quantisation=quantisation,
-            prepares_kbit=details.prepare_kbit is not False,
-            num_evaluation_batches=details.num_evaluation_batches,
-            has_metrics=details.has_metrics,
-            num_labels=details.num_labels,
-            trainer=_trainer_of(details),
-            images_per_row=details.images_per_row,
-            image_size=_image_size(details.image_size),
-            sound_seconds=details.sound_seconds,
+            prepares_kbit=run.prepare_kbit is not False,
+            num_evaluation_batches=run.eval_batches,
+            has_metrics=run.metrics,
+            num_labels=run.num_labels,
+            trainer=_trainer_of(run),
+            images_per_row=run.images_per_row,
+            image_size=_image_size(run.image_size),
+            sound_seconds=run.sound_seconds,
         ),
         allocator=_settings(run),
         num_gpus=run.num_gpus or 0,
         launch_file=os.fspath(file) if file is not None else None,
-        has_padding=run.has_padding,
-        resident_layers=details.resident_layers,
-        streams_embeddings=details.streams_embeddings,
+        has_padding=run.padding,
+        resident_layers=run.stream_base,
+        streams_embeddings=run.stream_embeddings,
     )
 
 
@@ -174,11 +135,11 @@ def _check_flags(flags: Sequence[str]) -> None:
             raise PlanError(f"{flag} must be at least 1, got {text}")
 
 
-def _quantisation(details: ConfigInputs, config: Mapping[str, object]) -> dict[str, object] | None:
+def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, object] | None:
     """Check how the base is to be quantised, as far as that needs no torch."""
-    fields, of_config = _fields(details.quantization_config), config.get("quantization_config")
+    fields, of_config = _fields(run.quantization_config), config.get("quantization_config")
     if fields is None:
-        if details.prepare_kbit is not None and not of_config:
+        if run.prepare_kbit is not None and not of_config:
             raise PlanError("--prepare-kbit is for a quantised base: see --load-in-4bit")
         return None
     if of_config:
@@ -186,19 +147,19 @@ def _quantisation(details: ConfigInputs, config: Mapping[str, object]) -> dict[s
     if bool(fields.get("load_in_4bit")) == bool(fields.get("load_in_8bit")):
         raise PlanError("a base is quantised by one of --load-in-4bit and --load-in-8bit: give one")
     strays = [name for name in fields if name.startswith("bnb_4bit_")]
-    if details.training_args is not None and strays and fields.get("load_in_8bit"):
+    if run.load_in_8bit and strays:  # a BitsAndBytesConfig has them all
         raise PlanError(f"--{strays[0].replace('_', '-')} belongs to --load-in-4bit")
     return fields
 
 
-def _host_limits(run: RunInputs, here: HostLimits) -> HostLimits:
+def _host_limits(run: RunOptions, here: HostLimits) -> HostLimits:
     try:
         return HostLimits.of(run.host_memory, run.pinned_memory, here.total_bytes)
     except ValueError as error:
         raise PlanError(str(error)) from error
 
 
-def _settings(run: RunInputs) -> str:
+def _settings(run: RunOptions) -> str:
     """Return the allocator settings: without any, those of the variable that this torch reads."""
     if run.allocator is not None:
         return run.allocator
@@ -257,18 +218,18 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
     raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
 
 
-def _changed(config: dict[str, object], details: ConfigInputs) -> dict[str, object]:
+def _changed(config: dict[str, object], run: RunOptions) -> dict[str, object]:
     """Return a config with the attention and the head of the run."""
-    if details.attention is not None:
-        config = {**config, "_attn_implementation": details.attention}
-    if details.head is None:
+    if run.attn_implementation is not None:
+        config = {**config, "_attn_implementation": run.attn_implementation}
+    if run.head is None:
         return config
     named = config.get("architectures")
     base = str(named[0]) if isinstance(named, list) and named else ""
     kind = _HEAD.sub("", base)
     if not kind:
         raise PlanError("--head: the config names no class (architectures) that could have it")
-    return {**config, "architectures": [f"{kind}For{details.head.removeprefix('For')}"]}
+    return {**config, "architectures": [f"{kind}For{run.head.removeprefix('For')}"]}
 
 
 def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
@@ -285,11 +246,11 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
     return pickle.dumps((type(given), fields_of(given)))
 
 
-def _trainer_of(details: ConfigInputs) -> str | None:
+def _trainer_of(run: RunOptions) -> str | None:
     """Return the TRL Trainer that is named, or to whose config class the arguments belong."""
-    name = type(details.training_args).__name__
+    name = type(run.training_args).__name__
     of_config = name.removesuffix("Config").lower() if name.endswith("Config") else ""
-    return details.trainer or (of_config if of_config in TRL_TRAINERS else None)
+    return run.trainer or (of_config if of_config in TRL_TRAINERS else None)
 
 
 def _image_size(text: str | None) -> tuple[int, int] | None:

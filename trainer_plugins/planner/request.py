@@ -60,7 +60,6 @@ class ConfigSource:
     prepares_kbit: bool = True  # whether `prepare_model_for_kbit_training` gets a quantised model
     num_evaluation_batches: int = DEFAULT_EVALUATION_BATCHES
     has_metrics: bool = False  # a `compute_metrics`, for which all outputs are kept
-    keeps_argmax: bool = False  # of logits, by `preprocess_logits_for_metrics`
     num_labels: int | None = None  # the classes of a classifier; None uses the number in the config
     trainer: str | None = None  # one of `TRL_TRAINERS`; None is transformers' own
     images_per_row: int | None = None  # for a vision-language model; None is one

@@ -1,18 +1,19 @@
-"""Parses the fields of `MemoryArguments` in front of a command, for `exec` and for `run`."""
+"""Makes options of the fields of dataclasses, and parses them in front of another command."""
 
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from functools import update_wrapper
 from inspect import Parameter, Signature
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, get_args
 
 import typer
 from typer.core import TyperCommand
 
-from trainer_plugins.plug_in.options import PREFIX, MemoryArguments, kind_of, memory_arguments
+from trainer_plugins.plug_in.options import PREFIX, MemoryArguments
 from trainer_plugins.presets import PRESETS
 from trainer_plugins.printable import printable
 
@@ -63,54 +64,92 @@ class CommandInFront(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             rest: list[str] = super().parse_args(ctx, args)
-            return rest
+            MemoryArguments(
+                **{each.name: ctx.params[each.name] for each in fields(MemoryArguments)}
+            )
         except USAGE_ERROR as error:
             self.refuse(error.format_message())
+        except ValueError as error:
+            self.refuse(str(error))
+        return rest
 
     @classmethod
     def refuse(cls, reason: str, exit_code: int = EXIT_USAGE) -> NoReturn:
         sys.stderr.write(f"{cls.prog}: {printable(reason)}\n")
         sys.exit(exit_code)
 
-    @classmethod
-    def given(cls, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that differ from their defaults, checked, as `attach` takes them."""
-        given = {
+    @staticmethod
+    def given(params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as `attach` takes them."""
+        return {
             option.name.removeprefix(PREFIX): params[option.name]
             for option in fields(MemoryArguments)
             if params[option.name] != option.default
         }
-        try:
-            memory_arguments(**given)
-        except ValueError as error:
-            cls.refuse(str(error))
-        return given
 
 
-def with_memory_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `MemoryArguments` to a command, which finds them in its context."""
-    own = Signature.from_callable(command).parameters
+def with_options(
+    first: str = "", shown: Container[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take dataclasses: each field with metadata is an option.
 
-    def called(**values: Any) -> None:
-        command(**{name: values[name] for name in own})
+    Args:
+        first: the panel with which the help begins.
+        shown: the fields that the help lists; None: all.
+    """
 
-    called.__doc__ = command.__doc__
-    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
-    signature = Signature([*map(_parameter, fields(MemoryArguments)), *parameters])
-    called.__signature__ = signature  # type: ignore[attr-defined]
-    return called
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = Signature.from_callable(command).parameters.values()
+        options: list[Parameter] = []
+        for each in own:
+            kind: Any = each.annotation
+            if is_dataclass(kind):
+                options += [_option(one, shown) for one in fields(kind) if one.metadata]
+            else:
+                options.append(each.replace(kind=Parameter.KEYWORD_ONLY))
+
+        def called(**given: Any) -> None:
+            command(**{each.name: _value_of(each, given) for each in own})
+
+        update_wrapper(called, command)
+        options.sort(key=lambda option: _panel(option) != first)
+        called.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
 
 
-def _parameter(option: "Field[Any]") -> Parameter:
-    # The help of an option ends with the name of its callback.
-    words, _, callback = option.metadata["help"].removesuffix(")").partition(" (")
-    name, kind = option.name, kind_of(option)
-    shown = typer.Option(
-        "--preset" if name == "memory_preset" else f"--{name.replace('_', '-')}",
+def _option(each: "Field[Any]", shown: Container[str] | None) -> Parameter:
+    """Make a typer option of a field; a text where Python could give an object of any type."""
+    about, words = each.metadata, each.metadata["help"]
+    if "panel" in about:
+        panel, metavar = about["panel"], about["metavar"]
+    else:  # of MemoryArguments: the help of an option ends with the name of its callback
+        words, _, panel = words.removesuffix(")").partition(" (")
+        metavar = "N" if each.type in (int, float) else None
+    name = "preset" if each.name == "memory_preset" else each.name
+    # A switch that is off by default has no --no- form.
+    is_spelled = each.default is False or name != each.name
+    info = typer.Option(
+        *[f"--{name.replace('_', '-')}"] * is_spelled,
         help=words,
-        metavar="N" if kind in (int, float) else None,
-        rich_help_panel=callback or None,
+        metavar=metavar,
+        rich_help_panel=panel or None,
+        hidden=shown is not None and each.name not in shown,
     )
+    kind: Any = str | None if each.type is Any else each.type
     return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[kind, shown]
+        each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=Annotated[kind, info]
     )
+
+
+def _value_of(parameter: Parameter, given: Mapping[str, Any]) -> Any:
+    """Return the value of an option, or the dataclass that holds the values of several."""
+    if not is_dataclass(parameter.annotation):
+        return given[parameter.name]
+    make: Any = parameter.annotation
+    return make(**{each.name: given[each.name] for each in fields(make) if each.metadata})
+
+
+def _panel(option: Parameter) -> str | None:
+    return next((each.rich_help_panel for each in get_args(option.annotation)[1:]), None)

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from trainer_plugins.planner.compare.switches import as_flags
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.planner.tried import is_safe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,30 +51,6 @@ class SearchLine:
         return " ".join(
             f"++trainer.args.{name}={str(value).lower()}" for name, value in self.arguments.items()
         )
-
-
-def line_of(
-    plan: MemoryPlan,
-    *,
-    gradient_checkpointing: bool,
-    sequence_length: int,
-    micro_batch: int,
-    rows: int,
-) -> SearchLine:
-    """Return the line of a plan with this many of `rows` rows at once."""
-    return SearchLine(
-        gradient_checkpointing=gradient_checkpointing,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        accumulation_steps=rows // micro_batch,
-        fits=bool(plan.fits),
-        allocated_peak_bytes=plan.allocated_peak_bytes,
-        reserved_peak_bytes=plan.reserved_peak_bytes,
-        nvidia_smi_peak_bytes=plan.nvidia_smi_peak_bytes,
-        margin_bytes=plan.margin_bytes or 0,
-        host_ram_bytes_per_node=plan.host_ram_bytes_per_node,
-        is_safe=is_safe(plan),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """proposal_of: what changes, the rows at once and a plan make of them propose."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.planner.compare.switches import Switch, as_flags
-from trainer_plugins.planner.plan import MemoryPlan, Proposal
+from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least
 
 
 def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
@@ -28,23 +28,23 @@ def proposal_of(
     now: int,
     rows: int,
     length: int,
-    values: Mapping[str, object] | None = None,
-    times: float | None = None,
-    trainer: str | None = None,
+    times: float | None,
+    trainer: str | None,
 ) -> Proposal:
     """Propose changes that a plan was made with, and `micro_batch` of `rows` rows at once.
 
-    The run as it is has `now` rows at once; `length` is in tokens; `values` are what the texts of
-    changes leave open, `time` and `length`; `times` is how many times as long a step takes;
-    `trainer` is one of TRL's.
+    The run as it is has `now` rows at once; `length` is in tokens; `times` is how many times as
+    long a step takes; `trainer` is one of TRL's.
     """
-    values = values or {}
     words = [each.words for each in changes]
+    time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
     prices = [
-        _filled(each.price, values) for each in changes if times is None or not each.costs_time
+        each.price.replace("{time}", time)
+        for each in changes
+        if times is None or not each.costs_time
     ]
-    flags = [_filled(each.flags, values) for each in changes]
-    in_the_run = [_filled(each.typed(trainer), values) for each in changes]
+    flags = [each.flags for each in changes]
+    in_the_run = [each.typed(trainer) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
         prices = [*_price_of_rows(plan, is_timed=times is not None), *prices]
@@ -72,10 +72,3 @@ def _price_of_rows(plan: MemoryPlan, *, is_timed: bool) -> list[str]:
     if plan.accumulation is None or (is_timed and plan.accumulation.effect is Effect.SAME):
         return []
     return [plan.accumulation.price]
-
-
-def _filled(text: str, values: Mapping[str, object]) -> str:
-    """Fill in `{time}` and `{length}`; other braces are those of JSON."""
-    for name, value in values.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return text

@@ -30,7 +30,7 @@ class Switch:
 
     words: str  # what a proposal calls it
     price: str  # what it costs; `{time}` stands for the time that copies take
-    flags: str  # what to add to the plan's command; `{length}` stands for the new length of rows
+    flags: str  # what to add to the plan's command
     turn: Callable[[PlanRequest], PlanRequest]
     # about how much of each category it frees, as a fraction: a try tells
     frees: Mapping[Category, float] = field(default_factory=dict)
@@ -154,17 +154,6 @@ EIGHT_BIT_OPTIMIZER = replace(
     subject="optimizer",
     changes_result=1,
 )
-HALF_LENGTH = Switch(
-    "half the length",
-    "rows are cut at {length} tokens",
-    advice.SHORTER_ROWS.flag(Door.PLAN, length="{length}"),
-    half_as_long,
-    {"activations": 0.5, "logits and loss": 0.5},
-    subject="length",
-    changes_result=4,
-    in_the_run="your tokenizer's max_length={length}",
-    with_trl=advice.SHORTER_ROWS.flag(Door.TRL, length="{length}"),
-)
 ADAPTER = Switch(
     "LoRA",
     advice.ADAPTER.price,
@@ -281,14 +270,6 @@ def eval_rows(rows: int) -> Switch:
         return switch.turn(replace(run, source=replace(source, num_evaluation_batches=batches)))
 
     return replace(switch, turn=turn, subject="evaluation")
-
-
-ARGMAX_LOGITS = Switch(
-    "predictions instead of logits",
-    f"{advice.ARGMAX_LOGITS.price}; in the script",
-    advice.ARGMAX_LOGITS.flag(Door.CODE),
-    lambda run: replace(run, source=replace(source_of(run), keeps_argmax=True)),
-)
 
 
 def experts_in(config: Mapping[str, Any]) -> int:

@@ -70,7 +70,6 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
             args=rehearsed_arguments(args, build.folder),
             train_dataset=[0] * rows,
             compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
-            preprocess_logits_for_metrics=_argmax if source.keeps_argmax else None,
         )
     except ValueError as error:
         raise PlanError(first_line(error)) from error
@@ -82,7 +81,6 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         trainer=trainer,
         make_batch=lambda: inputs.batch(rows),
         make_evaluation_batch=(lambda: inputs.batch(eval_rows)) if args.do_eval else None,
-        num_evaluation_batches=source.num_evaluation_batches,
         has_padding=has_padding,
         assumptions=assumptions,
     )
@@ -93,11 +91,6 @@ def _num_parts(args: Any) -> int:
     given = getattr(args, "parallelism_config", None)
     exported = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
     return int(exported if given is None else given.tp_size)
-
-
-def _argmax(logits: Any, _: object) -> torch.Tensor:
-    first: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
-    return first.argmax(-1)
 
 
 def check_rows(args: HfArguments) -> None:

@@ -47,7 +47,6 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         trainer=trainer,
         make_batch=lambda: copied(batches[0]),
         make_evaluation_batch=(lambda: copied(batches[1])) if build.args.do_eval else None,
-        num_evaluation_batches=source.num_evaluation_batches,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
     )

@@ -8,6 +8,7 @@ import torch
 
 from trainer_plugins.planner.rehearse import rollout, ship
 from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.liger import replace_again
 from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copied, other_models
 from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.request import TrainerSource
@@ -16,6 +17,7 @@ from trainer_plugins.wrapped import base_model
 
 def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
+    replace_again(source.replaced)
     sent = ship.loads(source.trainer)
     if "bitsandbytes" in sys.modules:
         for part in sent["model"].modules():
@@ -27,8 +29,7 @@ def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
         trainer=trainer,
         make_batch=lambda: copied(batch),
         make_evaluation_batch=(lambda: copied(evaluation)) if evaluation is not None else None,
-        num_evaluation_batches=source.num_evaluation_batches,
-        has_padding=bool(build.has_padding),
+        has_padding=False,
         assumptions=[],
     )
 

@@ -24,7 +24,6 @@ from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
 
 _MOST_STREAMED = 20_000  # rows that are read of a data set that has no length
-_MASKS = ("attention_mask", "chosen_attention_mask", "rejected_attention_mask")
 _SIMGPU = "simgpu"
 _EXPORTED = (
     "FSDP_",
@@ -35,13 +34,9 @@ _EXPORTED = (
 
 
 def request_of(
-    trainer: Any,
-    card: Card | None,
-    allocator: str,
-    num_gpus: int | None,
-    has_padding: bool | None,
+    trainer: Any, card: Card | None, allocator: str, num_gpus: int | None
 ) -> PlanRequest:
-    """Make the request for the run of a Trainer; None asks the Trainer, its ranks or its batch."""
+    """Make the request for the run of a Trainer; None asks the Trainer or its ranks."""
     if trainer.model is None:
         raise PlanError("the Trainer has no model yet: give it one instead of model_init")
     args, device_map = trainer.args, device_map_of(trainer, num_gpus)
@@ -51,7 +46,7 @@ def request_of(
         )
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
     with undisturbed(trainer):
-        batch, is_padded, unread = longest_batch(trainer)
+        batch, unread = longest_batch(trainer)
         evaluation, num_batches, unread_there = _evaluation_of(trainer)
         try:
             sent, left_out = ship.dumps_trainer(trainer)
@@ -80,7 +75,6 @@ def request_of(
         num_nodes=_num_nodes(num_gpus),
         environment=_exported(),
         deepspeed=engine.deepspeed_config if engine is not None else None,
-        has_padding=is_padded if has_padding is None else has_padding,
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
@@ -168,7 +162,6 @@ class WorstBatch(NamedTuple):
     """Holds the worst batch that a sampler can draw."""
 
     batch: object
-    is_padded: bool  # whether batches have padding: this one, or one with a short row in it
     unread: str  # what is not known because not all rows were read; empty if they were
 
 
@@ -193,16 +186,12 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
             dataset = trainer._remove_unused_columns(dataset, description="planning")
     else:  # as the Trainer does; a stream may not know its columns
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
-    chosen, shortest, unread = _longest_of(dataset, rows, name, 50 * rows)
-    batch = collator(chosen)
-    is_padded = _is_padded(batch) or (rows > 1 and _is_padded(collator([*chosen[1:], shortest])))
-    return WorstBatch(batch, is_padded, unread)
+    chosen, unread = _longest_of(dataset, rows, name, 50 * rows)
+    return WorstBatch(collator(chosen), unread)
 
 
-def _longest_of(
-    dataset: Any, num: int, name: str, num_streamed: int
-) -> tuple[list[Any], object, str]:
-    """Return the `num` longest rows of a dataset (they may repeat), its shortest, what is left."""
+def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[list[Any], str]:
+    """Return the `num` longest rows of a dataset (they may repeat), and what was not read."""
     unread = ""
     if not has_rows(dataset):
         kind, stream = type(dataset).__name__, iter(dataset)
@@ -220,7 +209,7 @@ def _longest_of(
     if unread:
         unread = f"the longest batch: {unread}; a longer row that comes later needs more"
     chosen = itertools.islice(itertools.cycle(lengths.longest(num)), num)
-    return [dataset[index] for index in chosen], dataset[lengths.shortest], unread
+    return [dataset[index] for index in chosen], unread
 
 
 def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> WorstBatch:
@@ -229,20 +218,13 @@ def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> Wo
         known = [column for column in rollout.COLUMNS if column in dataset.column_names]
         dataset = dataset.select_columns(known)
     num_prompts = -(-rows // num_answers)
-    found, _, unread = _longest_of(dataset, num_prompts, name, _MOST_STREAMED)
+    found, unread = _longest_of(dataset, num_prompts, name, _MOST_STREAMED)
     prompts = [
         {column: row[column] for column in rollout.COLUMNS if column in row} for row in found
     ]
     batch = [row for row in prompts for _ in range(num_answers)][:rows]
-    return WorstBatch(batch, True, unread)
+    return WorstBatch(batch, unread)
 
 
 def _length(dataset: object) -> int:
     return len(dataset) if isinstance(dataset, Sized) else 1
-
-
-def _is_padded(batch: object) -> bool:
-    """Return whether a mask has a 0, or will have: TRL's ORPO and CPO join two masks into one."""
-    found = [batch.get(name) for name in _MASKS] if hasattr(batch, "get") else []
-    masks = [mask for mask in found if isinstance(mask, torch.Tensor)]
-    return any(not bool(mask.all()) for mask in masks) or len({mask.shape for mask in masks}) > 1

@@ -29,8 +29,7 @@ class Rehearsed:
     trainer: HfTrainer
     make_batch: Callable[[], Batch]
     make_evaluation_batch: Callable[[], Batch] | None  # None if the run does not evaluate
-    num_evaluation_batches: int
-    has_padding: bool
+    has_padding: bool  # whether batches get some; those of a user's Trainer are as they are
     assumptions: list[str]
 
 

@@ -1,10 +1,10 @@
-"""Lists the options of `trainer-plugins plan` that describe a run; `check` takes them too."""
+"""What a user says of a run that is to be planned: the options of `plan` and `check`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trainer_plugins.cli.typed_options import MOST_USED, option
-
+MOST_USED = "Most used"  # the first panel of a long help
 PINNED_MEMORY_HELP = "How much of it can be pinned, as in 2GiB (WSL has a limit)."
 
 _MODEL = "Model"
@@ -14,9 +14,17 @@ _QUANTISATION = "Quantisation"
 _MACHINE = "Machine"
 
 
+def option(panel: str, help: str, *, default: object = None, metavar: str | None = None) -> Any:
+    """Make a field of a dataclass an option of a command, in a panel of its help."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "panel": panel})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Describes one run: model, data, adapter, quantisation, and the machine with its launch."""
+    """Describes one run: model, data, adapter, quantisation, and the machine with its launch.
+
+    A field of type Any is a text on a command line; `plan_run` takes an object there, too.
+    """
 
     model: str | None = option(
         MOST_USED, "A config.json, its folder, or org/name in the local hub cache."
@@ -70,7 +78,7 @@ class RunOptions:
         "Modules that get an adapter: all-linear, or names with commas.",
         default="all-linear",
     )
-    peft_config: str | None = option(
+    peft_config: Any = option(
         _ADAPTER, "An adapter_config.json of PEFT, or its JSON, instead of --lora-r."
     )
     prepare_kbit: bool | None = option(
@@ -118,3 +126,8 @@ class RunOptions:
         _MACHINE, "Use the context size that was measured here for this card.", default=True
     )
     timeout: float = option(_MACHINE, "Time limit of each dry run.", default=600, metavar="SECONDS")
+
+    # no options: what the words around them say, or only Python can
+    training_args: object = None  # TrainingArguments, a dict of their fields, or flags
+    quantization_config: object = None  # a BitsAndBytesConfig, or a dict of its fields
+    allocator: str | None = None  # the text of PYTORCH_ALLOC_CONF; None: as in this process
