@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 from time import perf_counter
 
-from trainer_plugins.plug_in import _site
+from trainer_plugins import _site
 
 ROUNDS = 20
 HOOKED = {"PYTHONPATH": os.pathsep.join([*_site.__path__, os.environ.get("PYTHONPATH", "")])}

@@ -17,7 +17,7 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
-from trainer_plugins.plug_in._site.trainer_plugins_on_import import when_imported
+from trainer_plugins._site.trainer_plugins_on_import import when_imported
 from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
@@ -248,7 +248,7 @@ def test_the_users_own_sitecustomize_is_read(tmp_path: Path) -> None:
 
     assert (
         done.stdout
-        == f"{ROOT / 'trainer_plugins' / 'plug_in' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
+        == f"{ROOT / 'trainer_plugins' / '_site'} theirs {tmp_path / 'sitecustomize.py'}\n"
     )
 
 
@@ -480,9 +480,7 @@ def test_a_module_that_the_users_own_sitecustomize_misses_is_named(tmp_path: Pat
 
 
 def test_what_every_python_reads_is_written_for_every_python() -> None:
-    tree = ast.parse(
-        (ROOT / "trainer_plugins" / "plug_in" / "_site" / "sitecustomize.py").read_text()
-    )
+    tree = ast.parse((ROOT / "trainer_plugins" / "_site" / "sitecustomize.py").read_text())
 
     newer = (
         ast.JoinedStr,

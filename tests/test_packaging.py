@@ -44,7 +44,7 @@ def built(dist: tuple[Path, Path]) -> dict[str, set[str]]:
     "name",
     [
         "trainer_plugins/py.typed",
-        "trainer_plugins/plug_in/_site/sitecustomize.py",
+        "trainer_plugins/_site/sitecustomize.py",
         "trainer_plugins/configs/accelerate/single_device.yaml",
         "trainer_plugins/configs/accelerate/zero3_offload_all.yaml",
         "trainer_plugins/configs/hydra/trainer_plugins/memory_safe.yaml",

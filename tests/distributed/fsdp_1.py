@@ -5,17 +5,21 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 
 from tests.models import tiny_llama
-from trainer_plugins.launch.in_force import read_in_force
+from trainer_plugins.launch.in_force import strategy_of
 
 dist.init_process_group("gloo")
+Accelerator(cpu=True)
 cpu = torch.device("cpu")
+args: Any = SimpleNamespace(world_size=2, device=cpu)
 wrapped: dict[str, Any] = {
     "orig_params": FullyShardedDataParallel(tiny_llama(), device_id=cpu, use_orig_params=True),
     "flat_params": FullyShardedDataParallel(tiny_llama(), device_id=cpu, use_orig_params=False),
@@ -24,10 +28,7 @@ wrapped: dict[str, Any] = {
     ),
 }
 wrapped["compiled"] = torch.compile(wrapped["flat_params"])
-found = {
-    name: asdict(read_in_force(model, None, distributed_type="FSDP", world_size=2, device="cpu"))
-    for name, model in wrapped.items()
-}
+found = {name: asdict(strategy_of(model, None, args)) for name, model in wrapped.items()}
 found["num_params"] = sum(p.numel() for p in tiny_llama().parameters())
 Path(sys.argv[1], f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 sys.stdout.flush()

@@ -224,7 +224,7 @@ OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB
 OURS = """  File "<frozen runpy>", line 198, in _run_module_as_main
   File "/src/trainer_plugins/run.py", line 53, in <module>
     main(sys.argv[1:])
-  File "/src/trainer_plugins/plug_in/_site/sitecustomize.py", line 9, in <module>
+  File "/src/trainer_plugins/_site/sitecustomize.py", line 9, in <module>
   File "C:\\src\\trainer_plugins\\plug_in\\as_main.py", line 53, in run
     runpy.run_path(path, run_name="__main__")
   File "{script}", line 211, in <module>

@@ -19,9 +19,8 @@ class EvaluationCallback(RunCallback):
 
     def at_rest(self) -> None:
         super().at_rest()
-        self._evaluating = False  # whether an end is due
+        self.is_end_due = False  # whether an evaluation has begun, and its end is not yet seen
         self.is_inside = False  # whether an `evaluate` of the Trainer is running
-        self.num_evaluations = 0  # how many evaluations and predictions have fired their event
 
     def evaluation_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         """Handle the beginning of an evaluation; inside training it may be called twice."""
@@ -71,18 +70,16 @@ class EvaluationCallback(RunCallback):
             self.is_inside = False
 
     def _begin(self, args: HfArguments, state: HfState, event: Event) -> None:
-        self._evaluating = True
+        self.is_end_due = True
         self.evaluation_begins(args, state, event)
 
     def _end(self, args: HfArguments, state: HfState, moment: str, event: Event) -> None:
-        self._evaluating = False
-        self.num_evaluations += 1
+        self.is_end_due = False
         self.evaluation_ends(args, state, moment, event)
 
     def _settle(self, args: HfArguments, state: HfState, event: Event) -> None:
-        if self._evaluating:
-            self._evaluating = False
-            self.evaluation_ends(args, state, "eval", event)
+        if self.is_end_due:
+            self._end(args, state, "eval", event)
 
 
 def _wrap_evaluate() -> None:
@@ -98,16 +95,15 @@ def _telling(evaluate: Method) -> Method:
             for each in self.callback_handler.callbacks
             if isinstance(each, EvaluationCallback) and not each.is_inside  # `super()` is one too
         ]
-        before = [each.num_evaluations for each in callbacks]
         event = {"model": self.model, "optimizer": self.optimizer}
         with ExitStack() as stack:
             for each in callbacks:
                 stack.enter_context(each.evaluating(self.args, self.state, event))
             metrics = evaluate(self, *args, **kwargs)
-        for each, num in zip(callbacks, before, strict=True):
+        for each in callbacks:
             # Inside training the next event shows the end; a place in the list may be empty now.
             is_there = any(each is one for one in self.callback_handler.callbacks)
-            if is_there and each.num_evaluations == num and not inside_training():
+            if is_there and each.is_end_due and not inside_training():
                 each.on_evaluate(self.args, self.state, self.control, **event)
         return metrics
 

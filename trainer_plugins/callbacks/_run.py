@@ -14,8 +14,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
 from trainer_plugins.devices import Device, open_device
+from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.record.timeline import Timeline, timeline_of_run
+from trainer_plugins.record.timeline import Remark, Timeline, timeline_of_run
 from trainer_plugins.record.webhook import webhook_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.frames import frames_above
@@ -48,7 +49,7 @@ class RunCallback(TrainerCallback):
     def at_rest(self) -> None:
         """Reset what belongs to one run, for a copy too. Subclasses set such attributes here."""
         self._device, self._timeline = self._given_device, self._given_timeline
-        self._cannot_read = False
+        self._has_tried_to_open = False
         self.undo = ExitStack()  # what `end_run` undoes, as callbacks of this stack
 
     def begin_run(self) -> None:
@@ -86,12 +87,11 @@ class RunCallback(TrainerCallback):
         """Return the device, opened at first use; None, logged once, if it cannot be read."""
         # Not earlier: added late, or for evaluate() alone, it gets no on_init_end or
         # on_train_begin.
-        if self._device is None and not self._cannot_read:
-            self._cannot_read = True
+        if self._device is None and not self._has_tried_to_open:
+            self._has_tried_to_open = True
             with self.harmless():
                 try:
                     self._device = open_device(args.device)
-                    self._cannot_read = False
                 except ValueError as error:
                     logger.warning("%s does nothing in this run: %s", type(self).__name__, error)
         return self._device
@@ -106,6 +106,13 @@ class RunCallback(TrainerCallback):
         if self._timeline.listener is None:
             self._timeline.listener = webhook_of_run(args.output_dir, args.process_index)
         return self._timeline
+
+    def remark(self, args: HfArguments, step: int, finding: Finding) -> None:
+        """Log a finding and write it into the timeline."""
+        own_logger = logging.getLogger(type(self).__module__)
+        own_logger.log(finding.severity, "step %d: %s", step, finding)
+        with self.harmless():
+            self.timeline_for(args).add(Remark(step=step, finding=finding))
 
     @contextmanager
     def harmless(self) -> Iterator[None]:

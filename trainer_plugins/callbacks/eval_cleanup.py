@@ -9,7 +9,6 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from trainer_plugins.callbacks._evaluations import EvaluationCallback
 from trainer_plugins.callbacks._run import Event, model_of
 from trainer_plugins.hf_trainer import HfArguments, HfState
-from trainer_plugins.record.timeline import Remark
 from trainer_plugins.upkeep.agreement import StepEndVote, has_peers
 from trainer_plugins.upkeep.generation import drop_leftovers, guard_generate, inside_training
 from trainer_plugins.upkeep.holders import leftover
@@ -102,8 +101,7 @@ class EvalGenerateCleanup(EvaluationCallback):
             before, self._allocated_before = self._allocated_before, None
             finding = leftover(self._release.device, before, model, event.get("optimizer"))
             if finding is not None:
-                self.timeline_for(args).add(Remark(step=state.global_step, finding=finding))
-                logger.log(finding.severity, "step %d: %s", state.global_step, finding)
+                self.remark(args, state.global_step, finding)
         self._due = moment
         # Other ranks may not have evaluated at all: ask them at the end of a step.
         if not has_peers():

@@ -1,8 +1,9 @@
 """EvaluationGuard: what an evaluation keeps until its end fits, or its first batch reports it."""
 
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from trainer_plugins.callbacks._run import RunCallback, put_around
 from trainer_plugins.devices import Device, HostDevice
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.record.timeline import Remark, Timeline
+from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.upkeep.agreement import RollCall, any_rank
 from trainer_plugins.upkeep.kept_outputs import (
     judge_kept,
@@ -73,7 +74,11 @@ class EvaluationGuard(RunCallback):
         # The Trainer passes each batch's outputs here, before ranks exchange them.
         before = trainer.preprocess_logits_for_metrics, trainer.compute_metrics
         num_steps = trainer.args.eval_accumulation_steps
-        watch = _Watch(self, trainer, device, dataloader, description == "Evaluation")
+        num_batches = 0
+        with suppress(TypeError):  # a loader of a data set without a length
+            num_batches = len(dataloader) if isinstance(dataloader, Sized) else 0
+        is_evaluation = description == "Evaluation"
+        watch = _Watch(self, trainer, device, num_batches, is_evaluation, before[0])
         trainer.preprocess_logits_for_metrics = watch.see
         try:
             yield
@@ -85,80 +90,72 @@ class EvaluationGuard(RunCallback):
         """Report a finding, once a run unless it gets worse."""
         if finding.severity > self._reported:
             self._reported = finding.severity
-            step = trainer.state.global_step
-            self.timeline_for(trainer.args).add(Remark(step=step, finding=finding))
-            logger.log(finding.severity, "step %d: %s", step, finding)
+            self.remark(trainer.args, trainer.state.global_step, finding)
 
 
+@dataclass
 class _Watch:
-    def __init__(
-        self,
-        guard: EvaluationGuard,
-        trainer: HfTrainer,
-        device: Device,
-        dataloader: object,
-        is_evaluation: bool,
-    ) -> None:
-        self._guard, self._trainer, self._device = guard, trainer, device
-        self._users_preprocess = trainer.preprocess_logits_for_metrics
-        self._is_evaluation = is_evaluation
-        self._num_batches = 0
-        with suppress(TypeError):  # a loader of a data set without a length
-            self._num_batches = len(dataloader) if isinstance(dataloader, Sized) else 0
-        self._num_seen = self._largest_bytes = 0
-        self._takes_argmax = False
+    guard: EvaluationGuard
+    trainer: HfTrainer
+    device: Device
+    num_batches: int  # 0 for a data set without a length
+    is_evaluation: bool
+    users_preprocess: Callable[[Any, Any], Any] | None
+    num_seen: int = 0
+    largest_bytes: int = 0
+    takes_argmax: bool = False
 
     def see(self, outputs: Any, labels: Any) -> Any:
-        if self._users_preprocess is not None:
-            outputs = self._users_preprocess(outputs, labels)
-        with self._guard.harmless():
-            self._num_seen += 1
-            is_kept = not (self._is_evaluation and self._trainer.args.batch_eval_metrics)
-            if is_kept and not self._takes_argmax:
+        if self.users_preprocess is not None:
+            outputs = self.users_preprocess(outputs, labels)
+        with self.guard.harmless():
+            self.num_seen += 1
+            is_kept = not (self.is_evaluation and self.trainer.args.batch_eval_metrics)
+            if is_kept and not self.takes_argmax:
                 self._judge(outputs, labels)
-        return outputs.argmax(-1) if self._takes_argmax else outputs
+        return outputs.argmax(-1) if self.takes_argmax else outputs
 
     def _judge(self, outputs: object, labels: object) -> None:
         batch_bytes = kept_bytes(outputs)
-        if batch_bytes <= self._largest_bytes and self._num_batches:
+        if batch_bytes <= self.largest_bytes and self.num_batches:
             return
-        self._largest_bytes = max(self._largest_bytes, batch_bytes)
+        self.largest_bytes = max(self.largest_bytes, batch_bytes)
         finding = None
         try:
             finding = self._forecast(outputs)
         finally:  # a reading that fails must not keep the other ranks waiting
-            if self._num_seen == 1 and self._guard.logits_to == "argmax":
-                self._takes_argmax = self._may_take_argmax(outputs, labels, finding is not None)
-        if finding is None or self._takes_argmax:
+            if self.num_seen == 1 and self.guard.logits_to == "argmax":
+                self.takes_argmax = self._may_take_argmax(outputs, labels, finding is not None)
+        if finding is None or self.takes_argmax:
             return
-        if self._guard.logits_to is not None and self._are_on_card():
-            self._trainer.args.eval_accumulation_steps = 1
+        if self.guard.logits_to is not None and self._are_on_card():
+            self.trainer.args.eval_accumulation_steps = 1
             logger.info("%s; they go to main memory after each batch", finding.summary)
             finding = self._forecast(outputs)
         if finding is not None:
-            self._guard.report(finding, self._trainer)
+            self.guard.report(finding, self.trainer)
 
     def _are_on_card(self) -> bool:
-        return self._device.name != "cpu" and self._trainer.args.eval_accumulation_steps is None
+        return self.device.name != "cpu" and self.trainer.args.eval_accumulation_steps is None
 
     def _forecast(self, outputs: object) -> Finding | None:
-        args, is_on_card = self._trainer.args, self._are_on_card()
+        args, is_on_card = self.trainer.args, self._are_on_card()
         batch_bytes = kept_bytes(outputs, as_arrays=not is_on_card) * args.world_size
-        reading = (self._device if is_on_card else HostDevice()).read()
+        reading = (self.device if is_on_card else HostDevice()).read()
         # What is free, plus what is kept already and part of the forecast.
-        free_bytes = reading.free_bytes + (self._num_seen - 1) * batch_bytes
+        free_bytes = reading.free_bytes + (self.num_seen - 1) * batch_bytes
         if is_on_card:
             free_bytes += reading.cached_bytes + kept_bytes(outputs)
         return judge_kept(
             batch_bytes,
-            max(self._num_batches, self._num_seen + 1),
+            max(self.num_batches, self.num_seen + 1),
             args.eval_do_concat_batches,
             free_bytes,
             reading.device if is_on_card else "main memory",
         )
 
     def _may_take_argmax(self, outputs: object, labels: object, is_needed: bool) -> bool:
-        metrics, timeout = self._trainer.compute_metrics, self._trainer.args.ddp_timeout
+        metrics, timeout = self.trainer.compute_metrics, self.trainer.args.ddp_timeout
         roll = RollCall("EvaluationGuard")
         roll.sign()
         missing = roll.missing()
@@ -174,14 +171,14 @@ class _Watch:
             return False
         assert metrics is not None
         assert isinstance(outputs, torch.Tensor)
-        self._trainer.compute_metrics = metrics_of_argmax(metrics, outputs.shape[-1])
+        self.trainer.compute_metrics = metrics_of_argmax(metrics, outputs.shape[-1])
         return True
 
     def _why_not_argmax(self, outputs: object, labels: object) -> str:
-        args, metrics = self._trainer.args, self._trainer.compute_metrics
-        if not self._is_evaluation or metrics is None:
+        args, metrics = self.trainer.args, self.trainer.compute_metrics
+        if not self.is_evaluation or metrics is None:
             return "predictions are returned as they are"
-        if self._users_preprocess is not None or args.include_for_metrics:
+        if self.users_preprocess is not None or args.include_for_metrics:
             return "the Trainer has a preprocess_logits_for_metrics, or include_for_metrics"
         if not args.eval_do_concat_batches:
             return "batches are not joined (eval_do_concat_batches)"

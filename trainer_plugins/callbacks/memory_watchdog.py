@@ -16,7 +16,7 @@ from trainer_plugins.hf_trainer import HfArguments, HfState
 from trainer_plugins.record.metrics import PrometheusFile
 from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
-from trainer_plugins.upkeep.generation import guard_generate
+from trainer_plugins.upkeep.generation import guard_generate, inside_training
 from trainer_plugins.upkeep.growth import GrowthTeller
 from trainer_plugins.watch.memory_watch import MemoryWatch
 from trainer_plugins.watch.pressure import Budget
@@ -69,7 +69,6 @@ class MemoryWatchdog(EvaluationCallback):
         self._watch: MemoryWatch | None = None
         self._prometheus: PrometheusFile | None = None
         self._stop_vote: StepEndVote | None = None
-        self._is_generate_guarded = False
         self._worst: int = 0
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
@@ -90,7 +89,6 @@ class MemoryWatchdog(EvaluationCallback):
                 dataset = getattr(event.get("train_dataloader"), "dataset", None)
                 self._watch.teller = GrowthTeller(kind, model, event.get("optimizer"), dataset)
                 self.undo.callback(guard_generate(model, self._separate_peak))
-                self._is_generate_guarded = True
         super().run_begins(args, state, event)
 
     def on_step_end(
@@ -119,9 +117,9 @@ class MemoryWatchdog(EvaluationCallback):
     @contextmanager
     def evaluating(self, args: HfArguments, state: HfState, event: Event) -> Iterator[None]:
         model = event.get("model")
-        is_over = self._watch is not None and not self._is_generate_guarded
+        has_no_guard = self._watch is not None and not inside_training()
         with super().evaluating(args, state, event), ExitStack() as stack:
-            if is_over and isinstance(model, nn.Module):
+            if has_no_guard and isinstance(model, nn.Module):
                 guard = self._separate_peak
                 stack.callback(guard_generate(model, guard, outside_training=True))
             yield
@@ -145,10 +143,6 @@ class MemoryWatchdog(EvaluationCallback):
         super().on_train_end(args, state, **event)
         self._look(args, state, "end")
         self.end_run()
-
-    def end_run(self) -> None:
-        super().end_run()
-        self._is_generate_guarded = False
 
     @contextmanager
     def _separate_peak(

@@ -26,7 +26,7 @@ from trainer_plugins.callbacks._run import (
 from trainer_plugins.compiled import locked
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.launch.facts import facts_of_process, facts_of_trainer, tried
+from trainer_plugins.launch.facts import facts_of_trainer, tried
 from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
@@ -88,17 +88,17 @@ class OOMReporter(RunCallback):
         trainer = calling_trainer()
         if trainer is None:
             return
+        folder = folder_of_run(Path(args.output_dir))
         with self.harmless():
             self._facts = self._gather(trainer)
             if args.process_index == 0:
                 _write(Path(args.output_dir), self._facts)
             if args.world_size > 1:
-                memory = folder_of_run(Path(args.output_dir)) / "memory"
-                self.undo.callback(watch_peers(memory))
+                self.undo.callback(watch_peers(folder / "memory"))
         if self.snapshot:
             self.undo.callback(forget_history)
             with self.harmless():
-                if not record_history(folder_of_run(Path(args.output_dir)), args.process_index):
+                if not record_history(folder, args.process_index):
                     logger.warning(
                         "OOMReporter(snapshot=True) needs a CUDA card: there is no snapshot"
                     )
@@ -120,8 +120,7 @@ class OOMReporter(RunCallback):
             self.timeline_for(trainer.args).add(failure)
             self.end_run()
             if failure.record:
-                folder = folder_of_run(Path(trainer.args.output_dir))
-                path = folder / failure.record
+                path = folder_of_run(Path(trainer.args.output_dir)) / failure.record
                 atexit.register(_explain_if_it_ended_the_program, path, failure.words)
 
     def _record(
@@ -147,15 +146,9 @@ class OOMReporter(RunCallback):
 
     def _gather(self, trainer: HfTrainer) -> RunFacts:
         args = trainer.args
-        facts = facts_of_process(
-            self._device_of(args),
-            args.process_index,
-            args.world_size,
-            self._began_seconds,
-            trainer.state.global_step,
-        )
         read_strategy = partial(strategy_of, trainer.model_wrapped, trainer.optimizer, args)
-        return facts_of_trainer(facts, trainer, tried(read_strategy, None))
+        device, strategy = self._device_of(args), tried(read_strategy, None)
+        return facts_of_trainer(trainer, device, self._began_seconds, strategy)
 
 
 def _write(folder: Path, facts: RunFacts) -> None:

@@ -49,11 +49,6 @@ class ReleaseEarlierRuns(RunCallback):
         if (trainer := calling_trainer()) is not None:
             _known.add(trainer)
 
-    def release(self, trainer: HfTrainer) -> None:
-        """Release a Trainer that has this callback. It raises nothing."""
-        with self.harmless():
-            logger.info("an earlier run of this process still held memory: %s", released(trainer))
-
 
 def _with_room(method: Method) -> Method:
     def move(self: HfTrainer, *args: object, **kwargs: object) -> object:
@@ -62,7 +57,9 @@ def _with_room(method: Method) -> Method:
             has_failed = trainer.is_in_train and not _is_training(trainer)
             callback = callback_of(trainer, ReleaseEarlierRuns)
             if callback is not None and (is_next_trial or has_failed):
-                callback.release(trainer)
+                with callback.harmless():
+                    what = released(trainer)
+                    logger.info("an earlier run of this process still held memory: %s", what)
         gc.collect()
         return method(self, *args, **kwargs)
 

@@ -9,7 +9,6 @@ from torch import nn
 from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.oom import classify
-from trainer_plugins.record.timeline import Remark
 from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.upkeep.agreement import any_rank
@@ -76,10 +75,10 @@ class StreamBase(RunCallback):
 
     def move(self, trainer: HfTrainer, model: nn.Module, as_trainer: Callable[[], object]) -> None:
         """Move a model to a Trainer's card: streamed, if that is asked for or needed."""
-        if stream_of(model) is not None or (self._is_asked and self._stream(trainer, model)):
+        if stream_of(model) is not None:
             return
-        why = _why_not_moved(as_trainer, trainer.args, is_asked=self._is_asked)
-        if why and not self._stream(trainer, model, why):
+        why = "" if self._is_asked else _why_not_moved(as_trainer, trainer.args)
+        if (self._is_asked or why) and not self._stream(trainer, model, why):
             as_trainer()
 
     def _stream_now(self) -> None:
@@ -101,25 +100,22 @@ class StreamBase(RunCallback):
             return None
         stream = Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
         with self.harmless():
-            finding = begun(stream, why)
-            logger.log(finding.severity, "%s", finding)
-            self.timeline_for(trainer.args).add(Remark(step=0, finding=finding))
+            self.remark(trainer.args, 0, begun(stream, why))
         return stream
 
 
-def _why_not_moved(move: Callable[[], object], args: HfArguments, is_asked: bool) -> str:
+def _why_not_moved(move: Callable[[], object], args: HfArguments) -> str:
     """Move a model; return why not: the first line of an out-of-memory error of any rank."""
     why = ""
     try:
         move()
     except RuntimeError as error:
-        if is_asked or classify(error) is None:
+        if classify(error) is None:
             raise
         why = str(error).strip().partition("\n")[0]
         traceback.clear_frames(error.__traceback__)
-    if not is_asked and any_rank(why != "", args.ddp_timeout, if_unknown=False):
-        return why or "another rank ran out of memory"
-    return why
+    is_any_full = any_rank(why != "", args.ddp_timeout, if_unknown=False)
+    return why or ("another rank ran out of memory" if is_any_full else "")
 
 
 def _asking(method: Method) -> Method:

@@ -180,8 +180,7 @@ def build(
 
     Example: trainer-plugins configs build zero3_offload_all.yaml
     """
-    from trainer_plugins.launch.build import build as build_extension
-    from trainer_plugins.launch.extensions import needed_of
+    from trainer_plugins.launch.extensions import build_extension, needed_of
     from trainer_plugins.launch.lint.document import read_document
 
     names: list[str] = []

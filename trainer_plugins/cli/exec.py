@@ -17,7 +17,6 @@ from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.calibrate import with_measured_context
 from trainer_plugins.planner.cards import Card, card_of, of_size
 from trainer_plugins.planner.plan import PlanError, Proposal
-from trainer_plugins.plug_in import _site
 from trainer_plugins.plug_in.fitted import VARIABLE as CHANGES
 from trainer_plugins.plug_in.flags import CommandInFront, assigned, with_options
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments, memory_arguments
@@ -157,11 +156,11 @@ def _run(words: list[str], environ: dict[str, str]) -> None:
 def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
     """Return the allocator settings that are not there yet, and say them."""
     from trainer_plugins.launch.environment import launch_environment
-    from trainer_plugins.launch.extensions import lock_findings, read_locks
 
-    for finding in lock_findings(read_locks(os.environ)):
-        print(f"{finding.severity.name} {finding}", file=sys.stderr)
     environment = launch_environment(os.environ, with_vllm)
+    for finding in environment.findings:
+        if finding.code == "extension-lock":
+            print(f"{finding.severity.name} {finding}", file=sys.stderr)
     changed = {
         export.name: export.value
         for export in (environment.exports if _has_guards(given) else ())
@@ -176,6 +175,8 @@ def _settings(given: dict[str, object], with_vllm: bool) -> dict[str, str]:
 
 def _python_path() -> str:
     """Return PYTHONPATH with the folder of our hook in front, which an exec put there once."""
+    from trainer_plugins import _site
+
     path = os.environ.get("PYTHONPATH")
     theirs = [each for each in path.split(os.pathsep) if each not in _site.__path__] if path else []
     return os.pathsep.join([*_site.__path__, *theirs])

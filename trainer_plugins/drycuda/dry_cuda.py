@@ -30,7 +30,7 @@ from trainer_plugins.testing import nvml
 from trainer_plugins.testing.card import SimCard
 from trainer_plugins.testing.nvml import ScriptedNvml
 
-_SITE = Path(__file__).parents[1] / "plug_in" / "_site"
+_SITE = Path(__file__).parents[1] / "_site"
 """What Python imports when it starts; it prepares a process of a dry run."""
 
 

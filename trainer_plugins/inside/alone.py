@@ -1,7 +1,7 @@
 """Rank 0 of several runs alone: the ranks that are not there answer as it would.
 
 A launcher starts all its processes, and those of other ranks end as soon as Python runs
-(plug_in/_site/sitecustomize.py). On the card its NCCL answers for them (card/nccl.cpp), on the CPU
+(_site/sitecustomize.py). On the card its NCCL answers for them (card/nccl.cpp), on the CPU
 a backend that torch has for its tests. Here is what would wait for them.
 """
 

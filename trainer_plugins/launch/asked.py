@@ -1,7 +1,6 @@
 """Reads which strategy a launch requests, from all places that can name one."""
 
 import re
-from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -102,7 +101,11 @@ def of_launcher(launcher: Launcher) -> Asked | None:
         return None
     # The flags on the command line, by accelerate/commands/utils.py. They win, as they do there.
     given: set[str] = getattr(flags, "nondefault", set())
-    source, config = _read_file(launcher, flags)
+    path = launcher.file(flags)
+    source, config = "accelerate launch", dict[str, Any]()
+    if path is not None:
+        with suppress(ConfigError):
+            config, source = read_mapping(path)[0], path.name
     misspelt = _corrected(config)
     for kind, flag in _KIND_FLAGS.items():
         if getattr(flags, flag, False):
@@ -134,15 +137,6 @@ def of_launcher(launcher: Launcher) -> Asked | None:
         flags_beside_json=tuple(sorted(f"--{key}" for key in ignored)),
         one_process_for=one_process_for,
     )
-
-
-def _read_file(launcher: Launcher, flags: Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the name of the launch file, and what is in it."""
-    path = launcher.file(flags)
-    if path is not None:
-        with suppress(ConfigError):
-            return path.name, read_mapping(path)[0]
-    return "accelerate launch", {}
 
 
 def _corrected(config: dict[str, Any]) -> dict[str, str]:

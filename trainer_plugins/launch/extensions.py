@@ -1,4 +1,4 @@
-"""Finds interrupted builds of torch's C++ extensions, which block later launches.
+"""Finds interrupted builds of torch's C++ extensions, which block later launches; finishes them.
 
 `torch.utils.cpp_extension.load` makes a file named `lock`, for whose end others wait. A process
 killed while it compiles leaves it behind; while a build runs, its process has it open.
@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.lint.document import Document
+from trainer_plugins.launch.lint.document import ConfigError, Document
+from trainer_plugins.patched import Patches
 from trainer_plugins.printable import printable
 
 # Other machines share these file systems, and their processes are invisible here.
@@ -112,22 +113,17 @@ def _way_out(name: str, path: Path) -> str:
     return f"Run {builds}, also while ranks wait: after rm {path} they fail with an ImportError"
 
 
+@functools.cache
 def announce_builds() -> None:
     """Have torch say on stderr that it compiles an extension, or waits for another process."""
     from torch.utils import cpp_extension
 
-    load = cpp_extension.load  # which DeepSpeed looks up at each use
-    if hasattr(load, "announces"):
-        return
-
-    @functools.wraps(load)
-    def announced(name: str, *args: Any, **kwargs: Any) -> Any:
+    def announced(load: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         if said := _what_comes_first(name):
             sys.stderr.write(f"trainer_plugins: {printable(said)}\n")
         return load(name, *args, **kwargs)
 
-    vars(announced)["announces"] = True
-    cpp_extension.load = announced
+    Patches().wrap(cpp_extension, "load", announced)  # which DeepSpeed looks up at each use
 
 
 def _what_comes_first(name: str) -> str:
@@ -146,6 +142,47 @@ def _what_comes_first(name: str) -> str:
         f"torch compiles {name} first{purpose}: usually {_DURATION}, without output, and once"
         " for this Python"
     )
+
+
+def build_extension(name: str) -> float:
+    """Build an extension as a rank would, and return the seconds; ranks that wait for it go on.
+
+    The lock of an interrupted build stays until the extension is there: ranks that wait load it
+    when the lock is gone, and fail if there is nothing to load.
+    """
+    try:
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    except ImportError as error:
+        raise ConfigError(f"DeepSpeed cannot be imported: {error}") from None
+    if name not in ALL_OPS:
+        raise ConfigError(f"DeepSpeed has no extension {name}: it has {', '.join(sorted(ALL_OPS))}")
+    for lock in read_locks(os.environ):
+        if lock.path.parent.name == name and lock.unseen and lock.holder is None:
+            raise ConfigError(str(next(lock_findings([lock]))))
+    begun = time.monotonic()
+    with Patches() as patches:
+        _inherit_locks(patches)
+        try:
+            ALL_OPS[name].load(verbose=False)
+        except (RuntimeError, ImportError) as error:
+            lines = str(error).splitlines()
+            wrong = next((line for line in lines if " error: " in line), lines[0])
+            raise RuntimeError(f"{name} cannot be built: {wrong}. See `ds_report`") from error
+    return time.monotonic() - begun
+
+
+def _inherit_locks(patches: Patches) -> None:
+    """Let a lock that no process holds be this process's."""
+    from torch.utils import cpp_extension
+
+    def try_acquire(original: Callable[[Any], bool], baton: Any) -> bool:
+        left = (each.path for each in read_locks(os.environ) if each.holder is None)
+        if not original(baton) and any(path.samefile(baton.lock_file_path) for path in left):
+            baton.fd = os.open(baton.lock_file_path, os.O_RDONLY)
+        return baton.fd is not None
+
+    if hasattr(cpp_extension, "FileBaton"):  # with a later torch, no lock outlives its process
+        patches.wrap(cpp_extension.FileBaton, "try_acquire", try_acquire)
 
 
 def _extension_files(pattern: str, environ: Mapping[str, str]) -> Iterator[Path]:

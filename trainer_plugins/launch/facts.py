@@ -83,12 +83,14 @@ def facts_of_process(
     )
 
 
-def facts_of_trainer(facts: RunFacts, trainer: Any, strategy: Strategy | None) -> RunFacts:
-    """Add the model of a Trainer and its settings."""
-    model, args = trainer.model, trainer.args
+def facts_of_trainer(
+    trainer: Any, device: Device | None, time_seconds: float, strategy: Strategy | None
+) -> RunFacts:
+    """Gather the facts of a run: of its process, of the model of its Trainer and its settings."""
+    model, args, step = trainer.model, trainer.args, trainer.state.global_step
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return replace(
-        facts,
+        facts_of_process(device, args.process_index, args.world_size, time_seconds, step),
         trainer=type(trainer).__name__,
         model=type(model).__name__,
         built_class=_built_class(base),

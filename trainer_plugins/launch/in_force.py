@@ -25,20 +25,7 @@ _FAMILIES = {
 
 
 def strategy_of(wrapper: nn.Module, optimizer: object, args: HfArguments) -> Strategy:
-    """Return the strategy of a training that has been prepared."""
-    return read_in_force(
-        wrapper,
-        optimizer,
-        distributed_type=AcceleratorState().distributed_type.value,
-        world_size=args.world_size,
-        device=args.device.type,
-    )
-
-
-def read_in_force(
-    wrapper: nn.Module, optimizer: object, *, distributed_type: str, world_size: int, device: str
-) -> Strategy:
-    """Read the strategy from the objects that do the work; `world_size` is accelerate's."""
+    """Read the strategy of a training that has been prepared from the objects that do the work."""
     wrapper = getattr(wrapper, "_orig_mod", wrapper)  # torch.compile
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stream = stream_of(wrapper) or stream_of(getattr(wrapper, "module", wrapper))
@@ -46,12 +33,12 @@ def read_in_force(
     # of torchrun, and of DeepSpeed's launcher
     machines = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE") or ""
     return Strategy(
-        distributed_type=distributed_type,
+        distributed_type=AcceleratorState().distributed_type.value,
         wrapped_class=type(wrapper).__name__,
-        family="unknown" if device == "xla" else _family(wrapper),
-        world_size=world_size,
+        family="unknown" if args.device.type == "xla" else _family(wrapper),
+        world_size=args.world_size,
         num_machines=int(machines) if machines.isdigit() else None,
-        device=device,
+        device=args.device.type,
         num_params=numel,
         num_partitioned=partitioned,
         zero_stage=_zero_stage(wrapper, optimizer),

@@ -49,8 +49,8 @@ class Launcher:
 
 def find_launcher() -> Launcher | None:
     """Find the `accelerate launch` that started this process, if it may be read."""
-    for command, folder in _commands_above():
-        match launcher_words(command):
+    for words, folder in _launchers_above():
+        match words:
             case ["accelerate", "launch", *arguments]:
                 return Launcher(tuple(arguments), folder)
             # An accelerate above torchrun did not launch these ranks. But accelerate itself starts
@@ -64,8 +64,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     """Gather how this process was launched, without secrets. It takes a few milliseconds."""
     launcher, file = find_launcher(), None
     if launcher is None:
-        above = (launcher_words(command) for command, _ in _commands_above())
-        words = next(filter(None, above), [])
+        words = next((words for words, _ in _launchers_above()), [])
     else:
         words = ["accelerate", "launch", *launcher.arguments]
         flags = launcher.flags()
@@ -108,9 +107,10 @@ def launcher_words(command: list[str]) -> list[str]:
     return []
 
 
-def _commands_above() -> Iterator[tuple[list[str], Path]]:
-    """Yield command line and folder of the processes above, as far as they may be read."""
+def _launchers_above() -> Iterator[tuple[list[str], Path]]:
+    """Yield words and folder of the launchers among the processes above that may be read."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             with contextlib.suppress(psutil.Error, OSError):
-                yield process.cmdline(), Path(process.cwd())
+                if words := launcher_words(process.cmdline()):
+                    yield words, Path(process.cwd())

@@ -14,7 +14,7 @@ from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from trainer_plugins.plug_in._site import trainer_plugins_on_import as on_import
+from trainer_plugins._site import trainer_plugins_on_import as on_import
 from trainer_plugins.plug_in.options import (
     DEFAULT_PRESET,
     Option,

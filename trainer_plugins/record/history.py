@@ -150,7 +150,7 @@ def has_failed(entries: Iterable[Entry]) -> bool:
 
 def read_history(run_dir: Path) -> History:
     """Read the timelines of all ranks of a folder, or raise ValueError if there are none."""
-    files = rank_files(run_dir)
+    files = _files(run_dir)
     if not files:
         raise ValueError(
             f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
@@ -158,14 +158,14 @@ def read_history(run_dir: Path) -> History:
         )
     runs: list[tuple[int, list[Entry]]] = []
     num_passed_over: dict[int, int] = {}
-    for rank, path in _files(run_dir):
+    for rank, path in files:
         lines = [*read_lines(path)]
         num_passed_over[rank] = num_passed_over.get(rank, 0) + lines.count(None)
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
     spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
-    cut_off = {rank for rank, path in _files(run_dir) if path.with_suffix(CUT_OFF).exists()}
-    joined = joined_by_time(spans)
-    return History([Run(each) for each in joined], files, num_passed_over, frozenset(cut_off))
+    cut_off = {rank for rank, path in files if path.with_suffix(CUT_OFF).exists()}
+    joined = [Run(each) for each in joined_by_time(spans)]
+    return History(joined, dict(files), num_passed_over, frozenset(cut_off))
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:

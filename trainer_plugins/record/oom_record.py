@@ -12,7 +12,6 @@ from trainer_plugins.record.folder import from_json, places_of_run, read_all, re
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample
 
-VERSION = 1
 _OWN = {"error", "error_class", "rank"}  # no other JSON has these names together
 
 # What the run was doing; `begin` is before the first step, `other` is code without a Trainer.
@@ -127,7 +126,7 @@ class Planned:
 class OomRecord:
     """Holds the facts for an explanation; what could not be read is missing, not guessed."""
 
-    version: int = VERSION
+    version: int = 1
     time_seconds: float
     rank: int
     call: str  # the call that raised: `train`, `evaluate`, `predict`, `report_oom`

@@ -8,8 +8,6 @@ from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.record.folder import read_all
 from trainer_plugins.strategy import Strategy
 
-VERSION = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -39,7 +37,7 @@ class Launch:
 class RunFacts:
     """Holds what an explanation needs to know about a run, without secrets."""
 
-    version: int = VERSION
+    version: int = 1
     process: str  # the process's name in the lines of the timeline
     time_seconds: float  # when the training began, in seconds since the Unix epoch
     step: int  # optimizer steps completed before: 0, unless it resumed

@@ -79,14 +79,8 @@ def _growth(run: RankRun) -> Growth | None:
     last = run.recent[-1].reading
     is_host = last.device == "cpu"
     window = [
-        Footprint(
-            step=sample.step,
-            tensors=0 if is_host else sample.reading.allocated_bytes,
-            cache=sample.reading.cached_bytes,
-            non_torch=0 if is_host else sample.reading.non_torch_bytes,
-            host=sample.reading.allocated_bytes if is_host else 0,
-        )
-        for sample in run.recent
+        Footprint.of(each.step, each.reading, each.reading.allocated_bytes if is_host else 0)
+        for each in run.recent
     ]
     fatal = (growth for growth in growths(window, last, last) if growth.ends_the_run)
     return min(fatal, key=lambda growth: growth.steps_left, default=None)

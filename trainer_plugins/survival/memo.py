@@ -10,9 +10,7 @@ from transformers.trainer_callback import ExportableState
 
 from trainer_plugins.callbacks._run import RunCallback, callback_of, move_before_trackers
 from trainer_plugins.checkpointing import is_checkpointing
-from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.record.timeline import Remark
 from trainer_plugins.survival.attempt.attempt import Card, card_of
 from trainer_plugins.survival.limit.ladder import climb
 from trainer_plugins.survival.limit.limit import Pace
@@ -117,12 +115,6 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
             if self.pace is not None:
                 self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
-
-    def remark(self, args: HfArguments, step: int, finding: Finding) -> None:
-        """Log a finding and write it into the timeline."""
-        logger.log(finding.severity, "step %d: %s", step, finding)
-        with self.harmless():
-            self.timeline_for(args).add(Remark(step=step, finding=finding))
 
     def card_for(self, args: HfArguments) -> Card:
         self._card = self._card or card_of(args.device)

@@ -39,6 +39,14 @@ class Footprint:
     host: int
     workers: int = 0
 
+    @classmethod
+    def of(cls, step: int, reading: MemoryReading, host: int) -> "Footprint":
+        """Take from a reading what is on its card; main memory has a kind of its own."""
+        is_card = reading.device != "cpu"
+        tensors = reading.allocated_bytes if is_card else 0
+        non_torch = reading.non_torch_bytes if is_card else 0
+        return cls(step, tensors, reading.cached_bytes, non_torch, host)
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:

@@ -228,16 +228,7 @@ class MemoryWatch:
             self._warm = reading
         if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
             return []
-        is_card = self.device is not self._host
-        self._footprints.append(
-            Footprint(
-                step=step,
-                tensors=reading.allocated_bytes if is_card else 0,
-                cache=reading.cached_bytes,
-                non_torch=reading.non_torch_bytes if is_card else 0,
-                host=self._host.resident_bytes(),
-            )
-        )
+        self._footprints.append(Footprint.of(step, reading, self._host.resident_bytes()))
         self._first = self._first or self._footprints[0]
         # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
         if self._num_train_looks % (WINDOW // 4):

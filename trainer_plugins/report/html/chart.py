@@ -121,22 +121,20 @@ class Chart:
         return {name: value for name, value in asdict(self).items() if name != "table"}
 
 
-def stacked(names: Sequence[tuple[str, str, str]], levels: Sequence[Sequence[float]]) -> list[Line]:
-    """Make areas of levels that include those below; `names` are name, colour and note."""
+def areas_of_card(
+    levels: Sequence[Sequence[float]], outside: int, kept: int, peak: int, reserved: int
+) -> list[Line]:
+    """Make the areas of a card's memory of levels that include those below; sizes for the key."""
+    names = (
+        ("outside torch", "outside", outside),
+        ("tensors between steps", "kept", kept),
+        ("more within a step", "within", peak - kept),
+        ("cache", "cached", max(0, reserved - peak)),
+    )
     highest = accumulate(levels, lambda low, high: [*map(max, low, high)])
     return [
-        Line(name=name, colour=colour, note=note, values=values)
-        for (name, colour, note), values in zip(names, highest, strict=True)
-    ]
-
-
-def areas(outside: int, kept: int, peak: int, reserved: int) -> list[tuple[str, str, str]]:
-    """Name the areas of a card's memory, from the bottom to the top: name, colour and size."""
-    return [
-        ("outside torch", "outside", size(outside)),
-        ("tensors between steps", "kept", size(kept)),
-        ("more within a step", "within", size(peak - kept)),
-        ("cache", "cached", size(max(0, reserved - peak))),
+        Line(name=name, colour=colour, note=size(num_bytes), values=values)
+        for (name, colour, num_bytes), values in zip(names, highest, strict=True)
     ]
 
 
@@ -146,10 +144,11 @@ def top_of(highest: float, limit: int | None) -> float:
     return _HEADROOM * max(highest, limit if is_near and limit else 0, 1)
 
 
-def limited(top: float, limit: int | None, text: str) -> tuple[Dot | None, tuple[Key, ...]]:
-    """Draw a limit with its text; the key names one that is above the picture."""
+def limited(top: float, limit: int | None) -> tuple[Dot | None, tuple[Key, ...]]:
+    """Draw the limit of a card; the key names one that is above the picture."""
     if limit is None:
         return None, ()
+    text = f"the card: {size(limit)}"
     if limit > top:
         return None, (Key(name=text, text="above the picture", colour="limit", isLine=True),)
     return Dot(value=limit, text=text), ()

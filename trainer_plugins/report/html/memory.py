@@ -14,10 +14,9 @@ from trainer_plugins.report.html.chart import (
     Dot,
     Line,
     Table,
-    areas,
+    areas_of_card,
     limited,
     seconds_text,
-    stacked,
     top_of,
 )
 from trainer_plugins.report.html.events import Duration, Noted, marks_of, span_key, spans_of
@@ -127,7 +126,7 @@ def memory_chart(
     highest = max(*(each.used_bytes for each in found), *planned.values(), 1)
     scale = top_of(highest, reading.total_bytes)
     peak = max(found, key=lambda each: each.peak_bytes)
-    limit, key = limited(scale, reading.total_bytes, f"the card: {size(reading.total_bytes)}")
+    limit, key = limited(scale, reading.total_bytes)
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
@@ -138,7 +137,7 @@ def memory_chart(
         top=scale,
         edges=_edges(found),
         steps=[each.last_step for each in found],
-        areas=stacked(_named(reading), _levels(found)),
+        areas=_areas(found, reading),
         lines=_planned(found, planned),
         said=[_said(each) for each in found],
         hint="Point at a moment. Drag to zoom; keys: + - 0, arrows, f.",
@@ -178,7 +177,7 @@ def small_chart(
         top=max(1.05 * reading.total_bytes, *(each.peak_bytes for each in found)),
         edges=_edges(found),
         steps=[each.last_step for each in found],
-        areas=stacked(_named(reading)[:3], _levels(found)[:3]),
+        areas=_areas(found, reading)[:3],
         said=[_said(each) for each in found],
         limit=Dot(value=reading.total_bytes, text=""),
         uprights=_failures(entries, during),
@@ -231,14 +230,11 @@ def _row(each: Use) -> tuple[str, ...]:
     )
 
 
-def _levels(found: Sequence[Use]) -> list[tuple[int, ...]]:
+def _areas(found: Sequence[Use], reading: MemoryReading) -> list[Line]:
     figures = attrgetter("outside_bytes", "kept_bytes", "peak_bytes", "used_bytes")
-    return [*zip(*map(figures, found), strict=True)]
-
-
-def _named(reading: MemoryReading) -> list[tuple[str, str, str]]:
+    levels = [*zip(*map(figures, found), strict=True)]
     peak, kept = reading.peak_allocated_bytes, reading.allocated_bytes
-    return areas(reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
+    return areas_of_card(levels, reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
 
 
 def _planned(found: Sequence[Use], planned: Mapping[str, int]) -> tuple[Line, ...]:

@@ -9,10 +9,9 @@ from trainer_plugins.report.html.chart import (
     Dot,
     Span,
     Table,
-    areas,
+    areas_of_card,
     colour_of,
     limited,
-    stacked,
     top_of,
 )
 from trainer_plugins.report.html.page import Page, page
@@ -58,7 +57,7 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     used = [outside + max(point) for point in points]
     top = top_of(max(used), plan.capacity_bytes)
     peak = max(range(len(points)), key=lambda at: points[at][0])
-    limit, key = limited(top, plan.capacity_bytes, f"the card: {size(plan.capacity_bytes or 0)}")
+    limit, key = limited(top, plan.capacity_bytes)
     kept = _kept(stretches)
     levels = [
         [outside] * len(points),
@@ -79,7 +78,7 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
         axis="moments",
         top=top,
         edges=edges,
-        areas=stacked(areas(outside, kept[peak], *points[peak]), levels),
+        areas=areas_of_card(levels, outside, kept[peak], *points[peak]),
         said=[moment for moment, some in stretches for _ in some],
         limit=limit,
         dot=Dot(

@@ -73,7 +73,7 @@ def run_page(
     alive, held = _alive_and_held(record, noted)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    memory = memory_chart(rank, entries, during, noted, _planned(plan, run))
+    memory = memory_chart(rank, entries, during, noted, _planned(plan))
     pace = pace_chart(rank, entries, during)
     rate = rate_chart(rank, entries, during, _num_rows_a_step(run, folder))
     ranks = _small(run, during)
@@ -155,7 +155,7 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
     return f"{top.reading.device} was {full} full at most, {place}{but}{saved}"
 
 
-def _planned(plan: MemoryPlan | None, run: Run) -> dict[str, int]:
+def _planned(plan: MemoryPlan | None) -> dict[str, int]:
     """Return the planned peak of each moment that the run tells apart."""
     if plan is None:
         return {}

@@ -1,8 +1,8 @@
 """Draws how long the steps of a rank took, and how many tokens or rows they trained in a second."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import Literal
 
@@ -26,6 +26,10 @@ class Pace(Stretch):
     slowest_step: int
     num_tokens: int  # tokens of these steps on all ranks; 0 if they were not counted
 
+    @property
+    def mean_seconds(self) -> float:
+        return self.busy_seconds / self.num_steps
+
 
 def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
     """Measure the steps of one rank between its readings, joined as stretches are."""
@@ -33,15 +37,13 @@ def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -
 
 
 def _joined(some: Sequence[Pace]) -> Pace:
-    slowest = max(some, key=attrgetter("slowest_seconds"))
-    return Pace(
+    return replace(
+        max(some, key=attrgetter("slowest_seconds")),
         began_seconds=some[0].began_seconds,
         ended_seconds=some[-1].ended_seconds,
         last_step=some[-1].last_step,
         num_steps=sum(each.num_steps for each in some),
         busy_seconds=sum(each.busy_seconds for each in some),
-        slowest_seconds=slowest.slowest_seconds,
-        slowest_step=slowest.slowest_step,
         num_tokens=sum(each.num_tokens for each in some),
     )
 
@@ -73,23 +75,20 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
     found = paces_of(entries, during.began_seconds)
     if len(found) < _FEWEST:
         return None
-    means = [each.busy_seconds / each.num_steps for each in found]
-    usual = median(means)
-    slowest = max(found, key=lambda each: each.slowest_seconds)
+    means = [each.mean_seconds for each in found]
+    slowest = max(found, key=attrgetter("slowest_seconds"))
     lines = [("mean", "pace", means)]
     if any(each.num_steps > 1 for each in found):
         lines.insert(0, ("slowest", "slow", [each.slowest_seconds for each in found]))
     longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
 
     def cells(each: Pace) -> tuple[str, str]:
-        mean = each.busy_seconds / each.num_steps
-        return seconds_text(mean), seconds_text(each.slowest_seconds)
+        return seconds_text(each.mean_seconds), seconds_text(each.slowest_seconds)
 
     return _chart(
         f"pace-{rank}",
-        f"A step took {seconds_text(usual)}, and at most {longest}",
+        f"A step took {seconds_text(median(means))}, and at most {longest}",
         "s",
-        _peak(slowest, slowest.slowest_seconds, usual, seconds_text(slowest.slowest_seconds)),
         found,
         lines,
         _table(entries, during, ("mean", "slowest"), cells),
@@ -113,14 +112,12 @@ def rate_chart(
         return f"{count(each):,}", _number(count(each) / each.busy_seconds)
 
     rates = [count(each) / each.busy_seconds for each in found]
-    fastest, highest = max(zip(found, rates, strict=True), key=itemgetter(1))
     mean = sum(map(count, found)) / sum(each.busy_seconds for each in found)
     by = "as the Trainer counts them" if has_tokens else f"{num_rows_a_step:,} of each step"
     return _chart(
         f"rate-{rank}",
         f"{_number(mean)} {what} a second on all ranks, {by}",
         "/s",
-        _peak(fastest, highest, median(rates), _number(highest)),
         found,
         [(f"{what} a second", "pace", rates)],
         _table(entries, during, (what, "a second"), cells),
@@ -144,12 +141,14 @@ def _chart(
     name: str,
     title: str,
     unit: Literal["s", "/s"],
-    peak: Dot,
     found: Sequence[Pace],
     lines: Sequence[tuple[str, str, Sequence[float]]],
     table: Table,
 ) -> Chart:
-    """Draw lines over time, with gaps where the run did something else: an evaluation, a save."""
+    """Draw lines over time, with gaps where the run did something else: an evaluation, a save.
+
+    The first line has the highest value, which is marked; the last one is the usual.
+    """
     edges, said, steps = [0.0], list[str](), list[int]()
     values: list[list[float | None]] = [[] for _ in lines]
     for number, each in enumerate(found):
@@ -166,6 +165,7 @@ def _chart(
         said.append(f"{words}, {seconds_text(each.ended_seconds)}")
         for drawn, (*_, some) in zip(values, lines, strict=True):
             drawn.append(float(f"{some[number]:.4g}"))
+    peak = _peak(found, lines[0][2], _FAR * median(lines[-1][2]), unit)
     return Chart(
         name=name,
         title=title,
@@ -185,13 +185,15 @@ def _chart(
     )
 
 
-def _peak(pace: Pace, highest: float, usual: float, text: str) -> Dot:
+def _peak(found: Sequence[Pace], values: Sequence[float], edge: float, unit: str) -> Dot:
     """Mark the highest value; one that would flatten the rest is written at the edge."""
-    value = min(highest, _FAR * usual)
+    highest = max(values)
+    pace = found[values.index(highest)]
+    text = seconds_text(highest) if unit == "s" else _number(highest)
     return Dot(
         at=(pace.began_seconds + pace.ended_seconds) / 2,
-        value=value,
-        text=text if value == highest else f"↑ {text}",
+        value=min(highest, edge),
+        text=text if highest <= edge else f"↑ {text}",
     )
 
 

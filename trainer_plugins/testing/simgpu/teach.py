@@ -7,21 +7,26 @@ bf16; accelerate's `clear_device_cache`, which now empties simgpu's cache too; a
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from trainer_plugins._site.trainer_plugins_on_import import when_imported
 
 
 def teach_libraries() -> None:
     """Teach modules that are imported already, and the others when they are imported."""
-    for name, teach in _LESSONS.items():
+    for name in _LESSONS:
         if name in sys.modules:
-            teach(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport())
+            _teach(name)
+        else:
+            when_imported(name, functools.partial(_teach, name))
+
+
+def _teach(name: str) -> None:
+    _LESSONS[name](sys.modules[name])
 
 
 def _teach_bf16(module: types.ModuleType) -> None:
@@ -75,25 +80,3 @@ def _replace(
     for other in [module, *sys.modules.values()]:
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, taught)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules to teach as Python would, and teaches each after its code has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        teach = _LESSONS.get(fullname)
-        if teach is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_teach(module: types.ModuleType) -> None:
-            execute(module)
-            teach(module)
-
-        spec.loader.exec_module = execute_and_teach  # type: ignore[method-assign]
-        return spec

@@ -11,14 +11,14 @@ import sys
 
 def _attach():  # type: () -> None
     try:
+        import importlib
         import json
 
-        from trainer_plugins.plug_in.attachment import attach, is_attached
-        from trainer_plugins.plug_in.reported import IMPORTED, report
-
-        if not is_attached():  # what the program attached itself has precedence
-            attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
-        report(IMPORTED)
+        attachment = importlib.import_module("trainer_plugins.plug_in.attachment")
+        reported = importlib.import_module("trainer_plugins.plug_in.reported")
+        if not attachment.is_attached():  # what the program attached itself has precedence
+            attachment.attach(**json.loads(os.environ["TRAINER_PLUGINS_ATTACH"]))
+        reported.report(reported.IMPORTED)
     except Exception as error:  # noqa: BLE001 # the program is not ours to break
         _say(error)
 
