@@ -135,13 +135,15 @@ def cause(
     )
 
 
-def stated_first(sentence: Said, found: Cause) -> Cause:
-    """Put a sentence before the evidence of a cause."""
-    figures = [*sentence.figures(0)]
-    figures += [replace(each, sentence=each.sentence + 1) for each in found.figures]
+def with_sentence(found: Cause, sentence: Said, at: int) -> Cause:
+    """Put a sentence into the evidence of a cause, before the one at a position."""
+    figures = [each for each in found.figures if each.sentence < at]
+    figures += sentence.figures(at)
+    later = [each for each in found.figures if each.sentence >= at]
+    figures += [replace(each, sentence=each.sentence + 1) for each in later]
     return replace(
         found,
-        evidence=(printable(sentence), *found.evidence),
+        evidence=(*found.evidence[:at], printable(sentence), *found.evidence[at:]),
         data={**{each.name: each.value for each in figures}, **found.data},
         figures=tuple(figures),
     )

@@ -1,22 +1,29 @@
 """Case: one rank's out-of-memory error, with the numbers that the rules of causes use."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
 from trainer_plugins.explain.shared import Said, said
+from trainer_plugins.explain.text.excerpt import Excerpt, Line
+from trainer_plugins.explain.text.text_facts import TextFacts, gather
+from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.oom_record import LiveModel, OomRecord
+from trainer_plugins.record.oom_record import Frame, LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, MIB, size
 
 WARM_UP_STEPS = 2
 _ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
 _LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
+_LIBRARIES = (
+    "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
+    "trainer_plugins/", "copy.py",
+)  # fmt: skip
 # Optimizer states as a multiple of what is trained; the default is Adam's two states.
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
 
@@ -43,32 +50,41 @@ class Case:
     record: OomRecord
     entries: Sequence[Entry] = ()  # the timeline of this rank in this run, oldest first
 
+    @cached_property
+    def text(self) -> TextFacts:
+        """Return what a text of the error shows, with the numbers of the reading after it."""
+        lines = ["Traceback (most recent call last):"]
+        for frame in self.record.frames:
+            folder = "site-packages/" if frame.file.startswith(_LIBRARIES) else ""
+            lines.append(f'  File "{folder}{frame.file}", line {frame.line}, in {frame.function}')
+            lines += [f"    {frame.code}"] if frame.code else []
+        oom = _completed(self.record.error, self.record.reading)
+        excerpt = tuple(Line("", each) for each in (*lines, oom.text))
+        return gather(Excerpt(oom, excerpt, at=len(lines)), oom)
+
     @property
     def asked(self) -> int:
         """Return what was asked for and refused; 0 if the error does not say."""
-        return self.record.error.requested_bytes or 0
+        return self.text.asked or 0
 
     @property
     def total(self) -> int:
         """Return the memory of the card; 0 if unknown."""
-        reading = self.record.reading
-        return self.record.error.total_bytes or (reading.total_bytes if reading else 0)
+        return self.text.total or 0
 
     @property
     def free(self) -> int:
-        return self._first_known(self.record.error.free_bytes, lambda each: each.free_bytes)
+        return self.text.free or 0
 
     @property
     def live(self) -> int:
         """Return what tensors of this process held."""
-        error = self.record.error
-        return self._first_known(error.allocated_bytes, lambda each: each.allocated_bytes)
+        return self.text.live or 0
 
     @property
     def unused(self) -> int:
         """Return what the allocator held under no tensor."""
-        error = self.record.error
-        return self._first_known(error.unused_bytes, lambda each: max(0, each.cached_bytes))
+        return self.text.unused or 0
 
     @property
     def outside(self) -> int:
@@ -78,17 +94,7 @@ class Case:
     @property
     def stated(self) -> Stated:
         """Return the numbers of the error, and of the reading after it; None is not known."""
-        is_known = self.total > 0
-        return {
-            "requested_bytes": self.record.error.requested_bytes,
-            "capacity_bytes": self.total if is_known else None,
-            "limit_bytes": self.record.error.limit_bytes,
-            "free_bytes": self.free if is_known else None,
-            "allocated_bytes": self.live if is_known else None,
-            "reserved_bytes": self.live + self.unused if is_known else None,
-            "unused_bytes": self.unused if is_known else None,
-            "others_bytes": self.outside if is_known else None,
-        }
+        return {**self.text.stated, "others_bytes": self.outside if self.total else None}
 
     def says(self, words: str, **more: int | float | str | None) -> Said:
         """Make a sentence of numbers that are known here by these names, and of `more`."""
@@ -133,14 +139,20 @@ class Case:
         return steps[WARM_UP_STEPS:]
 
     @property
+    def risen(self) -> int:
+        """Return by how much more was live after the last step than after the first of them."""
+        steps = self.live_after_steps
+        return steps[-1][1] - steps[0][1] if steps else 0
+
+    @property
     def highest_peak(self) -> int:
         """Return the most that a step before it needed; 0 if none is known."""
         return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
 
-    @cached_property
-    def functions(self) -> frozenset[str]:
-        """Return the names of the functions that the error came through."""
-        return frozenset(frame.function for frame in self.record.frames)
+    @property
+    def own_frames(self) -> list[Frame]:
+        """Return the frames in code of the user's, the innermost last."""
+        return [each for each in self.record.frames if not each.file.startswith(_LIBRARIES)]
 
     @property
     def is_first_step(self) -> bool:
@@ -263,7 +275,18 @@ class Case:
         may_be_ours = max(min(2 * GIB, self.total // 4), 0.15 * self.total)
         return max(named, self.outside if self.outside > may_be_ours else 0)
 
-    def _first_known(self, by_error: int | None, read: Callable[[MemoryReading], int]) -> int:
-        """Return what the error states, else what the reading after it states, else 0."""
-        by_reading = read(self.record.reading) if self.record.reading else 0
-        return by_reading if by_error is None else by_error
+
+def _completed(error: OutOfMemory, reading: MemoryReading | None) -> OutOfMemory:
+    """Add what a reading states to an error whose words do not state it."""
+    if reading is None:
+        return error
+    free, live, unused = error.free_bytes, error.allocated_bytes, error.unused_bytes
+    if unused is None and error.reserved_bytes is None:
+        unused = max(0, reading.cached_bytes)
+    return replace(
+        error,
+        total_bytes=error.total_bytes or reading.total_bytes,
+        free_bytes=reading.free_bytes if free is None else free,
+        allocated_bytes=reading.allocated_bytes if live is None else live,
+        unused_bytes=unused,
+    )

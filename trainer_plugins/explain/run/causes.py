@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 from trainer_plugins.explain.answer import Cause
@@ -11,24 +12,20 @@ from trainer_plugins.explain.shared import (
     are_alike,
     cause,
     is_in_pieces,
-    quoted,
+    with_sentence,
 )
+from trainer_plugins.explain.text import causes as by_words
+from trainer_plugins.explain.text.causes import numbers, off_card, others, place
+from trainer_plugins.explain.text.text_facts import Rule
 from trainer_plugins.record.timeline import Remark
-from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 
 _FEWEST_STEPS = 5
-_ENGINE = re.compile(r"\b(?:vllm|sglang)\b", re.IGNORECASE)
-_KILLED = "is killed by signal: Killed"
-# The causes that the source of an error decides.
-_BY_SOURCE = {"nccl": "nccl", "pinned": "pinned", "shared": "shm", "host": "host-alloc"}
+_OFF_CARD = ("nccl", "pinned", "shared", "host")  # the sources of such an error
+# Causes that words and frames show, where no number of the record shows another.
+_BY_WORDS_ALONE = ("api-misuse", "ddp-gpu0", "image-size", "mps-other")
 _SHAPE = " ({num_rows} x {num_tokens} tokens)"
 
-_KEPT_LOGITS = {
-    "nested_concat", "nested_gather", "nested_numpify", "nested_detach", "pad_across_processes",
-    "torch_pad_and_concatenate", "gather_for_metrics", "gather_function", "to_cpu_and_numpy",
-}  # fmt: skip
-_LOSS = {"cross_entropy", "log_softmax", "nll_loss", "ForCausalLMLoss", "fixed_cross_entropy"}
-_ZERO3 = {"all_gather_params", "all_gather_coalesced", "fetch_sub_module"}
+_ZERO3 = "all_gather_params|all_gather_coalesced|fetch_sub_module"
 
 
 def causes_of(case: Case) -> tuple[Cause, ...]:
@@ -38,20 +35,40 @@ def causes_of(case: Case) -> tuple[Cause, ...]:
     return (*shown, *(each for each in found if each.grade == "possible"))
 
 
-def _impossible(case: Case) -> Cause | None:
-    asked = case.says("{requested_bytes} were asked for in one piece")
-    return cause("impossible-size", asked) if case.asked > IMPOSSIBLE_BYTES else None
+def _by_error(case: Case) -> Cause | None:
+    """Judge what the error alone decides by the rules of texts; no doubt is left here but one."""
+    is_off_card = case.record.error.source in _OFF_CARD
+    rules: tuple[Rule, ...] = (
+        numbers.impossible_size,
+        *(off_card.RULES if is_off_card else ()),
+        numbers.refused_though_free,
+    )
+    found = next((one for rule in rules if (one := rule(case.text)) is not None), None)
+    if found is None:
+        return None
+    if found.code != "host-kill":
+        found = replace(found, grade="certain", doubt="")
+    elif found.grade == "possible":  # a signal does not say who sent it, but it was no card
+        found = replace(found, grade="likely")
+    host = case.record.host
+    if host is None or not is_off_card:
+        return found
+    main_memory = case.says(
+        "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm {shm_free_bytes} of"
+        " {shm_total_bytes}",
+        host_free_bytes=host.free_bytes,
+        host_total_bytes=host.total_bytes,
+        shm_free_bytes=host.shm_free_bytes,
+        shm_total_bytes=host.shm_total_bytes,
+    )
+    return with_sentence(found, main_memory, at=len(found.evidence))
 
 
-def _contradictory(case: Case) -> Cause | None:
-    # A limit of its own is one: `set_per_process_memory_fraction`, which `Headroom` sets.
-    if not case.asked or case.record.error.limit_bytes is not None:
-        return None
-    if not is_refused_though_free(case.asked, case.free, 0.05 * case.asked):
-        return None
-    return cause(
-        "contradictory",
-        case.says("{requested_bytes} were refused with {free_bytes} free of {capacity_bytes}"),
+def shown_by_words(case: Case) -> tuple[Cause, ...]:
+    """Return causes that no number of a record shows, and a rule of texts does."""
+    found = by_words.causes_of(case.text)
+    return tuple(
+        each for each in found if each.code in _BY_WORDS_ALONE and each.grade != "possible"
     )
 
 
@@ -86,7 +103,7 @@ def _evaluation(case: Case) -> Cause | None:
                 place=f"{last.function} ({last.file}, line {last.line})",
             ),
         )
-    kept, is_collecting = case.kept_logits, bool(case.functions & _KEPT_LOGITS)
+    kept, is_collecting = case.kept_logits, case.text.called(place.COLLECTING, innermost=10)
     if kept or is_collecting:
         return cause(
             "eval-logits",
@@ -113,10 +130,9 @@ def _leak(case: Case) -> Cause | None:
     if len(steps) < _FEWEST_STEPS:
         return None
     rising = [after[1] > before[1] for before, after in pairwise(steps)]
-    risen = steps[-1][1] - steps[0][1]
-    if sum(rising) < 0.8 * len(rising) or risen < 0.1 * case.total:
+    if sum(rising) < 0.8 * len(rising) or case.risen < 0.1 * case.total:
         return None
-    a_step = risen / max(1, steps[-1][0] - steps[0][0])
+    a_step = case.risen / max(1, steps[-1][0] - steps[0][0])
     remarks = (each.finding for each in reversed(case.entries) if isinstance(each, Remark))
     noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
@@ -125,7 +141,7 @@ def _leak(case: Case) -> Cause | None:
             "{bytes_a_step} more after each step, {risen_bytes} from step {first_step} to"
             " {last_step}",
             bytes_a_step=int(a_step),
-            risen_bytes=risen,
+            risen_bytes=case.risen,
             first_step=steps[0][0],
             last_step=steps[-1][0],
         ),
@@ -140,7 +156,7 @@ def _leak(case: Case) -> Cause | None:
 def _optimizer(case: Case) -> Cause | None:
     if case.record.part != "optimizer":
         return None
-    is_temporary = any("multi_tensor" in name for name in case.functions)
+    is_temporary = case.text.called("multi_tensor") is not None
     return cause(
         "optimizer-state",
         "it was the first step of the run, in which the states are made"
@@ -160,7 +176,7 @@ def _optimizer(case: Case) -> Cause | None:
 
 
 def _zero3(case: Case) -> Cause | None:
-    if not case.functions & _ZERO3 or case.record.part == "optimizer":
+    if not case.text.called(_ZERO3) or case.record.part == "optimizer":
         return None
     return cause(
         "zero3-gather",
@@ -200,7 +216,7 @@ def _logits(case: Case) -> Cause | None:
     )
     num_bytes = rows * length * vocabulary * 4
     room = case.record.error.limit_bytes or case.total
-    if num_bytes < 0.1 * room or (not is_exact and not case.functions & _LOSS):
+    if num_bytes < 0.1 * room or (not is_exact and not case.text.called(place.LOGITS, innermost=4)):
         return None
     return cause(
         "logits-loss",
@@ -277,32 +293,6 @@ def _capacity(case: Case) -> Cause:
     )
 
 
-def _other_memory(case: Case) -> Cause | None:
-    """Find an error of NCCL, of pinned or shared memory, or of main memory."""
-    words, _, _ = case.record.error.text.partition("\n")
-    code = _BY_SOURCE.get(case.record.error.source)
-    if code is None:
-        return None
-    is_kill = _KILLED in words
-    host = case.record.host
-    return cause(
-        "host-kill" if is_kill else code,
-        f"the error reads: {quoted(words)}",
-        case.says(
-            "main memory had {host_free_bytes} free of {host_total_bytes}, /dev/shm"
-            " {shm_free_bytes} of {shm_total_bytes}",
-            host_free_bytes=host.free_bytes,
-            host_total_bytes=host.total_bytes,
-            shm_free_bytes=host.shm_free_bytes,
-            shm_total_bytes=host.shm_total_bytes,
-        )
-        if host
-        else "",
-        summary="a dataloader worker was killed, as when main memory is full" if is_kill else "",
-        doubt="dmesg shows whether the kernel did it" if is_kill else "",
-    )
-
-
 def _other_processes(case: Case) -> Cause | None:
     """Find other processes that hold what was missing."""
     foreign, limit = case.foreign, case.record.error.limit_bytes
@@ -312,7 +302,7 @@ def _other_processes(case: Case) -> Cause | None:
         return None
     listed = [each for each in case.record.processes or () if not each.is_own]
     names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
-    is_engine = any(_ENGINE.search(name) for name in names)
+    is_engine = any(re.search(others.ENGINE, name) for name in names)
     own = sum(each.used_bytes or 0 for each in case.record.processes or () if each.is_own)
     sizes = [each.used_bytes or 0 for each in listed]
     are_ranks = case.record.run.world_size > 1 and not is_engine and are_alike(own, sizes)
@@ -370,9 +360,7 @@ def _second_model(case: Case) -> Cause | None:
 
 
 RULES: tuple[Callable[[Case], Cause | None], ...] = (
-    _impossible,
-    _other_memory,
-    _contradictory,
+    _by_error,
     _other_processes,
     _leftover,
     _by_moment,

@@ -11,16 +11,12 @@ from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import as_overrides, flags_in
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import causes_of
+from trainer_plugins.explain.run.causes import causes_of, shown_by_words
 from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import (
-    cause,
-    remedy,
-    said,
-    with_numbers,
-)
-from trainer_plugins.explain.text import explain_text
+from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
+from trainer_plugins.explain.text import remedies as of_text
+from trainer_plugins.explain.text.causes.off_card import WORKER_KILLED
 from trainer_plugins.finding import Finding
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import (
@@ -42,8 +38,6 @@ from trainer_plugins.units import size
 
 _SLACK_SECONDS = 1.0  # between the clocks and beginnings of the ranks of one run
 _SHOWN_FRACTION = 0.01
-# Causes that words and frames show, without numbers of the record.
-_TEXT_ALONE = ("api-misuse", "ddp-gpu0", "host-commit", "host-limit", "image-size", "mps-other")
 _DEAD_WORKER = re.compile(r"DataLoader worker.*(?:killed by signal|exited unexpectedly)")
 
 
@@ -101,10 +95,10 @@ def _explained(
     first = records[0]
     case = Case(first, _entries(history, first))
     causes = causes_of(case)
-    from_text: tuple[Remedy, ...] = ()
-    if causes[0].code == "capacity":
-        causes, from_text = _by_text(first, causes)
-    remedies = {each.do: each for each in (*from_text, *remedies_of(causes, case))}
+    by_words = shown_by_words(case) if causes[0].code == "capacity" else ()
+    causes = (*by_words, *causes)
+    helps = (*of_text.remedies_of(by_words, case.text), *remedies_of(causes, case))
+    remedies = {each.do: each for each in helps}
     later = [f"{len(begun_later)} later run(s) into this folder left no such record"]
     numbers = _numbers(case)
     found = Explanation(
@@ -132,22 +126,6 @@ def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
     if not flags or not flags.keys() <= run.arguments.keys():
         return remedy
     return replace(remedy, do=as_overrides(remedy.do, run.override))
-
-
-def _by_text(
-    record: OomRecord, causes: tuple[Cause, ...]
-) -> tuple[tuple[Cause, ...], tuple[Remedy, ...]]:
-    lines = ["Traceback (most recent call last):"]
-    for frame in record.frames:
-        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-        if frame.code:
-            lines.append(f"    {frame.code}")
-    found = explain_text([*lines, record.error.text], "record")
-    better = [
-        each for each in found.causes if each.code in _TEXT_ALONE and each.grade != "possible"
-    ]
-    helps = [each for each in found.remedies if each.cause in {one.code for one in better}]
-    return (*better, *causes), tuple(helps)
 
 
 def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
@@ -312,7 +290,7 @@ def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
         )
         if num_kills > 0
         else "",
-        summary="a dataloader worker was killed, as the kernel does when main memory is full",
+        summary=WORKER_KILLED,
         doubt="" if num_kills > 0 else "dmesg shows whether the kernel did it",
     )
 

@@ -9,49 +9,28 @@ from trainer_plugins.explain.run.case import Case
 _TWO_BYTES = ("bfloat16", "float16")
 
 
-def _at_the_error(case: Case) -> int | None:
-    """Return what was there and what was asked for; None if the error does not say."""
-    return case.live + case.asked if case.asked and case.total else None
+def _without(freed: int, case: Case) -> int:
+    """Return what was there and what was asked for, less what is freed; 0 if it is not known."""
+    return case.live + case.asked - freed if case.asked and freed else 0
 
 
-def _less(freed: Callable[[Case], int]) -> Callable[[Case], int | None]:
-    def needed(case: Case) -> int | None:
-        whole, less = _at_the_error(case), freed(case)
-        return whole - less if whole is not None and less else None
-
-    return needed
-
-
-def _risen(case: Case) -> int:
-    steps = case.live_after_steps
-    return steps[-1][1] - steps[0][1] if steps else 0
-
-
-def _as_in_steps(case: Case) -> int | None:
-    """Return the most that its steps needed: a save takes no more if it copies nothing there."""
-    return max(case.highest_peak, case.fixed) if case.highest_peak and case.total else None
-
-
-def _without_the_checkpoint(case: Case) -> int | None:
-    """Return weights, gradients and states; the batch of a run that had no step is not known."""
-    return case.fixed + case.to_come if case.fixed and case.total else None
-
-
-def _in_one_piece(case: Case) -> int | None:
-    whole = _at_the_error(case)
-    return None if whole is None else max(whole, case.highest_peak)
-
-
-NEEDED_WITH: Mapping[Advice, Callable[[Case], int | None]] = {
-    advice.KEEP_NUMBERS: _less(_risen),
-    advice.COPY_IN_MAIN_MEMORY: _as_in_steps,
-    advice.LOAD_INTO_MAIN_MEMORY: _without_the_checkpoint,
-    advice.END_PROCESS: _less(lambda case: case.foreign),
-    advice.EXPANDABLE_SEGMENTS: _in_one_piece,
-    advice.SECOND_MODEL_IN_16_BITS: _less(
-        lambda case: sum(each.num_bytes for each in case.second_models[:1]) // 2
+# 0 is not known.
+NEEDED_WITH: Mapping[Advice, Callable[[Case], int]] = {
+    advice.KEEP_NUMBERS: lambda case: _without(case.risen, case),
+    # What its steps needed: a save takes no more if it copies nothing on the card.
+    advice.COPY_IN_MAIN_MEMORY: lambda case: (
+        max(case.highest_peak, case.fixed) if case.highest_peak else 0
     ),
-    advice.OUTPUTS_TO_MAIN_MEMORY: _less(lambda case: case.kept_logits),
+    # Weights, gradients and states; the batch of a run that had no step is not known.
+    advice.LOAD_INTO_MAIN_MEMORY: lambda case: case.fixed + case.to_come if case.fixed else 0,
+    advice.END_PROCESS: lambda case: _without(case.foreign, case),
+    advice.EXPANDABLE_SEGMENTS: lambda case: (
+        max(case.live + case.asked, case.highest_peak) if case.asked else 0
+    ),
+    advice.SECOND_MODEL_IN_16_BITS: lambda case: _without(
+        sum(each.num_bytes for each in case.second_models[:1]) // 2, case
+    ),
+    advice.OUTPUTS_TO_MAIN_MEMORY: lambda case: _without(case.kept_logits, case),
 }
 
 

@@ -16,6 +16,7 @@ from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.needed import NEEDED_WITH, cache_that_fits
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED, remedies_for, remedy
+from trainer_plugins.explain.text.remedies import filled
 from trainer_plugins.record.oom_record import Frame
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.strategy import keeps_whole_gradients
@@ -25,10 +26,6 @@ _COPIES = re.compile(
     r"\.(?:clone|float|half|bfloat16|to|type|contiguous)\(|deepcopy\(|\.cat\(|\.stack\("
     r"|merge_and_unload\("
 )
-_LIBRARIES = (
-    "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
-    "trainer_plugins/", "copy.py",
-)  # fmt: skip
 
 
 def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
@@ -56,8 +53,8 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
 
 def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
     found = _as_applies(cause, case, one)
-    needed = NEEDED_WITH[one](case) if one in NEEDED_WITH else None
-    if found is None or found.fits is not None or needed is None:
+    needed = NEEDED_WITH[one](case) if one in NEEDED_WITH and case.total else 0
+    if found is None or found.fits is not None or not needed:
         return found
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
     peak = f"{size(needed + case.outside)}{batch} of {size(case.total)}"
@@ -69,9 +66,12 @@ def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
 def _as_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
-    if one in _ALWAYS or (one in _APPLIES and _APPLIES[one](case)):
-        return remedy(one)
-    return None
+    if one not in _APPLIES or not _APPLIES[one](case):
+        return None
+    if one in _AS_IN_TEXTS:
+        return filled.FILLED[one](one, case.text)
+    effect = _EFFECTS[one](case) if one in _EFFECTS else ""
+    return remedy(one, effect=effect, by_arithmetic=effect)
 
 
 def _with_peak(found: Remedy, case: Case, needed: int) -> Remedy:
@@ -154,13 +154,8 @@ def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:
     return remedy(one, Door.TRL, length=length // 2)
 
 
-def _liger(one: Advice, cause: str, case: Case) -> Remedy:
-    asked = f"{one.effect}: {size(case.asked)} were asked for there" if case.asked else ""
-    return remedy(one, Door.TRAINER, asked, by_arithmetic=asked)
-
-
 def _without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
-    is_sdpa = "scaled_dot_product_attention" in case.functions
+    is_sdpa = case.text.called("scaled_dot_product_attention") is not None
     if is_sdpa is not (one is advice.FLASH_ATTENTION):
         return None  # it has this kernel already
     effect = f"the table of {size(case.asked)} is not made"
@@ -202,7 +197,7 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
         return None
     states, effect = case.states, ""
     if one is advice.FUSED_ADAMW:
-        if not any("multi_tensor" in name for name in case.functions):
+        if not case.text.called("multi_tensor"):
             return None
         effect = f"temporaries of up to {size(case.trained)} are not made"
     elif one is advice.EIGHT_BIT_ADAMW:
@@ -215,7 +210,7 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _saves_states(case: Case) -> bool:
-    return "_save_optimizer_and_scheduler" in case.functions
+    return case.text.called("_save_optimizer_and_scheduler") is not None
 
 
 def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -227,17 +222,13 @@ def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 def _copying(case: Case) -> Frame | None:
     """Return the innermost line of the user's that copies a tensor or a model."""
-    copies = [each for each in _own_frames(case) if _COPIES.search(each.code)]
+    copies = [each for each in case.own_frames if _COPIES.search(each.code)]
     return copies[-1] if copies else None
-
-
-def _own_frames(case: Case) -> list[Frame]:
-    return [each for each in case.record.frames if not each.file.startswith(_LIBRARIES)]
 
 
 def _load_into_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     loads = [each for each in case.record.frames if "torch.load(" in each.code]
-    if not loads or loads[-1] not in _own_frames(case):
+    if not loads or loads[-1] not in case.own_frames:
         return None
     return remedy(one, f"{one.flag(Door.CODE)} at {loads[-1].file}:{loads[-1].line}")
 
@@ -250,17 +241,6 @@ def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
     kept = case.kept_tensors
     place = re.sub(_ON_THE_WAY, "", kept[0][1]) if kept else ""
     return remedy(one, one.flag(Door.CODE) + (f" at {place}" if place else ""))
-
-
-def _released(one: Advice, cause: str, case: Case) -> Remedy:
-    held = sum(each.num_bytes for each in case.models[1:])
-    effect = f"releases {size(held)} of weights and what belongs to them; names what holds more"
-    return remedy(one, Door.CODE, effect, by_arithmetic=True)
-
-
-def _precomputed_reference(one: Advice, cause: str, case: Case) -> Remedy | None:
-    is_reference = any(each.holder.endswith(".ref_model") for each in case.second_models)
-    return remedy(one, Door.TRL) if is_reference else None
 
 
 def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -281,11 +261,6 @@ def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     return remedy(one, Door.SHELL, effect, by_arithmetic=True, pid=pid)
 
 
-def _list_processes(one: Advice, cause: str, case: Case) -> Remedy:
-    effect = f"shows what holds {size(case.foreign)}; end it, or wait"
-    return remedy(one, Door.SHELL, effect, by_arithmetic=True)
-
-
 def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
     share, total = case.record.run.arguments.get("vllm_gpu_memory_utilization"), max(1, case.total)
     now, door = case.foreign / total, Door.VLLM
@@ -294,19 +269,6 @@ def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
     new = advice.smaller_share(now, max(0, case.asked - case.free) / total)
     effect = f"the engine holds {size(case.foreign)} now, and takes this share of the card then"
     return remedy(one, door, effect, by_arithmetic=case.asked, share=f"{new:g}")
-
-
-def _expandable_segments(one: Advice, cause: str, case: Case) -> Remedy | None:
-    if case.is_expandable:
-        return None
-    effect = f"the {size(case.unused)} that lay unused can be joined"
-    return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
-
-
-def _print_shapes(one: Advice, cause: str, case: Case) -> Remedy:
-    own = _own_frames(case)
-    place = f"{own[-1].file}:{own[-1].line}" if own else "the failing line"
-    return remedy(one, Door.CODE, place=place)
 
 
 def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
@@ -342,7 +304,6 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
     advice.SHORTER_ROWS: _shorter_rows,
-    advice.LIGER: _liger,
     advice.SDPA_ATTENTION: _without_table,
     advice.FLASH_ATTENTION: _without_table,
     advice.OUTPUTS_TO_MAIN_MEMORY: _outputs_to_main_memory,
@@ -354,18 +315,27 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.COPY_IN_MAIN_MEMORY: _copy_in_main_memory,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.KEEP_NUMBERS: _keep_numbers,
-    advice.RELEASED: _released,
-    advice.PRECOMPUTED_REFERENCE: _precomputed_reference,
     advice.SECOND_MODEL_IN_16_BITS: _in_16_bits,
     advice.END_PROCESS: _end_process,
-    advice.LIST_PROCESSES: _list_processes,
     advice.OTHER_CARD: _relaunched,
     advice.SMALLER_ENGINE_SHARE: _smaller_engine_share,
-    advice.EXPANDABLE_SEGMENTS: _expandable_segments,
-    advice.PRINT_SHAPES: _print_shapes,
     advice.FEWER_WORKERS: _fewer_workers_of,
 }
+_ALWAYS = (
+    advice.PAD_TO_FEW_LENGTHS, advice.ARGMAX_LOGITS, advice.LOSS_ONLY, advice.METRICS_ON_CPU,
+    advice.OFFLOADED_CACHE, advice.RESUME_WITHOUT_STATES, advice.FEWER_LIVE_PARAMETERS,
+    advice.NO_PINNED_BATCHES, advice.HEADROOM, advice.SMALLER_NCCL_BUFFERS, advice.WATCH_THE_CARD,
+    advice.MAPPING_LIMITS, advice.ROCM_MEMORY, advice.ROCM_LOG, advice.MORE_MAIN_MEMORY,
+    advice.LARGER_SHM, advice.OWN_CARD_FIRST, advice.OWN_DEVICE_MAP, advice.LIGER,
+    advice.RELEASED, advice.LIST_PROCESSES, advice.PRINT_SHAPES,
+)  # fmt: skip
+# Of what no value is filled in; advice that is nowhere here is not for a run with a record.
 _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
+    **dict.fromkeys(_ALWAYS, lambda _: True),
+    advice.EXPANDABLE_SEGMENTS: lambda case: not case.is_expandable,
+    advice.PRECOMPUTED_REFERENCE: lambda case: any(
+        each.holder.endswith(".ref_model") for each in case.second_models
+    ),
     advice.CHECKPOINTING: _needs_checkpointing,
     advice.REDUCED_EACH_TIME: lambda case: (
         case.record.run.family == "FSDP" and keeps_whole_gradients(case.record.run.arguments)
@@ -379,11 +349,12 @@ _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
     advice.LOAD_ON_ONE_RANK: lambda case: case.record.run.family == "FSDP",
     advice.NO_PINNED_OFFLOAD: lambda case: case.record.run.family == "DeepSpeed",
 }
-_ALWAYS = {
-    advice.PAD_TO_FEW_LENGTHS, advice.ARGMAX_LOGITS, advice.LOSS_ONLY, advice.METRICS_ON_CPU,
-    advice.OFFLOADED_CACHE, advice.RESUME_WITHOUT_STATES, advice.FEWER_LIVE_PARAMETERS,
-    advice.NO_PINNED_BATCHES, advice.HEADROOM, advice.SMALLER_NCCL_BUFFERS, advice.WATCH_THE_CARD,
-    advice.MAPPING_LIMITS, advice.ROCM_MEMORY, advice.ROCM_LOG, advice.MORE_MAIN_MEMORY,
-    advice.LARGER_SHM, advice.OWN_CARD_FIRST, advice.OWN_DEVICE_MAP,
-}  # fmt: skip
-"""What needs no number; advice that is nowhere here is not for a run with a record."""
+# What the error and its frames fill in, as for a text.
+_AS_IN_TEXTS = {advice.EXPANDABLE_SEGMENTS, advice.LIGER, advice.PRINT_SHAPES}
+_EFFECTS: Mapping[Advice, Callable[[Case], str]] = {
+    advice.LIST_PROCESSES: lambda case: f"shows what holds {size(case.foreign)}; end it, or wait",
+    advice.RELEASED: lambda case: (
+        f"releases {size(sum(each.num_bytes for each in case.models[1:]))} of weights and what"
+        " belongs to them; names what holds more"
+    ),
+}

@@ -4,12 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import (
-    cause,
-    is_in_pieces,
-    said,
-    stated_first,
-)
+from trainer_plugins.explain.shared import cause, is_in_pieces, said, with_sentence
 from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
 from trainer_plugins.snapshot.held import WORDS
 from trainer_plugins.snapshot.lives import BEFORE
@@ -28,7 +23,7 @@ def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
         reserved_bytes=case.reserved_bytes,
     )
     first, *others = _found(case, oom, tries)
-    return (stated_first(asked, first), *others)
+    return (with_sentence(first, asked, at=0), *others)
 
 
 def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
@@ -167,10 +162,7 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
     elif work == "evaluation":
         yield cause("eval-logits")
     elif work == "generation":
-        yield cause(
-            "generate-cache",
-            summary="the cache of keys and values grows with each generated token",
-        )
+        yield cause("generate-cache")
     elif work == "gathering":
         gathered = held.get("gathered parameters", 0)
         words = said("Gathered parameters held {gathered_bytes}", gathered_bytes=gathered)

@@ -2,20 +2,17 @@
 
 import io
 import re
-from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 from typing import BinaryIO
 
 from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
-from trainer_plugins.advice.vendors import CUDA
 from trainer_plugins.explain.answer import Explanation, Numbers
 from trainer_plugins.explain.shared import cause, quoted, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
-from trainer_plugins.explain.text.remedies import in_turn, remedies_of, vendor_of
+from trainer_plugins.explain.text.remedies import in_turn, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
 from trainer_plugins.oom import OutOfMemory
@@ -103,10 +100,9 @@ _DOUBTS = (  # where the same words may follow an OOM
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
-def explain_text(text: str | Iterable[str], subject: str) -> Explanation:
+def explain_text(text: str, subject: str) -> Explanation:
     """Explain the first OOM of a text, or say that it has none (no causes); ValueError if empty."""
-    whole = text if isinstance(text, str) else "\n".join(text)
-    return explain_stream(io.BytesIO(whole.encode(errors="replace")), subject)
+    return explain_stream(io.BytesIO(text.encode(errors="replace")), subject)
 
 
 def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
@@ -119,16 +115,12 @@ def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
-    vendor = vendor_of(facts)
-    causes = tuple(
-        replace(each, doubt=vendor.translated(each.doubt) or each.doubt)
-        for each in causes_of(facts)
-    )
+    causes = causes_of(facts)
     numbers = _numbers(facts)
     return Explanation(
         subject=subject,
         causes=with_numbers(causes, numbers, lambda _: "text"),
-        remedies=remedies_of(causes, facts, vendor),
+        remedies=remedies_of(causes, facts),
         facts=_known(facts, numbers),
         unknown=(*_unknown(facts), *_not_read(excerpt)),
         numbers=numbers,
@@ -146,16 +138,15 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
     if causes:
-        remedies = remedies_of(causes, facts, CUDA)
+        remedies = remedies_of(causes, facts)
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
             evidence = f"The words are: {quoted(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
-            vendor = vendor_of(facts)
-            doubt = vendor.translated(said)
+            doubt = facts.vendor.translated(said)
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
-            remedies = tuple(in_turn("not-an-oom", helps, facts, vendor))
+            remedies = tuple(in_turn("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
     if found_in_words := told(excerpt):
         return explain_excerpt(found_in_words, subject)

@@ -1,11 +1,12 @@
 """Facts: what the text around an OOM shows, in numbers, frames and words."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer_plugins.explain.answer import Stated
+from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
+from trainer_plugins.explain.answer import Cause, Stated
 from trainer_plugins.explain.shared import quoted
 from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
@@ -224,6 +225,15 @@ class TextFacts:
         return is_named or self.hides_processes
 
     @property
+    def vendor(self) -> Vendor:
+        """Return whose card it is: by the message, else by frames and what else the text says."""
+        for read in (lambda words: re.search(words, self.oom.text), self.called, self.says):
+            for one in VENDORS:
+                if read(one.seen):
+                    return one
+        return CUDA_ON_WINDOWS if self.is_windows or self.is_wsl else CUDA
+
+    @property
     def launched(self) -> str:
         """Return the command line of the run, its launcher included."""
         return launched(self.whole, self.frames, self.writer)
@@ -239,6 +249,9 @@ class TextFacts:
         names = f"(?:{name}{_IN_BANNERS.get(name, '')})"
         found = self.says(rf"{names}[\"']?[ =:]{{1,4}}(\d{{1,6}})\b")
         return int(found[1]) if found else None
+
+
+Rule = Callable[[TextFacts], Cause | None]
 
 
 def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:

@@ -1,12 +1,12 @@
 """The rules that name a cause of a text: numbers and words that prove one come before places."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.text.causes import numbers, off_card, others, place
-from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 
-RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
+RULES: tuple[Rule, ...] = (
     # Sizes that make no sense.
     numbers.impossible_size,
     numbers.largest_block,
@@ -21,12 +21,7 @@ RULES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     others.gave_up,
     others.refused_load,
     # Not the card's memory.
-    off_card.shm,
-    off_card.host_end,
-    off_card.host_commit,
-    off_card.host_alloc,
-    off_card.nccl,
-    off_card.pinned,
+    *off_card.RULES,
     numbers.pieces_beside_others,
     others.foreign,
     numbers.mps_other,
@@ -50,5 +45,6 @@ def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
         if one is not None:
             if not found and one.grade == "certain":
                 return (one,)
-            found.setdefault(one.code, one)
+            doubt = facts.vendor.translated(one.doubt) or one.doubt
+            found.setdefault(one.code, replace(one, doubt=doubt))
     return tuple(found.values())[:_MOST_CAUSES]

@@ -66,12 +66,17 @@ def is_held_outside_torch(facts: TextFacts) -> bool:
 
 
 def contradictory(facts: TextFacts) -> Cause | None:
-    """The driver refused though memory was free."""
-    free, total, asked = facts.free, facts.total, facts.asked
-    room = total if free is None else free
-    held_nothing = facts.live == 0 and room is not None and (asked or 0) <= room
+    """The driver refused before torch held any memory, or though memory was free."""
+    room = facts.total if facts.free is None else facts.free
+    held_nothing = facts.live == 0 and room is not None and (facts.asked or 0) <= room
     if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
         return _refused_at_once(facts)
+    return refused_though_free(facts)
+
+
+def refused_though_free(facts: TextFacts) -> Cause | None:
+    """The driver refused though memory was free."""
+    free, total, asked = facts.free, facts.total, facts.asked
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
     if facts.oom.source == "engine":

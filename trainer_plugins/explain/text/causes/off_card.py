@@ -6,7 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, said
-from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.units import GIB
 
@@ -66,6 +66,7 @@ def nccl(facts: TextFacts) -> Cause | None:
 
 
 LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
+WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
 _IN_LOAD = "the process was killed because main memory ran out in the load, when each rank reads"
 _IN_LOAD += " the model"
 
@@ -92,6 +93,8 @@ def host_end(facts: TextFacts) -> Cause | None:
     summary = ""
     if not is_limited and not by_kernel and not is_memory:
         summary = "killed by a signal (SIGKILL): by the kernel for main memory, preemption, scancel"
+    elif not is_limited and "DataLoader worker" in facts.oom.text:
+        summary = WORKER_KILLED
     elif not is_limited and facts.says(SAVE_LINE):
         summary = _IN_SAVE
     elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
@@ -187,3 +190,6 @@ def _host_use(facts: TextFacts) -> str | Said:
         host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, which it calls GB
         host_used_fraction=float(used[-1][2]) / 100,
     )
+
+
+RULES: tuple[Rule, ...] = (shm, host_end, host_commit, host_alloc, nccl, pinned)

@@ -14,7 +14,7 @@ _SURE_FRACTION = 0.8
 _FULL_FRACTION = 0.75
 _UNEVEN = 1.3
 _TRIAL = r"[Tt]rial ?#?[1-9]\d*(?: failed| as TrialState\.FAIL)"
-_ENGINE = (
+ENGINE = (
     r"(?i)(?<![a-z])(?:vllm|sglang)(?![a-z])|VllmWorker|RayWorkerWrapper|EngineCore|cumem_allocator"
 )
 _WARMS_UP = r"warming up|Capture cuda graph failed"
@@ -108,13 +108,13 @@ def engine_share(facts: TextFacts) -> Cause | None:
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
         return cause("engine-share", f"The engine's words are: {quoted(words)}", summary=summary)
     inside = facts.called(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
-    engine = inside or re.search(_ENGINE, facts.writer + words)
+    engine = inside or re.search(ENGINE, facts.writer + words)
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
     warming = re.search(_WARMS_UP, facts.oom.text)
     if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
         return None
-    if not warming and not engine and not (_is_crowded(facts) and facts.says(_ENGINE)):
+    if not warming and not engine and not (_is_crowded(facts) and facts.says(ENGINE)):
         return None
     if warming:
         why = "The engine reports that it ran out while it was warmed up."

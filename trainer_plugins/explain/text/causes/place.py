@@ -1,6 +1,5 @@
 """Causes that the place of the failure shows: what the run was doing, and for which tensor."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_plugins import advice
@@ -8,7 +7,7 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, quoted, said
 from trainer_plugins.explain.text.causes.others import leftover
-from trainer_plugins.explain.text.text_facts import TextFacts
+from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.units import GIB, MIB
 
 _DEEP = 6  # how many frames above the failing one still say what it was for
@@ -31,11 +30,16 @@ SHARDING = (
     r"|_sync_module_params|sync_params_and_buffers|load_full_state_dict|_move_states_to_device"
     r"|_materialize_meta_module"
 )
-_LOGITS = (
+LOGITS = (
     r"cross_entropy|log_softmax|logsumexp|nll_loss|lm_head\(|ForCausalLMLoss|loss_function"
     r"|(?:\b|_)logits?\b.*(?:float|\.to\(|contiguous|clone|softmax|temperature)|shift_logits"
     r"|selective_log|_logps|logprobs|log_probs|entropy_from"
     r"|_convert_to_fp32"  # accelerate's: a model's outputs, the largest of which are logits
+)
+# What the Trainer and accelerate do with the outputs of a batch that they keep.
+COLLECTING = (
+    r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
+    r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append"
 )
 _LANGUAGE = r"modeling_|lm_head|CausalLM|logp|shift_|vocab|trl[/\\]"
 ATTENTION = (
@@ -101,7 +105,7 @@ def _moment(words: str) -> str:
 
 def logits_loss(facts: TextFacts) -> Cause | None:
     """Logits over the vocabulary, in fp32, at the loss."""
-    frame = facts.called(_LOGITS, innermost=4)
+    frame = facts.called(LOGITS, innermost=4)
     asked = facts.asked
     least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total or _NEEDLE_BYTES))
     if not frame or (asked is not None and asked < least):
@@ -166,7 +170,7 @@ def long_sample(facts: TextFacts) -> Cause | None:
     )
 
 
-PLACES: tuple[Callable[[TextFacts], Cause | None], ...] = (
+PLACES: tuple[Rule, ...] = (
     ByFrame(
         code="adapter-merge",
         pattern=r"_merge_lora|merge_lora|merge_and_unload|merge_adapter|_unload_and_optionally_merge"
@@ -184,8 +188,7 @@ PLACES: tuple[Callable[[TextFacts], Cause | None], ...] = (
     ),
     ByFrame(
         code="eval-logits",
-        pattern=r"nested_concat|nested_gather|pad_across_processes|gather_for_metrics|gather_function"
-        r"|nested_detach|preds_host|all_preds|EvalLoopContainer|all_logits|\bpreds\.append",
+        pattern=COLLECTING,
         within=EVALUATION,
         innermost=10,
         words=_moment(

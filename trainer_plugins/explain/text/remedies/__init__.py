@@ -1,13 +1,11 @@
 """Remedies against each cause that a text shows, in the order of `advice.for_causes`."""
 
-import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.for_causes import FOR_CAUSE, ONE_ROW, ONLY_RUN
-from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.followed import is_followed
@@ -22,30 +20,19 @@ _OF_ANY_SCRIPT = (
 )  # fmt: skip
 
 
-def remedies_of(causes: Iterable[Cause], facts: TextFacts, vendor: Vendor) -> tuple[Remedy, ...]:
+def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]:
     """Collect the remedies of the answer, then the first one of each other possible cause."""
     found: dict[str, Remedy] = {}
     for number, cause in enumerate(causes):
-        offered = in_turn(cause.code, _order(cause.code, facts), facts, vendor)
+        offered = in_turn(cause.code, _order(cause.code, facts), facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
     return tuple(found.values())
 
 
-def in_turn(
-    code: str, order: Iterable[Advice], facts: TextFacts, vendor: Vendor
-) -> Iterator[Remedy]:
+def in_turn(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
     """Yield what applies to a text of the advice against a cause."""
-    return remedies_for(code, order, lambda each: _made(each, code, facts), vendor)
-
-
-def vendor_of(facts: TextFacts) -> Vendor:
-    """Tell whose card it is: by the message, else by frames and what else the text says."""
-    for read in (lambda words: re.search(words, facts.oom.text), facts.called, facts.says):
-        for one in VENDORS:
-            if read(one.seen):
-                return one
-    return CUDA_ON_WINDOWS if facts.is_windows or facts.is_wsl else CUDA
+    return remedies_for(code, order, lambda each: _made(each, code, facts), facts.vendor)
 
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
