@@ -102,7 +102,9 @@ def test_ranks_by_the_thousand_are_rank_0_alone() -> None:
 )
 @pytest.mark.all(but=1)
 def test_the_launch_decides_what_divides_the_work(exported, words) -> None:
-    asked = request(tiny(), sequence_length=LENGTH, num_gpus=2)
+    # transformers saves no optimizer of a model that is divided as it is loaded, and says so.
+    flags = ("--save_only_model", "True") if words == "tensor parallelism" else ()
+    asked = request(tiny(), *flags, sequence_length=LENGTH, num_gpus=2)
     plan = predict_one(replace(asked, environment=exported))
     assert plan.planned["strategy"] == words
     assert (" (2 share a row)" in plan.planned["rows"]) is (words == "tensor parallelism")
