@@ -15,8 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from benchmarks.prediction import columns
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.launch.configs import path
-from trainer_plugins.planner import MemoryPlan
-from trainer_plugins.planner.plan import Category
+from trainer_plugins.planner.plan import Category, MemoryPlan
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.units import GIB
 

@@ -31,7 +31,7 @@ from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.drycuda.predict import predict_all
 from trainer_plugins.explain.text.remedies.filled import SUMMED
-from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.units import MIB
 
 NUM_ROWS = 4

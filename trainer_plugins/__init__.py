@@ -18,11 +18,11 @@ _HOMES = {
     "Headroom": "callbacks",
     "KVCacheGuard": "callbacks",
     "MemoryArguments": "plug_in.options",
-    "MemoryPlan": "planner",
+    "MemoryPlan": "planner.plan",
     "MemoryWatchdog": "callbacks",
-    "NotPredicted": "planner",
+    "NotPredicted": "planner.plan",
     "OOMReporter": "callbacks",
-    "PlanError": "planner",
+    "PlanError": "planner.plan",
     "Preflight": "callbacks",
     "PreflightError": "callbacks",
     "ReleaseEarlierRuns": "callbacks",
@@ -65,9 +65,9 @@ if TYPE_CHECKING:  # the same names, as type checkers read them
     from trainer_plugins.drycuda.predict import plan_run as plan_run
     from trainer_plugins.finding import Finding as Finding
     from trainer_plugins.oom import classify as classify
-    from trainer_plugins.planner import MemoryPlan as MemoryPlan
-    from trainer_plugins.planner import NotPredicted as NotPredicted
-    from trainer_plugins.planner import PlanError as PlanError
+    from trainer_plugins.planner.plan import MemoryPlan as MemoryPlan
+    from trainer_plugins.planner.plan import NotPredicted as NotPredicted
+    from trainer_plugins.planner.plan import PlanError as PlanError
     from trainer_plugins.plug_in.attachment import attach as attach
     from trainer_plugins.plug_in.attachment import attached as attached
     from trainer_plugins.plug_in.attachment import detach as detach

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from trainer_plugins import checkpointing
 from trainer_plugins.accumulation import Accumulation, Effect
-from trainer_plugins.cli.exec import MAY
+from trainer_plugins.cli.exec_fit import MAY
 from trainer_plugins.drycuda import dry_search
 from trainer_plugins.drycuda.dry_plan import DryAnswer
 from trainer_plugins.drycuda.dry_run import DryRun

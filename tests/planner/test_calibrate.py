@@ -16,10 +16,16 @@ from tests.schemas import read_answer
 from trainer_plugins import MemoryPlan, MemoryWatchdog, StrategyInForce, plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.compiled import cache_folder
-from trainer_plugins.planner import Calibration, MomentPeak, PlanError, calibrate
 from trainer_plugins.planner.before import plan_before
-from trainer_plugins.planner.calibrate import context_file, keep_context, with_measured_context
+from trainer_plugins.planner.calibrate import (
+    Calibration,
+    calibrate,
+    context_file,
+    keep_context,
+    with_measured_context,
+)
 from trainer_plugins.planner.cards import Card
+from trainer_plugins.planner.plan import MomentPeak, PlanError
 from trainer_plugins.record.timeline import Sample, read_timeline
 from trainer_plugins.report.plans_text import calibration_report
 from trainer_plugins.units import GIB, MIB

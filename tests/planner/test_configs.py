@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from tests.planner.test_plans import Plans, request, tiny
 from trainer_plugins import MemoryPlan
 from trainer_plugins.cli import app
-from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.inputs import arguments_to_send
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 
 IS_OLD = int(transformers.__version__.partition(".")[0]) < 5
 LENGTH, VOCABULARY = 64, 1024

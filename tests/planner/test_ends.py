@@ -18,7 +18,7 @@ from tests.models import SMALL_GPT2
 from trainer_plugins import plan_run
 from trainer_plugins.cli import app
 from trainer_plugins.drycuda.command import _IMPORTS
-from trainer_plugins.planner import PlanError
+from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.units import GIB, MIB
 
 BERT = str(Path(__file__).parent / "configs" / "bert-base.json")

@@ -68,6 +68,7 @@ def typed(home: Path, *words: str, hub: Hub | None = None) -> subprocess.Complet
     return processes.run(
         [sys.executable, "-m", "trainer_plugins", *words],
         environ={**kept, **offline, **where, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+        fresh="the hub reads its variables when it is imported" * ("--from-hub" in words),
     )
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer_plugins.planner import MemoryPlan, MomentPeak
+from trainer_plugins.planner.plan import MemoryPlan, MomentPeak
 
 PLAN = MemoryPlan(
     allocated_peak_bytes=512,

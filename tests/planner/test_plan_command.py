@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.models import SMALL_GPT2
 from tests.schemas import read_answer
 from trainer_plugins.cli import app
-from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.plan_text import verdict
 from trainer_plugins.units import MIB
 

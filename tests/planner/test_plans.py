@@ -12,9 +12,8 @@ import pytest
 from tests.processes import ENDS_A_HANG
 from trainer_plugins import MemoryPlan, checkpointing, plan_run
 from trainer_plugins.drycuda.predict import predict_all
-from trainer_plugins.planner import NotPredicted, PlanError
 from trainer_plugins.planner.cards import CARDS, card_of
-from trainer_plugins.planner.plan import MOMENTS
+from trainer_plugins.planner.plan import MOMENTS, NotPredicted, PlanError
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.units import GIB, MIB
 

@@ -7,7 +7,7 @@ from transformers import Trainer
 from tests.planner.test_plans import LORA, REENTRANT, request, tiny
 from trainer_plugins import MemoryPlan, plan_run
 from trainer_plugins.drycuda.predict import predict_all
-from trainer_plugins.planner import NotPredicted, PlanError
+from trainer_plugins.planner.plan import NotPredicted, PlanError
 
 SMALL = {
     "hidden_size": 64,

@@ -10,8 +10,8 @@ from tests.planner.test_plans import LORA, request, tiny
 from trainer_plugins.drycuda.predict import plan_run, predict_one
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.main_memory import PROCESS_BYTES, HostLimits
-from trainer_plugins.planner import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.planner.cards import card_of
+from trainer_plugins.planner.plan import MemoryPlan, NotPredicted, PlanError
 from trainer_plugins.units import GIB, MIB
 
 HAS_HEADS = not transformers.__version__.startswith("4.")

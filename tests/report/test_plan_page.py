@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.models import SMALL_GPT2
 from tests.report.drawn import MOMENTS, Read, highest, loads_nothing, plan_of
 from trainer_plugins.cli import app
-from trainer_plugins.planner import MemoryPlan
+from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.html.chart import top_of
 from trainer_plugins.report.html.plan_page import plan_chart, plan_page
 from trainer_plugins.units import GIB

@@ -1,6 +1,8 @@
-"""The command `trainer-plugins`; each command imports what is heavy only when it runs."""
+"""The command `trainer-plugins`; each command is a module that is imported when it is asked for."""
 
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
 
@@ -8,25 +10,45 @@ import typer
 from typer.core import TyperGroup
 
 from trainer_plugins import __version__
-from trainer_plugins.cli.check import check
-from trainer_plugins.cli.configs import configs
-from trainer_plugins.cli.env import env
-from trainer_plugins.cli.exec import ExecCommand, exec_
-from trainer_plugins.cli.explain import explain
-from trainer_plugins.cli.plan import plan
-from trainer_plugins.cli.report import report
-from trainer_plugins.cli.spelled import CommandOfARun
-from trainer_plugins.cli.top import top
-from trainer_plugins.plug_in.flags import (
-    BEFORE_A_COMMAND,
-    PRESETS_IN_WORDS,
-    USAGE_ERROR,
-    Command,
-)
+from trainer_plugins.plug_in.flags import USAGE_ERROR
 from trainer_plugins.printable import printable
 
+_BEFORE, _DURING, _AFTER = "Before the run", "During the run", "After the run"
+_PANELS = {
+    "check": _BEFORE,
+    "plan": _BEFORE,
+    "env": _BEFORE,
+    "configs": _BEFORE,
+    "exec": _DURING,
+    "top": _DURING,
+    "report": _AFTER,
+    "explain": _AFTER,
+}
 
-class _Commands(TyperGroup):  # reports bad input in one harmless line
+
+class _Modules(Mapping[str, Any]):
+    """Holds the commands by name; the module of one is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        panel = _PANELS[name]
+        command: Any = typer.main.get_command(import_module(f"{__name__}.{name}").app)
+        command.name, command.rich_help_panel = name, panel
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PANELS)
+
+    def __len__(self) -> int:
+        return len(_PANELS)
+
+
+class _Commands(TyperGroup):
+    """Has a module for each command; reports bad input in one harmless line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Modules()
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -35,33 +57,12 @@ class _Commands(TyperGroup):  # reports bad input in one harmless line
             raise
 
 
-_BEFORE, _DURING, _AFTER = "Before the run", "During the run", "After the run"
-
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_with_other_flags = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(check)
-app.command(rich_help_panel=_BEFORE, context_settings=_with_other_flags)(plan)
-app.command(rich_help_panel=_BEFORE)(env)
-app.command(
-    "exec",
-    cls=ExecCommand,
-    rich_help_panel=_DURING,
-    context_settings=BEFORE_A_COMMAND,
-    epilog=PRESETS_IN_WORDS,
-)(exec_)
-app.command(rich_help_panel=_DURING)(top)
-app.command(rich_help_panel=_AFTER)(report)
-app.command(rich_help_panel=_AFTER)(explain)
-app.add_typer(configs, name="configs", rich_help_panel=_BEFORE)
-for each in (*app.registered_commands, *configs.registered_commands):
-    each.cls = each.cls if each.name == "exec" else Command
-for each in app.registered_commands[:2]:  # check and plan
-    each.cls = CommandOfARun
 
 
 def _print_version(wanted: bool) -> None:

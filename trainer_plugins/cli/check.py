@@ -7,16 +7,22 @@ from typing import Annotated
 
 import typer
 
+from trainer_plugins.check import judge
+from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, completed, variations_of
+from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.launch.lint.document import ConfigError, files_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import with_options
 from trainer_plugins.printable import printable
+from trainer_plugins.report.check import check_report
+from trainer_plugins.report.page import show
 
 _EXIT_BAD_INPUT = 2
 _EXIT_CODES = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 3}
@@ -34,6 +40,10 @@ _SHOWN = (
 )
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
 @with_options(MOST_USED, _SHOWN)
 def check(
     context: typer.Context,
@@ -57,12 +67,6 @@ def check(
 
     Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
-    from trainer_plugins.check import judge
-    from trainer_plugins.check.gather_launch import gather_command, gather_launch
-    from trainer_plugins.launch.lint.document import ConfigError, files_of
-    from trainer_plugins.report.check import check_report
-    from trainer_plugins.report.page import show
-
     try:
         for name, value in asdict(answer).items():
             if value and name != "verbose":

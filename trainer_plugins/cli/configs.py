@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,16 @@ from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.finding import Severity
 from trainer_plugins.planner.options import PINNED_MEMORY_HELP
+from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 
-configs = typer.Typer(
-    no_args_is_help=True, help="Launch files for accelerate: list, show, copy, check."
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Launch files for accelerate: list, show, copy, check.",
 )
+_command = partial(app.command, cls=Command)
 
 # Findings about files that mean something else than they seem to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
@@ -36,7 +42,7 @@ Name = Annotated[
 ]
 
 
-@configs.command("list")
+@_command("list")
 def list_configs(as_json: AsJson = False) -> None:
     """List the shipped launch files, with a line on each.
 
@@ -52,7 +58,7 @@ def list_configs(as_json: AsJson = False) -> None:
         print(f"{name:{width}}  {headline(name)}")
 
 
-@configs.command()
+@_command()
 def show(name: Name) -> None:
     """Print a shipped launch file.
 
@@ -64,7 +70,7 @@ def show(name: Name) -> None:
         print(read(name), end="")
 
 
-@configs.command("path")
+@_command("path")
 def path_of(name: Name) -> None:
     """Print the path of a launch file.
 
@@ -76,7 +82,7 @@ def path_of(name: Name) -> None:
         print(path(name))
 
 
-@configs.command("copy")
+@_command("copy")
 def copy_to(
     name: Name,
     folder: Annotated[
@@ -98,7 +104,7 @@ def copy_to(
         print(copy(name, folder, overrides or (), force=force))
 
 
-@configs.command()
+@_command()
 def check(
     file: Annotated[Path, typer.Argument(help="An accelerate YAML or a DeepSpeed JSON.")],
     training_args: Annotated[
@@ -167,7 +173,7 @@ def check(
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
 
 
-@configs.command()
+@_command()
 def build(
     needed_by: Annotated[
         list[str],

@@ -11,7 +11,11 @@ import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, Vllm
+from trainer_plugins.launch.environment import launch_environment
+from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Shell(str, Enum):
@@ -21,6 +25,7 @@ class Shell(str, Enum):
     FISH = "fish"
 
 
+@app.command(cls=Command)
 def env(
     shell: Annotated[Shell, typer.Option(help="The shell whose syntax to print.")] = Shell.BASH,
     as_json: AsJson = False,
@@ -38,8 +43,6 @@ def env(
     if info:
         _print_info(as_json)
         return
-    from trainer_plugins.launch.environment import launch_environment
-
     environment = launch_environment(os.environ, with_vllm=vllm)
     for finding in environment.findings:
         print(finding, file=sys.stderr)

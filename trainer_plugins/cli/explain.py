@@ -5,16 +5,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
 from trainer_plugins.explain.answer import GRADES, Explanation
+from trainer_plugins.explain.log import explain_log
+from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import output_dir_of
+from trainer_plugins.record.oom_record import open_oom_record
+from trainer_plugins.report.page import Indented, show
 
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command(cls=Command)
 def explain(
     paths: Annotated[
         list[str] | None,
@@ -75,9 +85,6 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _explained(path: str, predicts: bool) -> Explanation:
-    from trainer_plugins.explain.log import explain_log
-    from trainer_plugins.record.oom_record import open_oom_record
-
     if path == "-":
         return explain_log(sys.stdin.buffer, "standard input", predicts)
     if Path(path).is_dir():
@@ -86,7 +93,6 @@ def _explained(path: str, predicts: bool) -> Explanation:
         return explain_run(Path(path), predicts)
     if path.endswith(".json") and (record := open_oom_record(Path(path))) is not None:
         from trainer_plugins.explain.run import explain_record
-        from trainer_plugins.record.folder import output_dir_of
 
         return explain_record(record, output_dir_of(Path(path).parent), predicts)
     with Path(path).open("rb") as file:
@@ -116,11 +122,6 @@ def _of_snapshots(paths: list[str], html: Path | None) -> Explanation:
 
 
 def _print(answer: Explanation, is_snapshot: bool, verbose: bool) -> None:
-    from rich.console import Group
-    from rich.text import Text
-
-    from trainer_plugins.report.page import Indented, show
-
     if not answer.causes:
         heading, facts = "no out-of-memory error was found in it", [*answer.facts]
         if is_snapshot and facts:

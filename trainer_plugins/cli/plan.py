@@ -5,7 +5,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -18,16 +18,21 @@ from trainer_plugins.cli.plan_dry import (
     variations_of,
     variations_of_model,
 )
-from trainer_plugins.cli.spelled import TYPED
+from trainer_plugins.cli.plan_search import show_changes, show_search
+from trainer_plugins.cli.spelled import TYPED, WITH_OTHER_FLAGS, CommandOfARun
+from trainer_plugins.drycuda.cuda_build import fetch
+from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.calibrate import calibrate, timelines_of
+from trainer_plugins.planner.compare.beside import beside
+from trainer_plugins.planner.compare.saved import changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import with_options
 from trainer_plugins.printable import printable
-
-if TYPE_CHECKING:
-    from trainer_plugins.drycuda.dry_search import Variations
+from trainer_plugins.report.page import show
+from trainer_plugins.report.plan_text import brief_report, plan_report
+from trainer_plugins.report.plans_text import beside_report, calibration_report
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
@@ -69,6 +74,10 @@ class AnswerOptions:
     )
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
 @with_options(MOST_USED)
 def plan(
     context: typer.Context,
@@ -87,8 +96,6 @@ def plan(
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
-    from trainer_plugins.drycuda.cuda_build import fetch
-
     try:
         if answer.compare is not None:
             _show_compared(*answer.compare, as_json)
@@ -130,16 +137,9 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
 
 
 def _answered(
-    variations: "list[Variations]", answer: AnswerOptions, as_json: bool, command: str
+    variations: list[Variations], answer: AnswerOptions, as_json: bool, command: str
 ) -> bool | None:
     """Print what was asked of a command or of a model, and return whether it fits."""
-    from trainer_plugins.cli.plan_search import show_changes, show_search
-    from trainer_plugins.planner.compare.saved import changes_of
-    from trainer_plugins.report.html.plan_page import plan_page
-    from trainer_plugins.report.page import show
-    from trainer_plugins.report.plan_text import brief_report, plan_report
-    from trainer_plugins.report.plans_text import calibration_report
-
     if answer.explain_change:
         changes = changes_of(answer.explain_change)
         return show_changes(*variations[0].explained(changes), as_json)
@@ -149,6 +149,8 @@ def _answered(
     compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
     found = replace(found, planned={**found.planned, "command": command})
     if answer.html is not None:
+        from trainer_plugins.report.html.plan_page import plan_page
+
         answer.html.write_text(plan_page(found), encoding="utf-8")
     if as_json:
         print_json("plan", found, **({} if compared is None else {"calibration": compared}))
@@ -160,10 +162,6 @@ def _answered(
 
 
 def _show_compared(a: Path, b: Path, as_json: bool) -> None:
-    from trainer_plugins.planner.compare.beside import beside
-    from trainer_plugins.report.page import show
-    from trainer_plugins.report.plans_text import beside_report
-
     found = beside(a, b)
     if as_json:
         print_json("plan --compare", found)

@@ -7,10 +7,18 @@ import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.explain.run.ending import how_it_ended
 from trainer_plugins.planner.plan import MemoryPlan
+from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.record.history import read_history
+from trainer_plugins.report.page import show
+from trainer_plugins.report.summary import summary, with_last_readings
+from trainer_plugins.report.text import history_report
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.command(cls=Command)
 def report(
     run_dir: RunDir,
     html: Annotated[
@@ -40,11 +48,6 @@ def report(
 
     Exit codes: 0 printed; 2 nothing to read.
     """
-    from trainer_plugins.explain.run.ending import how_it_ended
-    from trainer_plugins.report.page import show
-    from trainer_plugins.report.summary import summary, with_last_readings
-    from trainer_plugins.report.text import history_report
-
     with bad_parameters(run_dir):
         history = read_history(run_dir)
         if rank is not None:

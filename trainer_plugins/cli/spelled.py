@@ -13,6 +13,7 @@ _SAME = {
 }  # of trl/trainer/model_config.py, TRL 1.16
 _NO_INFLUENCE = ("lora_alpha", "lora_dropout", "lora_task_type", "use_rslora", "trust_remote_code")
 _ADAPTER, _RANK = "use_peft", "16"  # TRL's default of `lora_r`
+WITH_OTHER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 TYPED = "trainer_plugins.typed"
 """Under which a context keeps the words of the command line, as they were typed."""
 

@@ -4,21 +4,27 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from time import sleep, time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
+from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 from trainer_plugins.record.history import Follower, RankRun
-
-if TYPE_CHECKING:
-    from trainer_plugins.report.top import TopPage
+from trainer_plugins.report.page import show
+from trainer_plugins.report.top import TopPage, rank_lines
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command(cls=Command)
 def top(
     run_dir: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
@@ -52,8 +58,6 @@ def top(
 
 
 def _show_once(follower: Follower, *, is_json: bool) -> None:
-    from trainer_plugins.report.page import show
-
     run = follower.look()
     if not run:
         wanted = "give the output_dir of a run that has MemoryWatchdog, once it has begun"
@@ -66,10 +70,6 @@ def _show_once(follower: Follower, *, is_json: bool) -> None:
 
 
 def _show_live(follower: Follower, every_seconds: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
     console = Console(markup=False, emoji=False, highlight=False)
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
@@ -83,9 +83,7 @@ def _nothing_yet(follower: Follower) -> str:
     return f"{follower.run_dir} has no entries in memory/rank-*.jsonl"
 
 
-def _page(follower: Follower, run: Mapping[int, RankRun]) -> "TopPage":
-    from trainer_plugins.report.top import TopPage, rank_lines
-
+def _page(follower: Follower, run: Mapping[int, RankRun]) -> TopPage:
     return TopPage(
         run_dir=str(follower.run_dir),
         ranks=rank_lines(run),

@@ -192,20 +192,24 @@ def _config_on_hub(name: str, from_hub: bool) -> Path:
     """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
     # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     try:
-        return Path(hf_hub_download(name, _CONFIG, local_files_only=not from_hub))
+        if from_hub:
+            return Path(hf_hub_download(name, _CONFIG))
+        # Not by `local_files_only`: where the hub was imported before, that asks for the list too.
+        if isinstance(found := try_to_load_from_cache(name, _CONFIG), str):
+            return Path(found)
     except (OSError, ValueError) as error:
         if from_hub:
             one_line = " ".join(str(error).split())
             reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else one_line
             raise PlanError(f"no config of the model {name} from the hub: {reason}") from error
-        raise PlanError(
-            f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model"
-            " of that name. Give a file or folder on disk, or add --from-hub: it fetches the"
-            f" model's {_CONFIG} and nothing else"
-        ) from error
+    raise PlanError(
+        f"no config of a model at {name}, and the cache {constants.HF_HUB_CACHE} has no model"
+        " of that name. Give a file or folder on disk, or add --from-hub: it fetches the"
+        f" model's {_CONFIG} and nothing else"
+    )
 
 
 def _config(given: object, from_hub: bool) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""Build the Trainer of a request, or receive the user's, and run it on tensors without bytes."""
+"""Build the Trainer of a request, or receive the user's, for the dry card to train."""

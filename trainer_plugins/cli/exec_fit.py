@@ -1,0 +1,143 @@
+"""`trainer-plugins exec --fit`: plan a command, and change it so that it fits."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer_plugins.check.gather_here import gather_here
+from trainer_plugins.check.machine import cards_in_use
+from trainer_plugins.drycuda.dry_run import DryRun
+from trainer_plugins.drycuda.dry_search import Variations
+from trainer_plugins.drycuda.wall import Allowed
+from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.cards import Card, card_of, of_size
+from trainer_plugins.planner.plan import PlanError, Proposal
+from trainer_plugins.plug_in.fitted import VARIABLE as CHANGES
+from trainer_plugins.plug_in.options import memory_arguments
+from trainer_plugins.printable import printable
+from trainer_plugins.units import size
+
+MAY = ("precision", "optim", "peft", "length")
+"""What a user may allow to be changed besides how the same result is computed."""
+
+_VOUCHES = "TRAINER_PLUGINS_DRY_VOUCHES"  # of inside/batches.py, which imports torch
+
+
+class NothingFits(PlanError):  # noqa: N818
+    """Says what was tried, none of which fits."""
+
+
+def run_to_plan(
+    words: Sequence[str],
+    given: Mapping[str, Any],
+    settings: Mapping[str, str],
+    cards: tuple[Card, int],
+    *,
+    writes: Sequence[Path],
+    network: bool,
+) -> DryRun:
+    """Return the command on dry cards, with the allocator settings that it will get.
+
+    Raises:
+        PlanError: the preset has no SurviveOOM, which is to divide what does not fit.
+    """
+    try:
+        memory_arguments(**{**given, "rows_at_once": 1})
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    card, number = cards
+    vouches = {_VOUCHES: "1"} if given.get("vouch_for_loss") else {}
+    return DryRun(
+        command=words,
+        card=card,
+        num_cards=number,
+        environment={**settings, **vouches},
+        foretells=True,
+        allowed=Allowed(writes=tuple(writes), network=network),
+    )
+
+
+def fit(
+    asked: DryRun, given: Mapping[str, Any], may: Sequence[str], answer: TextIO, anyway: bool
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan the command; return options of the callbacks and variables with which it fits.
+
+    Where nothing fits it may train `anyway`, as `given`. The choice is printed to `answer`, and
+    what is being done to standard error.
+
+    Raises:
+        NothingFits: nothing does that keeps the result.
+        PlanError: there is no plan of this command, or `may` is not of `MAY`.
+    """
+    if unknown := {*may} - {*MAY}:
+        raise PlanError(
+            f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
+        )
+    say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
+    with by_any_signal():
+        variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
+        if variations.fits:
+            spare = size(variations.plan.margin_bytes or 0)
+            say(f"it fits as it is, {spare} to spare")
+            return {}, {}
+        found, failed = variations.first_that_fits(may)
+    if found is None:
+        why = f"nothing fits that keeps the result: {'; '.join(failed)}"
+        if not anyway:
+            raise NothingFits(why)
+        say(printable(f"{why}; it trains under the preset {given['preset']}"))
+        return {}, {}
+    options: dict[str, object] = {}
+    if found.rows_at_once:
+        options["rows_at_once"] = found.rows_at_once
+    if found.vouches:
+        options["vouch_for_loss"] = True
+    for line in _lines_of(found.proposal, {"preset": given["preset"]} | options):
+        say(printable(line))
+    changes = json.dumps({"planned": found.planned, "changed": found.changed})
+    return options, {CHANGES: changes} if found.changed else {}
+
+
+def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
+    """Say what is changed, what it costs, and what to type to have it without a plan."""
+    words = f"{', '.join(proposal.changes)}: {size(proposal.margin_bytes)} to spare"
+    yield f"{words}. Price: {proposal.price}"
+    typed = f"exec --preset {options['preset']}"
+    if "rows_at_once" in options:
+        typed += f" --memory-rows-at-once {options['rows_at_once']}"
+    if "vouch_for_loss" in options:
+        typed += " --memory-vouch-for-loss"
+    typed = f"{typed} -- COMMAND {proposal.flags}".rstrip()
+    yield f"without a plan, type: trainer-plugins {typed}"
+
+
+def choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
+    """Return the card that is named, or the visible one with the least memory free; and how many.
+
+    Raises:
+        PlanError: no card is named, and none is visible.
+    """
+    facts = gather_here(os.environ)
+    found = [
+        replace(
+            of_size(each.name, each.reading.total_bytes),
+            capacity_bytes=each.reading.free_bytes,
+            capability=each.capability or (9, 0),
+            guess="",
+        )
+        for each in cards_in_use(facts)
+        if each.reading is not None
+    ]
+    number = num_gpus or max(1, len(found))
+    if gpu is not None:
+        return with_measured_context(card_of(gpu)), number
+    if not found:
+        why = facts.driver_trouble or facts.no_cards or "no card is visible"
+        raise PlanError(f"name the card with --gpu: {why}")
+    return with_measured_context(min(found, key=lambda card: card.capacity_bytes)), number
