@@ -346,6 +346,7 @@ def test_a_trainer_made_for_the_cpu_because_no_card_is_there_is_planned(make_tra
         ({"training_args": {"output_dir": "runs"}}, "its own count"),
         ({"seq_length": 4096}, "the longest rows of its train_dataset"),
         ({"target_length": 64}, "the longest rows of its train_dataset"),
+        ({"padding": False}, "the longest rows of its train_dataset"),
         ({"dtype": "bfloat16"}, "its model already has one"),
         ({"peft_config": LORA}, "its model is planned as it is"),
         ({"accelerate_config": "/no/such/file"}, "read from the process that made it"),

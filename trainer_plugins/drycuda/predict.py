@@ -30,7 +30,7 @@ def plan_run(
     allocator: str | None = None,
     num_gpus: int | None = None,
     accelerate_config: str | os.PathLike[str] | None = None,
-    has_padding: bool | None = None,
+    padding: bool | None = None,
     host_memory: str | None = None,
     pinned_memory: str | None = None,
     calibration: bool = True,
@@ -63,8 +63,8 @@ def plan_run(
         num_gpus: cards that train together (default: the Trainer's ranks, else from
             `accelerate_config`, else 1).
         accelerate_config: with a config: the file for `accelerate launch`.
-        has_padding: with a config: whether batches have padding (default: if a batch has two rows
-            or more).
+        padding: with a config: whether batches have padding (default: if a batch has two rows or
+            more).
         host_memory: the machine's main memory, for example "252GB", into which all its ranks must
             fit (default: that of this machine if the plan is for the Trainer's own card).
         pinned_memory: how much of it can be pinned, for example "2GiB" (default: all of it).
@@ -87,7 +87,7 @@ def plan_run(
         allocator=allocator,
         num_gpus=num_gpus,
         accelerate_config=None if accelerate_config is None else Path(accelerate_config),
-        padding=has_padding,
+        padding=padding,
         host_memory=host_memory,
         pinned_memory=pinned_memory,
         calibration=calibration,

@@ -36,6 +36,7 @@ _OF_A_TRAINER = {
     "training_args": "its own count (trainer.args)",
     "seq_length": _ITS_BATCH,
     "target_length": _ITS_BATCH,
+    "padding": _ITS_BATCH,
     "dtype": "its model already has one: make the Trainer with a model loaded in another dtype",
     "peft_config": f"{_ITS_MODEL}: make the Trainer with a model of peft",
     "quantization_config": f"{_ITS_MODEL}: load it quantised",
