@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-_PROMPTS = ("prompt_ids", "prompt_input_ids")
+_PROMPT = "prompt_ids"
 _ANSWERS = (
     "completion_ids",
     "chosen_ids",
@@ -61,7 +61,7 @@ class Lengths:
         if not answers:
             return self._sum(name for name in self.columns if _holds_tokens(name))
         longer: _Numbers = np.max(answers, axis=0)
-        return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum(_PROMPTS)
+        return longer if _ANSWER_WITH_PROMPT in self.columns else longer + self._sum([_PROMPT])
 
     @property
     def sizes(self) -> _Numbers:

@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -239,10 +237,6 @@ class Run(Counted):
 def logged_by(trainer: Trainer) -> list[dict[str, float]]:
     """What a Trainer logged, except times and what survival adds."""
     untold = ["runtime", "per_second", "out_of_memory", "_time", "memory/"]
-    if find_spec("trl") and int(version("trl").partition(".")[0]) < 1:
-        untold.append(
-            "logits/"
-        )  # it exchanges a mean over tokens, and they are put together by pairs
     return [
         {k: v for k, v in logs.items() if not any(u in k for u in untold)}
         for logs in trainer.state.log_history

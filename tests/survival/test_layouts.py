@@ -44,20 +44,6 @@ def test_pairs() -> None:
     )
 
 
-def test_a_probe_leaves_no_hole_between_a_prompt_and_what_follows() -> None:
-    """As TRL up to 0.24 lays out pairs; prompts and answers may be as wide as each other."""
-    prompt = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    answer = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-    masks = {"prompt_attention_mask": prompt, "chosen_attention_mask": answer}
-    ids = {name.replace("attention_mask", "input_ids"): mask * 7 for name, mask in masks.items()}
-
-    probe = Rows().probe({**ids, **masks}, 2)
-
-    assert torch.equal(probe["prompt_attention_mask"], prompt)
-    assert probe["chosen_attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    assert torch.equal(probe["chosen_input_ids"], answer * 7)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_probe_begins_where_a_row_is_like_no_other(side: str) -> None:
     """Prompts of unequal lengths, two answers to each: all rows differ in what is kept of them."""

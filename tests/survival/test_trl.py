@@ -11,8 +11,12 @@ from transformers import (
 )
 
 from tests.models import longrope_phi3, tiny_llama
+from tests.offers import install
 from tests.survival.failing import Run, gradients_by_rounding, numbers_off_by, survive
 from trainer_plugins import survive_oom
+from trainer_plugins.planner.rehearse.loops import loop_of
+from trainer_plugins.planner.rehearse.refusals import refuse_trainer
+from trainer_plugins.planner.request import ConfigSource
 
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
@@ -163,8 +167,6 @@ def test_gradients_and_metrics_are_those_of_the_whole(tmp_path, make) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-IS_OLD = hasattr(trl.DPOTrainer, "concatenated_inputs")  # trl before 1.0
-SHORT = {"rpo_alpha": 2.0, "max_length": 24, "truncation_mode": "keep_start"}
 ARGUMENTS: dict[str, dict] = {
     "padding_free": {"padding_free": True},
     "weighted": {"use_weighting": True},
@@ -172,40 +174,15 @@ ARGUMENTS: dict[str, dict] = {
     "several": {"loss_type": ["sigmoid", "hinge", "ipo"], "loss_weights": [0.5, 1.0, 2.0]},
     "precomputed": {"precompute_ref_log_probs": True, "ld_alpha": 0.3},
 }
-OLD_ARGUMENTS: dict[str, dict] = {
-    "without a reference": {"reference_free": True},
-    "rpo": {"rpo_alpha": 2.0},
-    "rpo, adapter": {"rpo_alpha": 0.5, "lora": {}},
-    "rpo, begins kept": SHORT,
-    "rpo, ends kept": {**SHORT, "truncation_mode": "keep_end", "use_logits_to_keep": True},
-    "sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 2.0], "rpo_alpha": 1.0},
-    "padding_free, weighted otherwise": {"padding_free": True, "reference_free": True, "lora": {}},
-}
 
 
-@pytest.mark.all(unless=lambda name: name in ("weighted", "rpo"))
-@pytest.mark.parametrize("name", [*ARGUMENTS, *(OLD_ARGUMENTS if IS_OLD else ())])
+@pytest.mark.all(unless=lambda name: name == "weighted")
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_of_dpo(tmp_path, name: str) -> None:
-    options = {**ARGUMENTS, **OLD_ARGUMENTS}[name]
-    whole, survived = survive(lambda: dpo(tmp_path, **options), {0: 0.8, 3: 0.3}, ladder=())
+    whole, survived = survive(lambda: dpo(tmp_path, **ARGUMENTS[name]), {0: 0.8, 3: 0.3}, ladder=())
 
     assert gradients_by_rounding(survived.gradients, whole.gradients) <= 1
     assert numbers_off_by(survived.logged, whole.logged) <= 1e-4
-
-
-@pytest.mark.skipif(not IS_OLD, reason="of trl before 1.0")
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"padding_free": True, "loss_type": ["ipo"]}, "go over the tokens of all pairs"),
-        ({"padding_free": True, "rpo_alpha": 1.0}, "go over the tokens of all pairs"),
-        ({"ld_alpha": 0.3, "use_logits_to_keep": True}, "from the shortest prompt"),
-        ({"rpo_alpha": 1.0, "use_weighting": True}, "multiplies two means"),
-    ],
-)
-def test_arguments_that_couple_pairs(tmp_path, options, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        survive_oom(dpo(tmp_path, **options))
 
 
 def test_rewards_around_zero(tmp_path) -> None:
@@ -338,3 +315,19 @@ def offloading(tmp_path):
 def test_refused_by_name(tmp_path, make, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         survive_oom(make(tmp_path))
+
+
+def test_what_a_trl_that_is_too_old_needs_is_said_by_survival_and_plans(
+    tmp_path, monkeypatch
+) -> None:
+    trainer = sft(tmp_path)
+    install(tmp_path, "trl", "0.24.0")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    for refuse in (
+        lambda: survive_oom(trainer),
+        lambda: refuse_trainer(trainer),
+        lambda: loop_of(ConfigSource(config={}, arguments=(), trainer="sft")),
+    ):
+        with pytest.raises(ValueError, match=r"0\.24\.0\. Update it: pip install 'trl>=1\.0\.0'"):
+            refuse()

@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from operator import is_
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from trainer_plugins._site import trainer_plugins_on_import as on_import
+from trainer_plugins.oldest import too_old
 from trainer_plugins.plug_in.options import (
     DEFAULT_PRESET,
     Option,
@@ -97,9 +97,6 @@ def _same_kind(one: "type[TrainerCallback]", other: "type[TrainerCallback]") -> 
 logger = logging.getLogger(__name__)
 
 _TRAINER_MODULE = "transformers.trainer"
-
-
-OLDEST_TRANSFORMERS = "4.57.1"
 
 
 class _State:
@@ -202,7 +199,8 @@ def say_at_exit() -> None:
 
 
 def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
-    _check_transformers()
+    if why := too_old("transformers"):
+        raise ValueError(why)
     _state.make = make
     if _trainer_class() is not None:
         _wrap()
@@ -285,18 +283,4 @@ def _warn_of_those_built(trainer: "type[Trainer]") -> None:
             " Trainer, call trainer_plugins.protect(trainer)",
             built,
             " was" if built == 1 else "s were",
-        )
-
-
-def _check_transformers() -> None:
-    from packaging.version import Version
-
-    try:
-        here = version("transformers")
-    except PackageNotFoundError:  # not installed, or without metadata: its version is unknown
-        return
-    if Version(here) < Version(OLDEST_TRANSFORMERS):
-        raise ValueError(
-            f"trainer_plugins works with transformers {OLDEST_TRANSFORMERS} or newer, but this is"
-            f" {here}. Update it: pip install 'transformers>={OLDEST_TRANSFORMERS}'"
         )

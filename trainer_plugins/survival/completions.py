@@ -41,18 +41,17 @@ class Completions:
                 yield name, partial(divided, getattr(self._trainer, name))
 
     def _generate(
-        self, original: Method, prompts: list[Any], images: Any, *args: Any, **kw: Any
+        self, original: Method, prompts: list[Any], images: Any, fields: Any, *args: Any, **kw: Any
     ) -> Any:
         trainer: Any = self._trainer
-        has_fields = bool(args and args[0])  # of images, from trl 1.0 on
         others = getattr(trainer, "use_transformers_continuous_batching", False)
-        if images is not None or has_fields or trainer.use_vllm or others:
-            return original(prompts, images, *args, **kw)
+        if images is not None or fields or trainer.use_vllm or others:
+            return original(prompts, images, fields, *args, **kw)
         most, failures, parts = self._most_generated or len(prompts), list[DidNotFit](), []
         while prompts:
             now, before = prompts[:most], RestorePoint(trainer)
             was_checkpointing = is_checkpointing(trainer.model)
-            part = attempt(partial(original, now, None, *args, **kw))
+            part = attempt(partial(original, now, None, fields, *args, **kw))
             if not isinstance(part, DidNotFit):
                 parts.append(part)
                 prompts = prompts[len(now) :]
@@ -107,7 +106,7 @@ def _fewer(num: int, failure: DidNotFit, least: str) -> int:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Concatenate lists of rows, or of each place of tuples of them, as later versions return."""
+    """Concatenate lists of rows, or of each place of tuples of them, as GRPO returns."""
     if not isinstance(parts[0], tuple):
         return [row for part in parts for row in part]
     places = zip(*parts, strict=True)

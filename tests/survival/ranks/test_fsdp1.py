@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all]
 # FSDP1 saves no full weights on the CPU (torch 2.13): its own state dict ends the process.
 OF_BOTH = {name: case for name, case in EXACT.items() if name not in ("saved", "resumed")}
 OF_TRL: dict[str, dict[str, Any]] = {}
-if not IS_REFUSED:  # the oldest versions have an older TRL too
+if not IS_REFUSED:  # else that file is skipped, and this one with it
     from tests.survival.ranks import test_fsdp2_trl
 
     OF_TRL = {

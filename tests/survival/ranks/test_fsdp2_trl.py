@@ -21,7 +21,7 @@ from tests.survival.ranks.test_fsdp2 import (
 from tests.wanted import wanted
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("trl", minversion="1.0")
+pytest.importorskip("trl")
 if IS_REFUSED:
     pytest.skip(WHY_NOT, allow_module_level=True)
 

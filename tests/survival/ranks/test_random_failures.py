@@ -13,7 +13,7 @@ from tests.survival.failing import TERMS
 from tests.survival.ranks.test_fsdp2 import IS_REFUSED, WHY_NOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.all]
-pytest.importorskip("trl", minversion="1.0")
+pytest.importorskip("trl")
 if IS_REFUSED:
     pytest.skip(WHY_NOT, allow_module_level=True)
 

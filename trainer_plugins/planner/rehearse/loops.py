@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_plugins.oldest import too_old
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.request import ConfigSource
 
@@ -87,6 +88,8 @@ LOOPS = {
 def loop_of(source: ConfigSource) -> Loop:
     """Return the loop that a run names by `--trainer`."""
     loop = LOOPS[source.trainer or ""]
+    if why := too_old("trl"):
+        raise PlanError(why)
     try:
         _ = loop.trainer, loop.config
     except (ImportError, AttributeError) as error:

@@ -13,6 +13,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.lint.deepspeed import zero_findings
 from trainer_plugins.launch.lint.document import Document, part
 from trainer_plugins.launch.lint.schema import schema_findings
+from trainer_plugins.oldest import too_old
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
 from trainer_plugins.planner.rehearse.loops import LOOPS
@@ -75,6 +76,8 @@ def _where(error: BaseException) -> str:
 def refuse_trainer(trainer: HfTrainer) -> None:
     """Refuse Trainers of TRL that cannot be made again in another process."""
     of_trl = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
+    if of_trl and (why := too_old("trl")):
+        raise PlanError(why)
     # most others generate in ways of their own
     if of_trl and of_trl[0] not in {f"{loop.name}Trainer" for loop in LOOPS.values()}:
         raise NotPredicted(f"TRL's {of_trl[0]} as an object: {_RUN_IT}")

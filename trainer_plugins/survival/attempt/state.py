@@ -40,7 +40,7 @@ _ABSENT = object()
 _PLAIN = (type(None), str, bytes, Number, np.generic)
 _OPAQUE = object()  # stands for what is no state: modules, functions, outputs with a graph
 
-# Where TRL's trainers collect what they log, under "train" and "eval"; the second of trl < 1.0.
+# Where TRL's trainers collect what they log, under "train" and "eval"; the second: ORPO and CPO.
 _METRICS = ("_metrics", "_stored_metrics")
 
 

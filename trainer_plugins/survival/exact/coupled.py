@@ -1,7 +1,6 @@
 """Coupled losses: what a part's loss has to know of the whole micro-batch before parts add up."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -100,39 +99,16 @@ def dpo_with_sft(trainer: Any) -> TwoMeans:
     )
 
 
-def old_dpo(trainer: Any) -> TwoMeans:
-    """Describe DPO's loss of trl before 1.0 with rpo_alpha or "sft", over chosen answers too."""
-
-    def num_tokens(inputs: Inputs) -> torch.Tensor:
-        # As `concatenated_forward` cuts them; what it ignores is 0, and a row's first is no label.
-        ids, mask = inputs["chosen_input_ids"], inputs["chosen_attention_mask"]
-        counted: torch.Tensor = (mask != 0) & (ids != 0)
-        if not trainer.is_encoder_decoder:
-            most = math.inf if trainer.max_length is None else trainer.max_length
-            place = inputs["prompt_attention_mask"].sum(1, keepdim=True) + mask.cumsum(1)
-            if trainer.truncation_mode == "keep_end":
-                place = place - (place[:, -1:] - most).clamp(min=0)
-            counted = counted & (place > 1) & (place <= most)
-        return counted.sum()
-
-    return TwoMeans(
-        num_tokens,
-        lambda inputs: len(inputs["chosen_input_ids"]),
-        lambda factor: _scaled_output(trainer, factor, "nll_loss"),
-    )
-
-
 _TERM = 4  # the place of the mean over tokens in what ORPO's and CPO's `concatenated_forward` gives
 
 
-def _scaled_output(trainer: Any, factor: float, term: int | str = _TERM) -> Patches:
+def _scaled_output(trainer: Any, factor: float) -> Patches:
     patches, forward = Patches(), trainer.concatenated_forward
 
     def scaled(*args: Any, **options: Any) -> Any:
-        outputs = forward(*args, **options)
-        changed: Any = dict(outputs) if isinstance(outputs, Mapping) else [*outputs]
-        mean = changed[term]  # of no token it is 0 / 0
-        changed[term] = mean * factor if factor else torch.zeros_like(mean)
+        changed = [*forward(*args, **options)]
+        mean = changed[_TERM]  # of no token it is 0 / 0
+        changed[_TERM] = mean * factor if factor else torch.zeros_like(mean)
         return changed
 
     patches.set(trainer, "concatenated_forward", scaled)

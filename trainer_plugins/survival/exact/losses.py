@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer_plugins.accumulation.modules import COUPLED_MODELS, rope_boundary
 from trainer_plugins.hf_trainer import HfTrainer
+from trainer_plugins.oldest import too_old
 from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
 from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
@@ -113,9 +114,10 @@ _DPO = (
     "apo_zero",
     "apo_down",
     "discopop",
+    "sft",
+    "bco_pair",
 )
 _DPO_SORTED = ("aot", "aot_unpaired")  # compare pairs
-_DPO_1 = ("sft", "bco_pair")  # the second with running means before trl 1.0
 
 _GRPO = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), shares.ROWS),
@@ -172,6 +174,8 @@ def _family_behind(
 
 def _family_of(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> Family | NoFamily:
     kinds = type(trainer).__mro__
+    if any(kind.__module__.startswith("trl.") for kind in kinds) and (why := too_old("trl")):
+        return NoFamily(why)
     if any(kind.__name__ == "BCOTrainer" for kind in kinds):
         why = "its reward baseline is a mean over the micro-batch"
         return NoFamily(f"the loss of {type(trainer).__name__} cannot be divided: {why}")
@@ -250,34 +254,13 @@ def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
 def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     kinds = trainer.args.loss_type
     kinds = {*kinds} if isinstance(kinds, list) else {kinds}
-    is_old = hasattr(trainer, "concatenated_inputs")  # trl before 1.0
-    known = {*_DPO, "sft"} if is_old else {*_DPO, *_DPO_SORTED, *_DPO_1}
-    if unknown := sorted(kinds - known):
+    if unknown := sorted(kinds - {*_DPO, *_DPO_SORTED}):
         return NoFamily(f"the DPO loss {unknown[0]!r} is not a mean over pairs")
-    has_nll = "sft" in kinds or getattr(trainer.args, "rpo_alpha", None) is not None
-    if has_nll and trainer.args.use_weighting:  # trl 1.16 itself fails with more than one pair
-        return NoFamily('DPO\'s "sft" or rpo_alpha with use_weighting multiplies two means')
-    if is_old:
-        return _family_of_old_dpo(trainer, "ipo" in kinds, has_nll)
+    if "sft" in kinds and trainer.args.use_weighting:  # trl 1.16 itself fails with several pairs
+        return NoFamily('DPO\'s "sft" with use_weighting multiplies two means')
     if kinds & {*_DPO_SORTED}:
         return _seen_by_trl(trainer, _SEEN_PAIRS)
-    return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if has_nll else _PAIRS
-
-
-def _family_of_old_dpo(trainer: Any, has_ipo: bool, has_nll: bool) -> Family | NoFamily:
-    """Judge DPO of trl before 1.0: it has own names for chosen and rejected, one row a pair."""
-    args = trainer.args
-    if args.padding_free and (has_ipo or has_nll):
-        return NoFamily(
-            'with padding_free, this trl\'s "ipo", "sft" and rpo_alpha of DPO go over the tokens of'
-            " all pairs, chosen and rejected: set padding_free=False"
-        )
-    if args.ld_alpha is not None and args.use_logits_to_keep:
-        return NoFamily(
-            "ld_alpha counts tokens from the shortest prompt of a micro-batch with "
-            "use_logits_to_keep: set use_logits_to_keep=False"
-        )
-    return replace(_ROWS, coupling=coupled.old_dpo(trainer)) if has_nll else _ROWS
+    return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if "sft" in kinds else _PAIRS
 
 
 def _seen_by_trl(trainer: Any, family: Family) -> Family | NoFamily:

@@ -136,7 +136,7 @@ WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
 def cut_short(texts: _Texts, num: int) -> _Texts:
     """Keep `PROBE_TOKENS` columns; of each `num` rows the first is labelled in part (`_Shown`)."""
     masks = {
-        (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num, _part(name))
+        (_part(name), v.size(1)): _Shown(_tokens_of(texts, name), v, num)
         for name, v in texts.items()
         if name.endswith("attention_mask")
     }
@@ -165,10 +165,9 @@ class _Shown:
     """Holds the columns of padded rows that a probe keeps, with its mask and its labels."""
 
     # In the first row a third of what the mask shows is labelled, and the last token, which the
-    # mask now hides from a loss that goes by it. But not of a prompt: TRL 0.24 cuts at such a hole
-    # (flush_left).
+    # mask now hides from a loss that goes by it.
 
-    def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int, part: str = "") -> None:
+    def __init__(self, tokens: torch.Tensor, mask: torch.Tensor, num: int) -> None:
         width = min(PROBE_TOKENS, mask.size(1))
         columns = _begins(tokens, mask, width)[:, None] + np.arange(width)
         self._kept = torch.from_numpy(columns).to(mask.device)
@@ -180,7 +179,7 @@ class _Shown:
             at = self.mask[row].nonzero().flatten()
             self.is_first[row] = True
             self.is_labelled[row, at[max(1, len(at) // 3) : -1]] = False
-            if len(at) >= _FEW and part != "prompt_":
+            if len(at) >= _FEW:
                 self.mask[row, at[-1]] = 0
 
     def columns(self, value: torch.Tensor) -> torch.Tensor:
