@@ -10,9 +10,8 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.units import percent, size
+from trainer_plugins.units import size
 from trainer_plugins.watch.fragmentation import against_fragmentation
-from trainer_plugins.watch.pressure import Budget
 
 WINDOW = 32  # the number of steps that are judged together
 
@@ -205,21 +204,6 @@ def is_leak_news(leak: Finding, before: Finding | None) -> bool:
     if is_of_steps != ("bytes_a_step" in before.data):
         return is_of_steps
     return leak.amount >= 2 * before.amount
-
-
-def blame(
-    finding: Finding, leak: Finding, risen_bytes: int, total_bytes: int, budget: Budget
-) -> Finding:
-    """Answer full memory with the leak that fills it, if without it there would be room."""
-    without_fraction = min(finding.amount, 1.0) - risen_bytes / total_bytes
-    if budget.severity(without_fraction) is not None:
-        return finding
-    return replace(
-        finding,
-        evidence=f"{finding.evidence}; {size(risen_bytes)} of it has leaked ({leak.code}): without"
-        f" that it would be {percent(max(0.0, without_fraction))} full",
-        remedy=f"Stop the leak: a smaller batch only delays the end. {leak.remedy}",
-    )
 
 
 def looks_to_name(code: str) -> int:

@@ -29,7 +29,6 @@ from trainer_plugins.watch.leak import (
     AtMoments,
     Footprint,
     Teller,
-    blame,
     is_leak_news,
     leak_at,
     leaks,
@@ -40,11 +39,6 @@ from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pre
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
 WORKERS_SHARE = 0.01  # of the time, at most, for reading what workers hold
-
-# What a leak can fill, and the findings that say that it is full.
-_OF_CARD, _OF_HOST = ("tensors", "non_torch", "save", "eval"), ("host", "workers")
-_CARD_IS_FULL = ("memory-pressure", "allocator-retries")
-_HOST_IS_FULL = ("host-memory-pressure", "host-oom-kill")
 
 
 class MemoryWatch:
@@ -75,13 +69,11 @@ class MemoryWatch:
         self._last: MemoryReading | None = None
         self._num_noted = timeline.num_added
         self._non_torch_bytes: int | None = None
-        self._first: Footprint | None = None
         self._footprints: deque[Footprint] = deque(maxlen=WINDOW)
-        self._growing: dict[str, Finding] = {}  # leaks that go on, by what rises or the moment
+        self._growing_at: set[str] = set()  # moments whose leaks go on
         self._unnamed: list[Finding] = []
         self._num_waited = 0
         self._of_workers: deque[Footprint] = deque(maxlen=WINDOW)
-        self._first_workers_bytes = 0
         self._at_moments = AtMoments()
         self._num_to_name: dict[str, int] = {}  # how often a moment comes until its leak is named
         self._judged_flush: Flush | None = None
@@ -110,7 +102,7 @@ class MemoryWatch:
             *(self._judge_workers(reading, step) if moment == "train" else ()),
         )
         news = []
-        for finding in map(self._blamed, filter(None, judged)):
+        for finding in filter(None, judged):
             if self._is_news(finding):
                 news.append(finding)
                 self._reported[finding.code] = finding
@@ -122,23 +114,6 @@ class MemoryWatch:
         if finding.code.startswith("leak-"):
             return is_leak_news(finding, before)
         return before is None or finding.worse_than(before)
-
-    def _blamed(self, finding: Finding) -> Finding:
-        """Return a finding that says that memory is full, with the leak that fills it."""
-        is_of_host = finding.code in _HOST_IS_FULL or self.device is self._host
-        if finding.code not in _CARD_IS_FULL + _HOST_IS_FULL or self._first is None:
-            return finding
-        kinds = _OF_HOST if is_of_host else _OF_CARD
-        leak = next((self._growing[kind] for kind in kinds if kind in self._growing), None)
-        reading = self._host_reading if is_of_host else self._charted
-        if leak is None or reading is None:
-            return finding
-        first, last = self._first, self._footprints[-1]
-        risen_bytes = last.tensors + last.non_torch - first.tensors - first.non_torch
-        if is_of_host:
-            workers_bytes = self._of_workers[-1].workers if self._of_workers else 0
-            risen_bytes = last.host - first.host + workers_bytes - self._first_workers_bytes
-        return blame(finding, leak, risen_bytes, reading.total_bytes, self.budget)
 
     def _excuse_survival(self, reading: MemoryReading) -> None:
         """Leave out the retries of an interval in which survival tried what did not fit."""
@@ -229,15 +204,13 @@ class MemoryWatch:
         if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
             return []
         self._footprints.append(Footprint.of(step, reading, self._host.resident_bytes()))
-        self._first = self._first or self._footprints[0]
         # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
         if self._num_train_looks % (WINDOW // 4):
             return []
         host = self._host_reading
         found = leaks(self._footprints, reading, host, is_expandable=self._is_expandable)
-        if self._growing.keys() & {"save", "eval"}:  # often enough to look like steps
+        if self._growing_at:  # often enough to look like steps
             found = [each for each in found if each.code != "leak-tensors"]
-        self._note_growing(found, "tensors", "cache", "non_torch", "host")
         news = [each for each in found if self._is_news(each)]
         if self.teller is None or not news:
             return self._told(news, step)
@@ -245,31 +218,21 @@ class MemoryWatch:
         self._unnamed, self._num_waited = news, 0
         return []
 
-    def _note_growing(self, found: list[Finding], *kinds: str) -> None:
-        """Note which of these kinds rise now; one that did before keeps its name and cure."""
-        codes = {each.code: each for each in found}
-        for kind in kinds:
-            before = self._growing.pop(kind, None)
-            if now := codes.get(f"leak-{kind.replace('_', '-')}"):
-                self._growing[kind] = before or now
-
     def _judge_workers(self, reading: MemoryReading, step: int) -> list[Finding]:
         began = monotonic()
         if self._host_reading is None or began < self._ask_workers_at:
             return []
         num_bytes = sum(self._host.worker_bytes())
-        self._first_workers_bytes = self._first_workers_bytes or num_bytes
         self._of_workers.append(Footprint(step, 0, 0, 0, 0, num_bytes))
         took = monotonic() - began  # the kernel walks each worker's page table
         self._ask_workers_at = began + max(HOST_EVERY_SECONDS, took / WORKERS_SHARE)
         found = leaks(self._of_workers, reading, self._host_reading)
-        self._note_growing(found, "workers")
         return self._told([each for each in found if self._is_news(each)], step)
 
     def _judge_moment(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
         rises = self._at_moments.rises(moment, reading.total_bytes)
         if len(rises) < RISES_AT_MOMENTS - LOOKS_TO_NAME:
-            self._growing.pop(moment, None)
+            self._growing_at.discard(moment)
             self._num_to_name.pop(moment, None)
         if not rises or self._unnamed or self.device is self._host:
             return []
@@ -285,17 +248,14 @@ class MemoryWatch:
         if self._num_to_name[moment]:
             return []
         del self._num_to_name[moment]
-        self._growing[moment] = self.teller.tell(found, step, moment) if self.teller else found
-        return [self._growing[moment]]
+        self._growing_at.add(moment)
+        return [self.teller.tell(found, step, moment) if self.teller else found]
 
     def _told(self, found: list[Finding], step: int) -> list[Finding]:
         told = [self.teller.tell(each, step) for each in found] if self.teller else found
-        told = [
+        return [
             self._with_helpers(each) if each.code == "leak-non-torch" else each for each in told
         ]
-        for each in told:
-            self._growing[each.code.removeprefix("leak-").replace("-", "_")] = each
-        return told
 
     def _with_helpers(self, leak: Finding) -> Finding:
         if not (named := helpers(self.device.processes(), own_pids())):
