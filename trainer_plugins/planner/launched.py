@@ -88,7 +88,7 @@ def _refuse(config: dict[str, Any], name: str) -> None:
 
 
 def _num_processes(config: dict[str, Any], name: str) -> int:
-    number = config.get("num_processes", 1 if config["distributed_type"] == "NO" else None)
+    number = config.get("num_processes")
     if isinstance(number, int) and number > 0:
         return number
     if config["distributed_type"] == "NO":
