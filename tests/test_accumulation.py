@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests import processes
-from tests.explain.test_text import FULL, TRAINER, explained
+from tests.explain.stated import explained
+from tests.explain.test_text import FULL, TRAINER
 from tests.models import tiny_llama
 from tests.planner.test_plans import request
 from tests.survival.classes.batches import batch_for

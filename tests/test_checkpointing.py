@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from tests.explain.test_text import FULL, QLORA, TRAINER, explained
+from tests.explain.stated import explained
+from tests.explain.test_text import FULL, QLORA, TRAINER
 from tests.models import tiny_llama
 from tests.planner.test_plans import tiny
 from trainer_plugins import advice, checkpointing

@@ -10,6 +10,7 @@ import pytest
 
 from tests.check.test_judgements import CHANGED
 from tests.explain.recorded import RecordedCard
+from tests.explain.stated import explained
 from tests.explain.test_corpus import CORPUS, texts
 from tests.explain.test_snapshot import GATHER, in_pieces, train
 from tests.launch.bad_files import BAD
@@ -22,7 +23,6 @@ from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.run.causes import causes_of
 from trainer_plugins.explain.run.remedies import remedies_of
 from trainer_plugins.explain.snapshot import explain_snapshot
-from trainer_plugins.explain.text import explain_text
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.launch.lint.judge import judge_document
@@ -168,7 +168,7 @@ def of(room: Room, answer: Explanation) -> Iterator[Said]:
 
 def corpus() -> Iterator[Said]:
     for text in texts():
-        yield from of("text", explain_text((CORPUS / text.file).read_text(), text.file))
+        yield from of("text", explained((CORPUS / text.file).read_text(), text.file))
 
 
 def snapshots(folder: Path) -> Iterator[Said]:

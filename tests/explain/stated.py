@@ -1,13 +1,20 @@
-"""Whether the figures of a cause are the numbers that its sentences state."""
+"""What a text is explained by, and whether the figures of a cause are the numbers that its sentences state."""
 
+import io
 import re
 from typing import Any
 
+from trainer_plugins.explain.answer import Explanation
+from trainer_plugins.explain.log import explain_log
 from trainer_plugins.units import percent, size
 
 _SIZES = re.compile(r"-?\d+\.\d+ [MG]iB")
 # What another part of the package or the text itself has written.
 _QUOTED = re.compile(r"MemoryWatchdog noted | held by |The text names |The words are: |words are: ")
+
+
+def explained(text: str, subject: str = "a test") -> Explanation:
+    return explain_log(io.BytesIO(text.encode(errors="replace")), subject)
 
 
 def check_figures(cause: dict[str, Any]) -> None:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 import trainer_plugins
-from tests.explain.stated import check_figures
+from tests.explain.stated import check_figures, explained
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.advice.vendors import CUDA, VENDORS
 from trainer_plugins.cli.as_json import plain
-from trainer_plugins.explain.text import explain_text
 
 CORPUS = Path(__file__).parent / "corpus"
 # Each set's first run, how many were right first, is its result: the rules had not seen them.
@@ -48,7 +47,7 @@ BEYOND_THE_TEXT = {
 
 @pytest.mark.parametrize("text", texts(), ids=lambda text: text.file)
 def test_a_real_text_gets_its_cause(text: Text) -> None:
-    answer = explain_text((CORPUS / text.file).read_text(), text.file)
+    answer = explained((CORPUS / text.file).read_text(), text.file)
     first = answer.causes[0]
 
     assert (first.code in text.codes) is (text.file not in BEYOND_THE_TEXT)
@@ -108,7 +107,7 @@ def words_of(vendor: str) -> set[str]:
 def test_a_text_of_today_gets_its_cause_and_a_remedy_for_its_card(
     folder: str, file: str, vendor: str, codes: str, remedies: str
 ) -> None:
-    answer = explain_text((CORPUS.with_name(folder) / file).read_text(), file)
+    answer = explained((CORPUS.with_name(folder) / file).read_text(), file)
     first_two = [one.do for one in answer.remedies[:2]]
     typed = "\n".join(one.do for one in answer.remedies)
     makers = {"CUDA", *(each.name for each in VENDORS)}

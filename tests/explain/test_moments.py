@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.advice.asked import RECORDS
+from tests.explain.stated import explained
 from tests.explain.test_other_words import frame
-from tests.explain.test_text import explained, todo
+from tests.explain.test_text import todo
 from trainer_plugins.checkpointing import spelled
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.run import explain_record

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.explain.test_text import FULL, TRAINER, command, explained, said, todo
+from tests.explain.stated import explained
+from tests.explain.test_text import FULL, TRAINER, command, said, todo
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 

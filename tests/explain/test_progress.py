@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.explain.test_text import FULL, TRAINER, explained
+from tests.explain.stated import explained
+from tests.explain.test_text import FULL, TRAINER
 
 # What a run prints of itself before its first step, and bars of other work.
 BANNERS = [

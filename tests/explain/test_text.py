@@ -18,12 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 import trainer_plugins
+from tests.explain.stated import explained
 from tests.models import tiny_llama
 from trainer_plugins import checkpointing
 from trainer_plugins.advice.for_causes import FOR_CAUSE
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.text import explain_stream, explain_text
+from trainer_plugins.explain.log import explain_log
 from trainer_plugins.snapshot.cards import Frame
 from trainer_plugins.snapshot.stacks import lines_of
 
@@ -44,10 +45,6 @@ def said(asked: str, total: str, free: str, live: str, unused: str, more: str = 
         " but unallocated memory is large try setting"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
-
-
-def explained(text: str) -> Explanation:
-    return explain_text(text, "a test")
 
 
 def todo(answer: Explanation) -> str:
@@ -401,7 +398,7 @@ def test_a_log_as_machines_keep_it_is_read(kept: Callable[[str], bytes], tmp_pat
     (tmp_path / "kept.log").write_bytes(kept(text))
 
     with (tmp_path / "kept.log").open("rb") as stream:
-        answer = explain_stream(stream, "a test")
+        answer = explain_log(stream, "a test")
 
     assert "train.py:7 in train: outputs = model(**batch)" in "\n".join(answer.causes[0].evidence)
     assert answer.causes == explained(text).causes
@@ -494,7 +491,7 @@ def test_of_a_large_log_the_head_and_the_end_are_read_and_it_is_said(where: str)
     error = (FULL.encode() + b"\n", 1)
     parts = [(STEPS, 18)]
     log = packed(*([error, *parts] if where == "first" else [*parts, error]))
-    answer = explain_stream(io.BytesIO(log), "a log")
+    answer = explain_log(io.BytesIO(log), "a log")
 
     assert answer.causes[0].code == {"first": "capacity", "last": "long-sample"}[where]
     assert "were not read" in answer.unknown[-1]

@@ -1,13 +1,11 @@
 """Kinds of faults that the fifth set of texts showed (fresh5/index.txt), told in our own words."""
 
-import io
 import json
 from typing import Any
 
 import pytest
 
-from trainer_plugins.explain.answer import Explanation
-from trainer_plugins.explain.text import explain_stream, explain_text
+from tests.explain.stated import explained
 
 BLUE, PLAIN = "\x1b[34m", "\x1b[39m"
 FULL = (
@@ -44,10 +42,6 @@ def notebook(*outputs: dict[str, Any]) -> dict[str, Any]:
 
 def error(traceback: list[str], evalue: str = FULL) -> dict[str, Any]:
     return {"output_type": "error", "ename": "E", "evalue": evalue, "traceback": traceback}
-
-
-def explained(file: str) -> Explanation:
-    return explain_stream(io.BytesIO(file.encode()), "run.ipynb")
 
 
 BAR = {"output_type": "stream", "name": "stderr", "text": ["  0%|  | 0/9\n", "  1%|  | 1/9\n"]}
@@ -105,7 +99,7 @@ def test_outputs_that_accelerate_makes_fp32_are_logits() -> None:
         '  File "/v/accelerate/utils/operations.py", line 782, in _convert_to_fp32\n'
         f"    return tensor.float()\ntorch.OutOfMemoryError: {FULL}"
     )
-    answer = explain_text(text, "train.log")
+    answer = explained(text)
 
     assert answer.causes[0].code == "logits-loss"
 
@@ -118,7 +112,7 @@ def test_outputs_that_accelerate_makes_fp32_are_logits() -> None:
     ],
 )
 def test_another_fault_is_called_by_its_name(words: str, summary: str) -> None:
-    (cause,) = explain_text(words, "run.log").causes
+    (cause,) = explained(words).causes
 
     assert cause.code == "not-an-oom"
     assert summary in cause.summary

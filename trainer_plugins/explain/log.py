@@ -28,7 +28,10 @@ class _Named(NamedTuple):
 
 
 def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Explanation:
-    """Explain the first OOM of a log, or the record of `OOMReporter` that the log names."""
+    """Explain the first OOM of a log of any size, or the record of `OOMReporter` that it names.
+
+    There are no causes if it has no OOM; ValueError if it is empty or no text.
+    """
     excerpt = find_oom(stream)
     named = list(dict.fromkeys(_named(excerpt)))
     for each in named:

@@ -156,7 +156,7 @@ _EVIDENCE: Mapping[str, tuple[str, ...]] = {
     "fragmentation": (*_ALWAYS, "unused_bytes", "largest_gap_bytes"),
     "impossible-size": ("requested_bytes",),
     **dict.fromkeys(("host-alloc", "host-commit", "pinned"), ("requested_bytes",)),
-    **dict.fromkeys(("host-kill", "host-limit", "nccl", "not-an-oom", "shm"), ()),
+    **dict.fromkeys(("host-kill", "host-limit", "nccl", "shm"), ()),
 }
 
 

@@ -39,7 +39,6 @@ _SHOWN_BY: Mapping[str, ShownBy] = {
     **dict.fromkeys(
         ("host_free_bytes", "host_total_bytes", "shm_free_bytes", "shm_total_bytes"), "main memory"
     ),
-    "num_kills": "main memory",
 }
 
 

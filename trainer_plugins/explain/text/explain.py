@@ -1,9 +1,7 @@
-"""explain_text: from a text to causes, remedies, and what the text does not show."""
+"""explain_excerpt: from a text to causes, remedies, and what the text does not show."""
 
-import io
 import re
 from itertools import product
-from typing import BinaryIO
 
 from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
@@ -11,7 +9,7 @@ from trainer_plugins.explain.answer import Explanation, Numbers
 from trainer_plugins.explain.shared import cause, quoted, with_numbers
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
-from trainer_plugins.explain.text.excerpt import Excerpt, find_oom
+from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.remedies import in_turn, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.explain.text.told import told
@@ -100,18 +98,8 @@ _DOUBTS = (  # where the same words may follow an OOM
 _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 
 
-def explain_text(text: str, subject: str) -> Explanation:
-    """Explain the first OOM of a text, or say that it has none (no causes); ValueError if empty."""
-    return explain_stream(io.BytesIO(text.encode(errors="replace")), subject)
-
-
-def explain_stream(stream: BinaryIO, subject: str) -> Explanation:
-    """Explain the first OOM of a log of any size, or raise ValueError if it is empty or no text."""
-    return explain_excerpt(find_oom(stream), subject)
-
-
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
-    """Explain what was found in a log."""
+    """Explain what was found in a log, or say that it has no OOM (no causes)."""
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
         return _without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)

@@ -51,7 +51,6 @@ _OTHER_NAMES = {
     advice.SURVIVE: r"preset survive|survive_oom\(",
 }
 _EITHER_NAME = "(?:activation|gradient)_checkpointing"  # of transformers 5.23 on, and before
-_WITHOUT_A_NAME = {advice.SURVIVE}  # its words alone say that it is in force
 _TORCHS_ADVICE = re.compile(r"try setting \S+ to avoid fragmentation")
 _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
 
@@ -93,7 +92,8 @@ def _words_of(one: Advice) -> Iterator[str]:
         spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))
         yield from _told(spoken)
     if other := _OTHER_NAMES.get(one):
-        yield from (other,) if one in _WITHOUT_A_NAME else _told(other)
+        # Its own words alone say that it is in force.
+        yield from (other,) if one is advice.SURVIVE else _told(other)
     if what := _SMALLER.get(one):
         yield rf"(?i:{_MADE_LESS}[^.\n]{{0,40}}?{what})"
         yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
