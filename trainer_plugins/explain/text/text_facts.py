@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Stated
-from trainer_plugins.explain.shared import quoted
+from trainer_plugins.explain.shared import Said, quoted, said
 from trainer_plugins.explain.text.command import launched
 from trainer_plugins.explain.text.excerpt import Excerpt
 from trainer_plugins.explain.text.frames import Frame, frames_around
@@ -113,6 +113,10 @@ class TextFacts:
             "unused_bytes": self.unused,
             "others_bytes": self.others,
         }
+
+    def states(self, words: str, **more: int | float | str | None) -> Said:
+        """Make a sentence of the numbers of the message, and of `more`."""
+        return said(words, **self.stated, **more)
 
     @property
     def words(self) -> str:

@@ -31,7 +31,7 @@ def impossible_size(facts: TextFacts) -> Cause | None:
     asked = "It asked for {requested_bytes} at once."
     return cause(
         "impossible-size",
-        "It asked for more than 1 EB at once." if is_cut else said(asked, **facts.stated),
+        "It asked for more than 1 EB at once." if is_cut else facts.states(asked),
         "An index, a shape or a length is wrong, or was read from damaged data: no setting of"
         " memory helps.",
     )
@@ -43,9 +43,7 @@ def largest_block(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        said(
-            "It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated
-        ),
+        facts.states("It asked for {requested_bytes} at once on a card of {capacity_bytes}."),
         facts.users_line,
         summary="one tensor is larger than the 4 GiB that this card allocates at once",
     )
@@ -89,9 +87,7 @@ def refused_though_free(facts: TextFacts) -> Cause | None:
     of = " of {capacity_bytes}" if total is not None else ""
     return cause(
         "contradictory",
-        said(
-            f"It asked for {{requested_bytes}} while {{free_bytes}}{of} were free.", **facts.stated
-        ),
+        facts.states(f"It asked for {{requested_bytes}} while {{free_bytes}}{of} were free."),
         "Asking for less may not help: the limit is not the card's size.",
         doubt="The text does not show which limit it was: the system's (WSL, Windows, ROCm, unified"
         " memory), the number of mappings, or a neighbour that released memory before the message"
@@ -103,9 +99,7 @@ def _refused_at_once(facts: TextFacts) -> Cause:
     asked = "It asked for {requested_bytes} of {capacity_bytes}; torch held nothing."
     return cause(
         "contradictory",
-        said(asked, **facts.stated)
-        if facts.asked and facts.total
-        else "Nothing had been asked for yet.",
+        facts.states(asked) if facts.asked and facts.total else "Nothing had been asked for yet.",
         summary="memory was refused before this process held any",
         doubt="The text does not show how much was free: another process, or a limit of the driver"
         " (of one allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
@@ -118,7 +112,7 @@ def spilled(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "capacity",
-        said("{allocated_bytes} were allocated on a card of {capacity_bytes}.", **facts.stated),
+        facts.states("{allocated_bytes} were allocated on a card of {capacity_bytes}."),
         "The driver lends main memory then, which is many times slower than the card's.",
         summary="the run needs more than the card has, and spilled into main memory before",
         doubt="The text does not show that Windows or WSL lends memory: an engine that sleeps"
@@ -145,7 +139,7 @@ def mps_other(facts: TextFacts) -> Cause | None:
             other_bytes=held,
             allowed_bytes=limit,
         ),
-        said("Live tensors hold {allocated_bytes}.", **facts.stated),
+        facts.states("Live tensors hold {allocated_bytes}."),
         doubt="The text does not show whether it is cache that can be released or what Metal needs:"
         " print torch.mps.driver_allocated_memory() before and after torch.mps.empty_cache()",
     )
@@ -158,10 +152,9 @@ def fragmentation(facts: TextFacts) -> Cause | None:
     setting = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
     return cause(
         "fragmentation",
-        said(
+        facts.states(
             "It asked for {requested_bytes}; torch held {unused_bytes} under no tensor, and"
-            " {free_bytes} were free.",
-            **facts.stated,
+            " {free_bytes} were free."
         ),
         doubt=f"The text does not show how the pieces lie. `{setting}` settles it: if it fails"
         " again with little unallocated, the run is too large",
@@ -220,9 +213,7 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "api-misuse",
-        said(
-            "It asked for {requested_bytes} at once on a card of {capacity_bytes}.", **facts.stated
-        ),
+        facts.states("It asked for {requested_bytes} at once on a card of {capacity_bytes}."),
         facts.users_line,
         grade="possible",
         doubt="The text does not show whether the shape is meant: print the shapes of the inputs of"
@@ -238,10 +229,10 @@ def capacity(facts: TextFacts) -> Cause:
     evidence: list[str | Said] = []
     if limit is not None and total is not None and "MPS" not in facts.oom.text:
         limited = "This process may use only {limit_bytes} of {capacity_bytes}."
-        evidence.append(said(limited, **facts.stated))
+        evidence.append(facts.states(limited))
     elif live is not None and total:
         filled = "{allocated_bytes} of {capacity_bytes} ({live_fraction}) are under live tensors."
-        evidence.append(said(filled, live_fraction=live / total, **facts.stated))
+        evidence.append(facts.states(filled, live_fraction=live / total))
     if is_held_outside_torch(facts):
         outside = "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other"
         outside += " libraries."

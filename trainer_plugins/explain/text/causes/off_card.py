@@ -158,7 +158,7 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
     words = "It asked for {requested_bytes} of main memory."
-    asked = said(words, **facts.stated) if facts.asked else ""
+    asked = facts.states(words) if facts.asked else ""
     return cause("host-alloc", facts.words, asked, facts.users_line, _host_use(facts))
 
 

@@ -194,11 +194,10 @@ def foreign(facts: TextFacts) -> Cause | None:
 
 def sum_of(facts: TextFacts) -> Said:
     """Say whose the card's memory is."""
-    return said(
+    return facts.states(
         "{capacity_bytes} card: {own_bytes} yours, {free_bytes} free, so {others_bytes} are"
         " others'. You asked for {requested_bytes}.",
         own_bytes=facts.own,
-        **facts.stated,
     )
 
 
@@ -256,10 +255,9 @@ def leftover(facts: TextFacts) -> Cause | None:
         "leftover",
         f"The text shows '{trial[0]}': the trials share one process."
         if trial
-        else said(
+        else facts.states(
             "A notebook asked for {requested_bytes} with {live_fraction} already live.",
             live_fraction=share,
-            **facts.stated,
         ),
         grade="possible",
         doubt="The text does not show whether a cell or a trial ran before: restart the kernel, and"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, quoted, said
+from trainer_plugins.explain.shared import Said, cause, quoted
 from trainer_plugins.explain.text.causes.others import leftover
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.units import GIB, MIB
@@ -116,7 +116,7 @@ def logits_loss(facts: TextFacts) -> Cause | None:
             f"{asked // (4 * one):,} tokens of {one:,} words" for one in _vocabularies(facts)
         )
         words = "{requested_bytes} are logits in fp32 of {counts}."
-        tokens = said(words, counts=counts, **facts.stated) if counts else ""
+        tokens = facts.states(words, counts=counts) if counts else ""
     return cause(
         "logits-loss",
         f"It failed in {frame}.",
@@ -147,10 +147,8 @@ def quadratic_attention(facts: TextFacts) -> Cause | None:
     return cause(
         "quadratic-attention",
         f"It failed in {frame}.",
-        said(
-            "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.",
-            lengths=lengths,
-            **facts.stated,
+        facts.states(
+            "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.", lengths=lengths
         ),
         doubt="The text does not show heads, rows and length: print the shapes of query and key",
     )
