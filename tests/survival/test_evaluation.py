@@ -238,7 +238,7 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
 
             def counted(
                 *args, **kwargs
-            ):  # without the next batch: trl before 1 makes many tensors when it collates
+            ):  # without the next batch, for which tensors are made too
                 result = compute_loss(*args, **kwargs)
                 nums.append(allocations.num - begun[-1])
                 return result
