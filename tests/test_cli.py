@@ -194,7 +194,6 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
         "--accelerate-config",
         "--verbose",
         "--json",
-        "--format",
         "--host-memory",
         "--help",
     ]
@@ -204,7 +203,7 @@ def test_check_takes_what_describes_a_run_and_its_help_is_short() -> None:
     )
     of_a_command = {"steps", "alone", "snapshot", "dry_env"}
     of_a_command |= {"allow_writes", "allow_network"}
-    assert of_plan - of_a_command == of_check - {"form"}
+    assert of_plan - of_a_command == of_check
 
 
 def test_the_shell_completes_commands_flags_and_launch_files() -> None:

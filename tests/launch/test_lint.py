@@ -3,9 +3,6 @@
 import ast
 import inspect
 import json
-import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import pytest
 
 from tests.launch.bad_files import BAD, deepspeed, fsdp, zero2, zero3
 from tests.test_cli import command
-from trainer_plugins.cli.annotations import Format, print_annotations
-from trainer_plugins.finding import Finding, Severity
+from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.lint.agreement import asked_of
 from trainer_plugins.launch.lint.document import ConfigError, read_document
@@ -271,53 +267,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert "gradient_clipping" in wrong.stdout
     assert right.returncode == 0, right.stdout + right.stderr
     assert command("configs", "check", tmp_path / "none.yaml").returncode == 2
-
-
-TYPOS = """distributed_type: DEEPSPEED
-num_processes: 2
-num_procesess: 2
-deepspeed_config:
-  deepspeed_config_file: ds.json
-"""
-
-
-def annotated(folder: Path, form: str, *words: str) -> str:
-    (folder / "launch.yaml").write_text(TYPOS)
-    (folder / "ds.json").write_text(zero3(top='\n"gradient_cliping": 1.0, '))
-    ours = [sys.executable, "-m", "trainer_plugins", *words, "launch.yaml", "--format", form]
-    environ = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}
-    done = subprocess.run(
-        ours, cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode in (1, 3), done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    "words", [("configs", "check"), ("check", "--accelerate-config")], ids=lambda words: words[0]
-)
-def test_github_shows_a_finding_at_the_line_of_its_key(words, tmp_path: Path) -> None:
-    lines = annotated(tmp_path, "github", *words).splitlines()
-    assert all(line.startswith(("::error ", "::warning ", "::notice ")) for line in lines)
-    at = "title=config-unknown-key::"
-    assert any(each.startswith(f"::error file=launch.yaml,line=3,{at}num_p") for each in lines)
-    (beside,) = [each for each in lines if "gradient_cliping" in each]
-    number = int(beside.partition("file=ds.json,line=")[2].partition(",")[0])
-    assert "gradient_cliping" in (tmp_path / "ds.json").read_text().splitlines()[number - 1]
-    if words[0] == "check":
-        assert any(each.startswith("::warning title=debug-switch::") for each in lines)
-
-
-def test_sarif_has_the_same(tmp_path: Path) -> None:
-    (run,) = json.loads(annotated(tmp_path, "sarif", "configs", "check"))["runs"]
-    rules = {each["id"] for each in run["tool"]["driver"]["rules"]}
-    assert {each["ruleId"] for each in run["results"]} == rules >= {"config-unknown-key"}
-    (place,) = run["results"][0]["locations"]
-    assert place["physicalLocation"]["artifactLocation"]["uri"] == "launch.yaml"
-    assert place["physicalLocation"]["region"]["startLine"] == 3
-
-
-def test_what_github_would_read_as_its_own_is_escaped(capsys: pytest.CaptureFixture) -> None:
-    found = Finding.error(code="config-x", summary="50%\n::error::x", evidence="", remedy="")
-    print_annotations(Format.GITHUB, [found], ())
-    assert capsys.readouterr().out == "::error title=config-x::50%25%0A::error::x (). \n"

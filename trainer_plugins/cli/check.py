@@ -3,20 +3,18 @@
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
 from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
-from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, completed, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import by_any_signal
-from trainer_plugins.launch.lint.document import ConfigError, files_of
+from trainer_plugins.launch.lint.document import ConfigError
 from trainer_plugins.planner.options import MOST_USED, RunOptions
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import with_options
@@ -50,9 +48,6 @@ def check(
     run: RunOptions,
     answer: AnswerOptions,
     as_json: AsJson = False,
-    form: Annotated[
-        Format, typer.Option("--format", help=FORMAT_HELP, rich_help_panel=MOST_USED)
-    ] = Format.TEXT,
 ) -> None:
     """Check this machine, and with --model a run, before it is launched.
 
@@ -82,11 +77,7 @@ def check(
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
-    if form is not Format.TEXT:
-        file = run.accelerate_config
-        files = () if file is None else files_of(facts.document, file)
-        print_annotations(form, checklist.findings, files)
-    elif as_json:
+    if as_json:
         print_json("check", checklist)
     else:
         show(check_report(checklist, answer.verbose))

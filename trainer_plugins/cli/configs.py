@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from trainer_plugins.cli.annotations import FORMAT_HELP, Format, print_annotations
 from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.typed_options import AsJson
 from trainer_plugins.finding import Severity
@@ -125,7 +124,6 @@ def check(
     ] = None,
     pinned_memory: Annotated[str | None, typer.Option(help=PINNED_MEMORY_HELP)] = None,
     as_json: AsJson = False,
-    form: Annotated[Format, typer.Option("--format", help=FORMAT_HELP)] = Format.TEXT,
 ) -> None:
     """Check a launch file before the launch, and find extension builds that would block it.
 
@@ -139,7 +137,7 @@ def check(
 
     from trainer_plugins.devices.host import HostDevice
     from trainer_plugins.launch.extensions import lock_findings, needed_of, read_locks
-    from trainer_plugins.launch.lint.document import files_of, read_document
+    from trainer_plugins.launch.lint.document import read_document
     from trainer_plugins.launch.lint.judge import judge_document
     from trainer_plugins.launch.lint.training import training_arguments
     from trainer_plugins.launch.main_memory import HostLimits
@@ -161,9 +159,7 @@ def check(
             host=host,
         )
     findings += tuple(lock_findings(read_locks(os.environ), needed_of(document)))
-    if form is not Format.TEXT:
-        print_annotations(form, findings, files_of(document, file))
-    elif as_json:
+    if as_json:
         print(json.dumps(plain(findings), indent=2))
     else:
         lines = [f"{each.severity.name} {each}" for each in findings]

@@ -105,12 +105,6 @@ def read_document(path: Path) -> Document:
     return document_of(path.stem, loaded, duplicates)
 
 
-def files_of(document: Document, path: Path) -> tuple[Path, ...]:
-    """Return the file of a document, and that of the DeepSpeed JSON that was read with it."""
-    beside = document.json_path if document.json_problem is None else None
-    return (path,) if beside is None else (path, Path(beside).expanduser())
-
-
 def read_mapping(path: Path) -> tuple[Mapping, tuple[str, ...]]:
     """Read a YAML or JSON file, and the keys that occur twice in it."""
     parse = parse_json if path.suffix == ".json" else parse_yaml
