@@ -20,7 +20,6 @@ from trainer_plugins.cli.as_json import VERSION
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.launch.environment import LaunchEnvironment
 from trainer_plugins.planner.calibrate import Calibration
-from trainer_plugins.planner.compare.beside import Beside
 from trainer_plugins.planner.compare.lines import Interrupted, SearchResult
 from trainer_plugins.planner.compare.saved import ExplainedChanges
 from trainer_plugins.planner.plan import MemoryPlan
@@ -37,7 +36,6 @@ ANSWERS: dict[str, list[tuple[str, Any]]] = {
         ("plan --search", SearchResult),
         ("plan --search", Interrupted),
         ("plan --explain-change", ExplainedChanges),
-        ("plan --compare", Beside),
     ],
     "report": [("report", Summary)],
     "top": [("top", TopPage)],

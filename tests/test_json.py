@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from tests.explain.recorded import FORWARD, MAIN, RecordedCard
 from tests.explain.stated import check_figures
 from tests.explain.test_snapshot import explained, in_pieces, train
-from tests.planner.test_names import PLAN
 from tests.schemas import ANSWERS, FOLDER, as_text, read_answer, strict
 from tests.test_report import run_of, write
 from trainer_plugins.cli import app
@@ -181,9 +180,3 @@ def test_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_environment() -> None:
     assert answered("env")["exports"]
-
-
-def test_two_plans(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(PLAN.to_json())
-    found = answered("plan", "--compare", *2 * [tmp_path / "plan.json"])
-    assert found["command"] == "plan --compare"

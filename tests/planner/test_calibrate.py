@@ -153,7 +153,6 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     assert found.kept_in == context_file("simgpu")
     assert found.kept_in.is_relative_to(cache)
 
-    put_beside(plan, folder, cache)
     again = plan_run(make())
     assert again.context_bytes == CONTEXT
     assert again.nvidia_smi_peak_bytes == again.reserved_peak_bytes + CONTEXT
@@ -169,45 +168,6 @@ def test_a_plan_meets_its_run_and_the_next_one_has_the_context(cache, make, simg
     )
     assert counters(calibrate(again, twice))["train", "allocated"] == pytest.approx(-0.5, abs=0.01)
     refusals(again, folder)
-
-
-def put_beside(plan: MemoryPlan, folder: Path, place: Path) -> None:
-    """`plan --compare`: the plan and its run, the run and itself, the plan and another plan."""
-    file, other = place / "a.json", place / "b.json"
-    file.write_text(plan.to_json())
-    larger = replace(
-        plan,
-        breakdown={**plan.breakdown, "KV cache": GIB},
-        planned={**plan.planned, "rows": "4 at once"},
-    )
-    other.write_text(larger.to_json())
-
-    def compared(*sides: Path) -> dict[str, tuple[int | None, int | None]]:
-        done = CliRunner().invoke(app, ["plan", "--compare", *map(str, sides), "--json"])
-        assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)
-        return {
-            pair["name"]: (pair["a_bytes"], pair["b_bytes"])
-            for pair in (*found["moments"], *found["categories"])
-        }
-
-    with_run = compared(file, folder)
-    assert {name.split(",")[0] for name in with_run} == {"train", "eval", "save"}
-    assert with_run["train, allocated"][0] == max(
-        plan.moments[name].allocated_bytes for name in ("forward", "backward", "optimizer step")
-    )
-    for mine, measured in with_run.values():
-        assert mine == pytest.approx(measured, rel=0.01)
-    assert all(mine == theirs for mine, theirs in compared(folder, folder).values())
-    of_plans = compared(file, other)
-    assert of_plans["KV cache"] == (plan.breakdown.get("KV cache", 0), GIB)
-    assert of_plans["backward, reserved"][0] == plan.moments["backward"].reserved_bytes
-    done = CliRunner().invoke(app, ["plan", "--compare", str(file), str(other)])
-    assert "| 4 at once" in done.output
-    assert "KV cache" in done.output
-    refused = CliRunner().invoke(app, ["plan", "--compare", str(file), __file__])
-    assert refused.exit_code == 2
-    assert "test_calibrate.py is neither a plan printed with --json nor" in refused.stderr
 
 
 def refusals(plan: MemoryPlan, folder: Path) -> None:

@@ -24,7 +24,6 @@ from trainer_plugins.drycuda.cuda_build import fetch
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.interrupted import by_any_signal
 from trainer_plugins.planner.calibrate import calibrate, timelines_of
-from trainer_plugins.planner.compare.beside import beside
 from trainer_plugins.planner.compare.saved import changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
@@ -32,7 +31,7 @@ from trainer_plugins.plug_in.flags import with_options
 from trainer_plugins.printable import printable
 from trainer_plugins.report.page import show
 from trainer_plugins.report.plan_text import brief_report, plan_report
-from trainer_plugins.report.plans_text import beside_report, calibration_report
+from trainer_plugins.report.plans_text import calibration_report
 
 _EXIT_BAD_INPUT = 2
 _EXIT_DOES_NOT_FIT = 3
@@ -66,9 +65,6 @@ class AnswerOptions:
         "Predict what a switch saves: a name, several joined by +, or all. Repeatable.",
         metavar="SWITCH",
     )
-    compare: tuple[Path, Path] | None = option(
-        _OTHER, "Compare two plans as JSON, or two folders of runs.", metavar="A B"
-    )
     calibrate: Path | None = option(
         _OTHER, "Compare with the real run in this output_dir, and store its context size."
     )
@@ -97,9 +93,6 @@ def plan(
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
     try:
-        if answer.compare is not None:
-            _show_compared(*answer.compare, as_json)
-            return
         _refuse_contradictions(answer)
         command = command_in(context.args)
         if dry.dry_env and not command and run.model is None:
@@ -159,11 +152,3 @@ def _answered(
     if compared is not None:
         show(calibration_report(compared))
     return found.fits
-
-
-def _show_compared(a: Path, b: Path, as_json: bool) -> None:
-    found = beside(a, b)
-    if as_json:
-        print_json("plan --compare", found)
-    else:
-        show(beside_report(found))

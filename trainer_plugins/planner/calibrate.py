@@ -3,21 +3,19 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
 
 from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak, PlanError
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.history import read_history
-from trainer_plugins.record.timeline import Beginning, Entry, Flush, Remark, Sample
+from trainer_plugins.record.history import Timelines, entries_of, read_history
+from trainer_plugins.record.timeline import Beginning, Flush, Remark, Sample
 from trainer_plugins.units import size
 
-MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
+_MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
     "train": ("forward", "backward", "optimizer step"),
     "eval": ("evaluation",),
     "predict": ("evaluation", "generation"),
@@ -28,8 +26,6 @@ MOMENTS_SEEN: dict[str, tuple[Moment, ...]] = {
 _SAME_CARD = 0.05  # of the total memory: drivers and ECC differ by less
 # more than this includes memory of other processes
 _LARGEST_CONTEXT_FRACTION, _LARGEST_CONTEXT_BYTES = 0.1, 3 << 29
-
-_Ranks: TypeAlias = Mapping[int, Sequence[Entry]]  # by rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +76,8 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     ranks = timelines_of(run_dir)
     refuse_another_run(plan, ranks)
     differences = differences_of(plan, ranks)
-    samples = [each for each in _all(ranks) if isinstance(each, Sample)]
-    context_bytes = max(each.reading.non_torch_bytes for each in samples)
-    flushes = sum(isinstance(each, Flush) for each in _all(ranks))
+    context_bytes = max(each.reading.non_torch_bytes for _, each in entries_of(ranks, Sample))
+    flushes = len([*entries_of(ranks, Flush)])
     remarks = []
     if flushes:
         remarks.append(
@@ -103,28 +98,28 @@ def calibrate(plan: MemoryPlan, run_dir: str | Path) -> Calibration:
     )
 
 
-def timelines_of(run_dir: Path, flag: str = "--calibrate") -> _Ranks:
-    """Read the timelines of the last run in a folder; errors name the flag that named it."""
+def timelines_of(run_dir: Path) -> Timelines:
+    """Read the timelines of the last run in a folder."""
     try:
         runs = read_history(run_dir).runs
     except (OSError, ValueError) as error:
-        raise PlanError(f"{flag}: {error}") from error
+        raise PlanError(f"--calibrate: {error}") from error
     ranks = runs[-1].timelines if runs else {}
-    if not any(isinstance(each, Sample) and each.moment in MOMENTS_SEEN for each in _all(ranks)):
+    if not any(each.moment in _MOMENTS_SEEN for _, each in entries_of(ranks, Sample)):
         raise PlanError(
-            f"{flag}: {run_dir} has no reading of a training step, an evaluation or a save"
+            f"--calibrate: {run_dir} has no reading of a training step, an evaluation or a save"
         )
     return ranks
 
 
-def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
+def differences_of(plan: MemoryPlan, ranks: Timelines) -> list[Difference]:
     """Compare each counter of each moment."""
     found = []
     for moment, peak in peaks_as_seen(plan).items():
-        seen = readings_in(ranks, moment)
+        seen = _readings_in(ranks, moment)
         if not seen:
             continue
-        held = readings_in(ranks, moment, before_evaluation=moment == "train") or seen
+        held = _readings_in(ranks, moment, before_evaluation=moment == "train") or seen
         on_card = peak.reserved_bytes + plan.context_bytes
         for counter, predicted, measured in (
             ("allocated", peak.allocated_bytes, max(each.peak_allocated_bytes for each in seen)),
@@ -141,7 +136,7 @@ def differences_of(plan: MemoryPlan, ranks: _Ranks) -> list[Difference]:
 def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
     """Return the peaks of a plan by the watchdog's moments."""
     found = {}
-    for moment, planned in MOMENTS_SEEN.items():
+    for moment, planned in _MOMENTS_SEEN.items():
         if peaks := [plan.moments[name] for name in planned if name in plan.moments]:
             found[moment] = MomentPeak(
                 allocated_bytes=max(peak.allocated_bytes for peak in peaks),
@@ -150,7 +145,9 @@ def peaks_as_seen(plan: MemoryPlan) -> dict[str, MomentPeak]:
     return found
 
 
-def readings_in(ranks: _Ranks, moment: str, before_evaluation: bool = False) -> list[MemoryReading]:
+def _readings_in(
+    ranks: Timelines, moment: str, before_evaluation: bool = False
+) -> list[MemoryReading]:
     """Return the readings of all ranks in a moment; if asked, only those before an evaluation.
 
     What an evaluation has reserved stays reserved.
@@ -167,49 +164,44 @@ def readings_in(ranks: _Ranks, moment: str, before_evaluation: bool = False) -> 
     return found
 
 
-def refuse_another_run(plan: MemoryPlan, ranks: _Ranks, flag: str = "--calibrate") -> None:
+def refuse_another_run(plan: MemoryPlan, ranks: Timelines, flag: str = "--calibrate") -> None:
     """Refuse the timelines of a run that cannot be the planned one."""
     if plan.cards:
         raise PlanError(
             f"{flag}: the plan is for the fullest of {len(plan.cards)} cards of one process, and a"
             " timeline is of its first: compare max_memory_reserved of each with plan.cards"
         )
-    for rank, entries in ranks.items():
-        for entry in entries:
-            if isinstance(entry, Beginning):
-                ran = entry.strategy
-                if ran.num_params != plan.num_parameters:
-                    raise PlanError(
-                        f"{flag}: the run of rank {rank} trained a model of "
-                        f"{ran.num_params:,} parameters, the plan is for one of "
-                        f"{plan.num_parameters:,}"
-                    )
-                if ran.world_size != plan.num_gpus:
-                    raise PlanError(
-                        f"{flag}: the run had {ran.world_size} ranks, the plan has "
-                        f"{plan.num_gpus} GPUs"
-                    )
-            if isinstance(entry, Sample) and entry.reading.device == "cpu":
-                raise PlanError(f"{flag}: the run was on the CPU, the plan is for a card")
-            if isinstance(entry, Sample) and plan.capacity_bytes is not None:
-                total = entry.reading.total_bytes
-                if abs(total - plan.capacity_bytes) > _SAME_CARD * plan.capacity_bytes:
-                    raise PlanError(
-                        f"{flag}: the run was on {entry.reading.device} of {size(total)}, "
-                        f"the plan is for {plan.gpu} of {size(plan.capacity_bytes)}"
-                    )
+    for rank, begun in entries_of(ranks, Beginning):
+        ran = begun.strategy
+        if ran.num_params != plan.num_parameters:
+            raise PlanError(
+                f"{flag}: the run of rank {rank} trained a model of {ran.num_params:,} parameters, "
+                f"the plan is for one of {plan.num_parameters:,}"
+            )
+        if ran.world_size != plan.num_gpus:
+            raise PlanError(
+                f"{flag}: the run had {ran.world_size} ranks, the plan has {plan.num_gpus} GPUs"
+            )
+    for _, sample in entries_of(ranks, Sample):
+        device, total = sample.reading.device, sample.reading.total_bytes
+        if device == "cpu":
+            raise PlanError(f"{flag}: the run was on the CPU, the plan is for a card")
+        planned = plan.capacity_bytes
+        if planned is not None and abs(total - planned) > _SAME_CARD * planned:
+            raise PlanError(
+                f"{flag}: the run was on {device} of {size(total)}, the plan is for {plan.gpu} of "
+                f"{size(planned)}"
+            )
     if len(ranks) > plan.num_gpus:
         raise PlanError(
             f"{flag}: there are timelines of {len(ranks)} ranks, the plan has {plan.num_gpus} GPUs"
         )
 
 
-def _doubt_about_context(plan: MemoryPlan, ranks: _Ranks, context_bytes: int) -> str | None:
+def _doubt_about_context(plan: MemoryPlan, ranks: Timelines, context_bytes: int) -> str | None:
     if plan.gpu is None or plan.capacity_bytes is None:
         return "name the card with --gpu"
-    if any(
-        isinstance(each, Remark) and each.finding.code == "foreign-memory" for each in _all(ranks)
-    ):
+    if any(each.finding.code == "foreign-memory" for _, each in entries_of(ranks, Remark)):
         return "other processes were on the card: the run reported foreign-memory"
     most = min(_LARGEST_CONTEXT_BYTES, int(_LARGEST_CONTEXT_FRACTION * plan.capacity_bytes))
     if context_bytes > most:
@@ -218,10 +210,6 @@ def _doubt_about_context(plan: MemoryPlan, ranks: _Ranks, context_bytes: int) ->
             f"{size(most)} at most"
         )
     return None
-
-
-def _all(ranks: _Ranks) -> Iterable[Entry]:
-    return (entry for entries in ranks.values() for entry in entries)
 
 
 def context_file(card_name: str) -> Path:

@@ -19,7 +19,7 @@ from trainer_plugins.units import MIB, percent, size
 
 _MUCH_MAIN_MEMORY = 4 << 30  # a change that takes this much more says so
 _SHOWN = ("rows", "length", "dtype", "checkpointing", "card")  # of what was planned
-SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
+_SHOWN_BYTES = MIB / 20  # less would show as 0.0 MiB
 
 
 def brief_report(plan: MemoryPlan) -> RenderableType:
@@ -93,7 +93,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
 def filled_by(plan: MemoryPlan) -> str:
     """Name the three categories that take most of the peak."""
     most = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])[:3]
-    named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= SHOWN_BYTES)
+    named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= _SHOWN_BYTES)
     needed, held = plan.smallest_card_bytes, plan.nvidia_smi_peak_bytes
     if needed and plan.capacity_bytes and held > plan.capacity_bytes:
         return f"{named}; with CUDA's context {size(needed)} or more"  # a full card has no cache
@@ -233,7 +233,7 @@ def _figures(plan: MemoryPlan) -> Table:
 def _breakdown(plan: MemoryPlan) -> Table:
     table = plain_table(f"allocated at the peak ({plan.moment})", "", "")
     for category, num_bytes in sorted(plan.breakdown.items(), key=lambda pair: -pair[1]):
-        if num_bytes >= SHOWN_BYTES:
+        if num_bytes >= _SHOWN_BYTES:
             share = num_bytes / max(plan.allocated_peak_bytes, 1)
             table.add_row(category, size(num_bytes), percent(share))
     return table

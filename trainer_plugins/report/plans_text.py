@@ -1,4 +1,4 @@
-"""Renders several plans for the terminal: side by side, next to a run, what a search found."""
+"""Renders for the terminal a plan next to its run, what a search found, and what changes save."""
 
 from collections.abc import Sequence
 
@@ -7,40 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.planner.calibrate import Calibration
-from trainer_plugins.planner.compare.beside import Beside, Pair
 from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.saved import Saved
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.report.page import plain_table, size_or_blank
-from trainer_plugins.report.plan_text import SHOWN_BYTES, filled_by, moment_of
+from trainer_plugins.report.plan_text import filled_by, moment_of
 from trainer_plugins.units import GIB, size
-
-
-def beside_report(found: Beside) -> RenderableType:
-    """Render the differences in what was planned, then the peaks by moment and by category."""
-    lines: list[RenderableType] = [Text(f"A: {found.a}"), Text(f"B: {found.b}")]
-    lines += [Text(f"{name}: {a or 'none'} | {b or 'none'}") for name, a, b in found.changes]
-    lines.append(_pairs("moment", found.moments))
-    if found.categories:
-        lines.append(_pairs("allocated at the peak", found.categories))
-    return Group(*lines)
-
-
-def _pairs(heading: str, pairs: tuple[Pair, ...]) -> Table:
-    table = plain_table(heading, "A", "B", "B - A")
-    for pair in pairs:
-        if max(pair.a_bytes or 0, pair.b_bytes or 0) >= SHOWN_BYTES:
-            sizes = (size_or_blank(pair.a_bytes), size_or_blank(pair.b_bytes))
-            table.add_row(pair.name, *sizes, _difference(pair))
-    return table
-
-
-def _difference(pair: Pair) -> str:
-    if pair.a_bytes is None or pair.b_bytes is None:
-        return ""
-    change = pair.b_bytes - pair.a_bytes
-    share = f" ({change / pair.a_bytes:+.1%})" if pair.a_bytes else ""
-    return f"{'+' if change >= 0 else '-'}{size(abs(change))}{share}"
 
 
 def calibration_report(calibration: Calibration) -> RenderableType:
