@@ -34,7 +34,7 @@ def explain(
             " compared (default: standard input, as with -).",
         ),
     ] = None,
-    is_json: AsJson = False,
+    as_json: AsJson = False,
     html: Annotated[
         Path | None,
         typer.Option(help="Write an HTML page of the snapshot, or of two, to this file."),
@@ -68,7 +68,7 @@ def explain(
             answer = _of_snapshots(paths, html)
         else:
             answer = _explained(paths[0], predicts)
-    if is_json:
+    if as_json:
         print_json("explain", answer)
     else:
         _print(answer, is_snapshot, verbose)

@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def top(
     run_dir: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
-    is_json: AsJson = False,
+    as_json: AsJson = False,
     every: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds between two looks.")
     ] = 1.0,
@@ -41,7 +41,7 @@ def top(
 
     Exit codes: 0 shown; 2 nothing to read, or bad input.
     """
-    if is_json and not once:
+    if as_json and not once:
         raise typer.BadParameter("--json prints one answer: give --once too")
     if not _SHORTEST_SECONDS <= every <= _LONGEST_SECONDS:
         span = f"{_SHORTEST_SECONDS} to {_LONGEST_SECONDS} seconds"
@@ -52,18 +52,18 @@ def top(
         raise typer.BadParameter(f"{run_dir}: not a folder")
     with bad_parameters(run_dir):
         if once:
-            _show_once(Follower(run_dir), is_json=is_json)
+            _show_once(Follower(run_dir), as_json=as_json)
         else:
             _show_live(Follower(run_dir), every)
 
 
-def _show_once(follower: Follower, *, is_json: bool) -> None:
+def _show_once(follower: Follower, *, as_json: bool) -> None:
     run = follower.look()
     if not run:
         wanted = "give the output_dir of a run that has MemoryWatchdog, once it has begun"
         raise typer.BadParameter(f"{_nothing_yet(follower)}: {wanted}")
     page = _page(follower, run)
-    if is_json:
+    if as_json:
         print_json("top", page)
     else:
         show(page)

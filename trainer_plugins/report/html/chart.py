@@ -22,7 +22,6 @@ _NAMES = {
     "logits": ("logits", "logits and loss"),
     "cache": ("KV cache",),
     "buffers": ("sharding buffers", "gathered parameters", "waiting"),
-    "train": ("train",),
     "eval": ("eval", "evaluation", "predict"),
     "generate": ("generate", "generation"),
     "save": ("save",),

@@ -140,8 +140,8 @@ class View { // the part of an axis that is shown; the charts of a run share one
 
 // --- a chart over time ---------------------------------------------------------------------
 
-// A source has an axis, a unit, `top`, `names` (of its areas and lines), and `sample(begin, end, columns)`:
-// areas and lines as heights of each column, from the bottom to the top.
+// A source has an axis, a unit, `top`, `named(at)`: its areas and lines for the key, with their figures there, and
+// `sample(begin, end, columns)`: areas and lines as heights of each column, from the bottom to the top.
 class Chart {
   constructor(figure, source, view, pixels) {
     Object.assign(this, { source, view, low: 0, high: source.top, pointer: null, range: null });

@@ -39,7 +39,6 @@ def plan_page(plan: MemoryPlan) -> Page:
         planned=planned(plan),
         chart=chart,
         breakdown=[(name, num_bytes, "") for name, num_bytes in breakdown],
-        numbers={moment: number for number, moment in enumerate(plan.moments, start=1)},
     )
 
 
