@@ -85,13 +85,19 @@ def ranking(path, **options):
     return trainer
 
 
+def dft(path, **options):
+    """Its gradient is weighted by probabilities of one in 384: so much larger is its step."""
+    larger = {"learning_rate": 384 * options.pop("learning_rate")}
+    return test_trl.sft(path, loss_type="dft", **options, **larger)
+
+
 VARIANTS: dict[str, Callable[..., Trainer]] = {
     "rows ranked": ranking,
     "a T5": test_families.encoder_decoder,
     "SFT with an adapter": partial(test_trl.sft, lora={}),
     "SFT without padding": test_trl.sft_packed,
     "SFT packed": partial(test_trl.sft, packing=True, max_length=64),
-    "SFT by dft": partial(test_trl.sft, loss_type="dft"),
+    "SFT by dft": dft,
     "SFT with other rows on each rank": uneven,
     "DPO with an adapter": partial(test_trl.dpo, lora={}),
     "DPO with sft": test_coupled.dpo_sft,
