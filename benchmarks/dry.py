@@ -21,7 +21,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 from benchmarks.prediction import equip_dry_cards
-from trainer_plugins.drycuda.dry_run import DryRun, ran
+from trainer_plugins.drycuda.dry_run import DryRun, run_dry
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError
 from trainer_plugins.units import GIB, MIB
@@ -256,11 +256,11 @@ def difference(options: list[str], command: list[str], plan: MemoryPlan) -> str:
         alone="--alone" in options,
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    found = ran(run, print)
+    found = run_dry(run, print)
     if found.died:
         return f"dies on it: {found.failed_request[1]}"
     less = replace(run.card, capacity_bytes=run.card.capacity_bytes - MIB)
-    found = ran(replace(run, card=less), print)
+    found = run_dry(replace(run, card=less), print)
     if not found.died:
         return "completes on 1 MiB less"
     _, place = found.failed_request

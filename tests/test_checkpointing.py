@@ -13,7 +13,7 @@ from tests.models import tiny_llama
 from tests.planner.test_plans import tiny
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Door
-from trainer_plugins.planner.compare.switches import with_flags
+from trainer_plugins.planner.compare.switches import change_flags
 from trainer_plugins.planner.inputs import request_of
 from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.rehearse.arguments import arguments_of
@@ -69,7 +69,7 @@ def test_a_plan_reads_both_names_and_a_change_of_ours_wins(name: str) -> None:
         request = request_of(tiny(), RunOptions(training_args=given))
         assert checkpointing.is_asked(arguments_of(request.source))
         if isinstance(given, tuple):
-            changed = with_flags(request, **{checkpointing.NAME: False})
+            changed = change_flags(request, **{checkpointing.NAME: False})
             assert not checkpointing.is_asked(arguments_of(changed.source))
 
 

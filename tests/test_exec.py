@@ -17,7 +17,7 @@ import pytest
 
 from tests import processes
 from tests.offers import install_transformers
-from trainer_plugins._site.trainer_plugins_on_import import when_imported
+from trainer_plugins._site.trainer_plugins_on_import import call_when_imported
 from trainer_plugins.record.timeline import Sample, read_timeline
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def test_two_that_wait_for_one_module_are_both_called() -> None:
     called: list[str] = []
     sys.modules.pop("tabnanny", None)
     for name in ("dry card", "exec"):
-        when_imported("tabnanny", partial(called.append, name))
+        call_when_imported("tabnanny", partial(called.append, name))
     assert importlib.import_module("tabnanny").__name__ == "tabnanny"
     assert sorted(called) == ["dry card", "exec"]
 

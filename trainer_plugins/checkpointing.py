@@ -17,12 +17,12 @@ with suppress(PackageNotFoundError):
         NAME, OPTIONS, CAN_OFFLOAD = _NAMES[0], _OPTIONS[0], True
 
 
-def spelled(text: str) -> str:
+def spell(text: str) -> str:
     """Write flags, arguments and methods as the installed transformers names them.
 
-    >>> spelled("--activation_checkpointing_kwargs {}") == f"--{OPTIONS} {{}}"
+    >>> spell("--activation_checkpointing_kwargs {}") == f"--{OPTIONS} {{}}"
     True
-    >>> spelled("use_gradient_checkpointing fsdp_activation_checkpointing")  # of PEFT, accelerate
+    >>> spell("use_gradient_checkpointing fsdp_activation_checkpointing")  # of PEFT, accelerate
     'use_gradient_checkpointing fsdp_activation_checkpointing'
     """
     return _ANY.sub(lambda found: OPTIONS if found[1] else NAME, text)

@@ -95,7 +95,7 @@ def torch_library_command(compiler: str, source: Path, *flags: str) -> list[str]
     ]
 
 
-def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
+def compile_once(library: Path, command: Sequence[str], timeout_seconds: float) -> Path:
     """Run `command` with `-o library` unless the library exists, and return the library's path.
 
     One process builds while the others wait. It appears complete or not at all. If the compiler
@@ -104,14 +104,14 @@ def compiled_once(library: Path, command: Sequence[str], timeout_seconds: float)
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    with locked(library.parent):
+    with lock(library.parent):
         if not library.exists():
             _compile(library, command, timeout_seconds)
     return library
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes; where that is impossible, as on some NFS, do not."""
     import fcntl  # not on Windows
 

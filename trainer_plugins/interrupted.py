@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def by_any_signal() -> Iterator[None]:
+def interrupt_by_any_signal() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP too, so that what was started ends as well."""
 
     def interrupt(*_: object) -> None:

@@ -113,13 +113,13 @@ def lengths_of(dataset: Any, seconds: float = 10.0) -> Lengths:
     is_table = arrow is not None and isinstance(dataset, arrow.Dataset)
     if is_table and dataset.format["type"] != "custom":
         decoded = {name for name, kind in dataset.features.items() if hasattr(kind, _DECODES)}
-        names = _counted([name for name in dataset.column_names if name not in decoded])
+        names = _choose_counted([name for name in dataset.column_names if name not in decoded])
         if names:
-            return _of_columns(dataset, names)
-    return _of_rows(dataset, seconds)
+            return _measure_columns(dataset, names)
+    return _measure_rows(dataset, seconds)
 
 
-def _of_columns(dataset: Any, names: list[str]) -> Lengths:
+def _measure_columns(dataset: Any, names: list[str]) -> Lengths:
     columns: dict[str, _Numbers] = {}
     for name in names:
         chunks = dataset.data.column(name).chunks
@@ -155,12 +155,14 @@ def _num(column: Any) -> _Numbers:
     return np.ones(num, np.int64)
 
 
-def _of_rows(dataset: Any, seconds: float) -> Lengths:
+def _measure_rows(dataset: Any, seconds: float) -> Lengths:
     until, looked, found = time.monotonic() + seconds, [], []
     for index in _spread(len(dataset)):
         row = dataset[index]
         looked.append(index)
-        found.append({name: _size(row[name]) for name in _counted([*row])} if _is_row(row) else {})
+        found.append(
+            {name: _size(row[name]) for name in _choose_counted([*row])} if _is_row(row) else {}
+        )
         if time.monotonic() > until:
             break
     rows = np.array(looked, np.int64)
@@ -200,7 +202,7 @@ def _size(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 0
 
 
-def _counted(names: list[str]) -> list[str]:
+def _choose_counted(names: list[str]) -> list[str]:
     """Return the columns that count: those that a model is known to take; without any, all."""
     known = (*_OTHER_INPUTS, _ANSWER_WITH_PROMPT)
     return [name for name in names if _holds_tokens(name) or name in known] or names

@@ -26,10 +26,10 @@ def printable(text: object) -> str:
     )
 
 
-def without_leaks(log: str) -> str:
+def drop_leaks(log: str) -> str:
     r"""Leave out what nanobind lists as a process ends, below its error: triton 3.9 leaks.
 
-    >>> without_leaks("the error\nnanobind: leaked 4 types!\n - type\nSee https://x/refleaks.html\n")
+    >>> drop_leaks("the error\nnanobind: leaked 4 types!\n - type\nSee https://x/refleaks.html\n")
     'the error\n\n'
     """
     return _LEAKS.sub("", log)

@@ -20,7 +20,7 @@ from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,
     PRESETS_IN_WORDS,
     CommandInFront,
-    with_options,
+    take_options,
 )
 from trainer_plugins.plug_in.options import MemoryArguments
 
@@ -31,7 +31,7 @@ class RunCommand(CommandInFront):
     prog = "python -m trainer_plugins.run"
 
 
-@with_options()
+@take_options()
 def _run(
     memory: MemoryArguments,
     command: Annotated[
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
         params = command.make_context(RunCommand.prog, arguments).params
     except typer.Exit as end:  # after --help
         sys.exit(end.exit_code)
-    given, words = RunCommand.given(params), list(params["command"] or ())
+    given, words = RunCommand.select_given(params), list(params["command"] or ())
     if not words:
         RunCommand.refuse("name a script, or a module after -m")
     try:

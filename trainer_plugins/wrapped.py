@@ -8,11 +8,11 @@ import torch
 
 def base_model(model: Any) -> Any:
     """Return the model inside its wrappers, PEFT's too, or the model itself."""
-    model = unwrapped(model)
+    model = unwrap(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """Return the model inside the wrappers of torch.compile and FSDP1, or the model itself."""
     for wrapper in ("_orig_mod", "_fsdp_wrapped_module"):
         model = getattr(model, wrapper, model)

@@ -35,7 +35,7 @@ from trainer_plugins.record.timeline import Flush
 from trainer_plugins.units import GIB, MIB
 from trainer_plugins.watch.foreign import foreign_memory
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
-from trainer_plugins.watch.pressure import Budget, pressure, shared_memory
+from trainer_plugins.watch.pressure import Budget, judge_shared_memory, pressure
 
 CAUSE_OF_FINDING = {
     "allocator-retries": "fragmentation",
@@ -213,7 +213,9 @@ def watched() -> Iterator[Finding | None]:
     yield foreign_memory(FULL, GIB, None, set())
     other = GpuProcess(pid=2, used_bytes=14 * GIB, name="python other.py")
     yield foreign_memory(FULL, GIB, (other,), set())
-    yield shared_memory(HostFacts(num_oom_kills=0, shm_total_bytes=64 * MIB, shm_free_bytes=MIB))
+    yield judge_shared_memory(
+        HostFacts(num_oom_kills=0, shm_total_bytes=64 * MIB, shm_free_bytes=MIB)
+    )
 
 
 def checked() -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door, of_machine, of_moments, of_training
-from trainer_plugins.advice.entry import as_arguments
+from trainer_plugins.advice.entry import write_arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "cures_flags.md"
 PARTS = {
@@ -36,7 +36,7 @@ drop the old name in version 6: messages use the name that your version wants.
 def spellings(each: Advice) -> str:
     """What to type at each door, but for what follows from another door's spelling."""
     found = each.spellings
-    derived = {as_arguments(each.trainer), as_arguments(each.trl)}
+    derived = {write_arguments(each.trainer), write_arguments(each.trl)}
     texts = []
     for door, text in found.items():
         if door is Door.ARGUMENTS and text in derived:

@@ -13,7 +13,7 @@ from tests.advice.asked import Said, all_said
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import BLANKS
-from trainer_plugins.advice.for_causes import FIRST_IN, FOR_CAUSE, ONE_ROW, ONLY_RUN, in_order
+from trainer_plugins.advice.for_causes import FIRST_IN, FOR_CAUSE, ONE_ROW, ONLY_RUN, order_remedies
 from trainer_plugins.advice.vendors import CUDA_ON_WINDOWS, VENDORS
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED
@@ -125,8 +125,8 @@ def test_the_marks_find_a_flag_and_no_name() -> None:
 def patterns(each: Advice) -> list[str]:
     """Its spellings, for every maker's cards, as patterns: a blank stands for any word."""
     texts = [*each.spellings.values(), each.unfilled, each.unfilled.replace("--", "")]
-    texts += [vendor.translated(text) for vendor in VENDORS for text in texts]
-    texts += [CUDA_ON_WINDOWS.translated(text) for text in each.spellings.values()]
+    texts += [vendor.translate(text) for vendor in VENDORS for text in texts]
+    texts += [CUDA_ON_WINDOWS.translate(text) for text in each.spellings.values()]
     blank = rf"(?<![\w$])(?:{'|'.join(BLANKS)})(?!\w)"
     return [r"\S+".join(map(re.escape, re.split(blank, text))) for text in texts if text]
 
@@ -180,7 +180,7 @@ def test_what_is_said_is_spelled_as_in_the_table(said: list[Said]) -> None:
 
 
 def orders(cause: str, room: str) -> list[tuple[Advice, ...]]:
-    found = [in_order(cause, room)]  # type: ignore[arg-type]
+    found = [order_remedies(cause, room)]  # type: ignore[arg-type]
     return [*found, ONE_ROW, ONLY_RUN] if cause == "capacity" else found
 
 

@@ -48,7 +48,7 @@ def test_the_base_waits_in_pinned_main_memory(tmp_path) -> None:
     layer_bytes = streamed.num_bytes // LAYERS
     assert (LAYERS - 4) * layer_bytes < saved <= (LAYERS - 2) * layer_bytes + MIB, saved
     frozen = [each for each in done.model.parameters() if not each.requires_grad]
-    hosts = [streamed.in_main_memory(each) for each in frozen if each.ndim == 2]
+    hosts = [streamed.get_copy(each) for each in frozen if each.ndim == 2]
     assert sum(each.nbytes for each in hosts if each.device.type == "cpu") >= 0.95 * (
         streamed.num_bytes
     )

@@ -8,7 +8,7 @@ import pytest
 
 from trainer_plugins.allocator.machine import Machine
 from trainer_plugins.check import judge
-from trainer_plugins.check.data import wasted
+from trainer_plugins.check.data import measure_waste
 from trainer_plugins.check.facts import (
     CardFacts,
     DataFacts,
@@ -16,9 +16,9 @@ from trainer_plugins.check.facts import (
     Facts,
     MainMemory,
     ModelFacts,
+    ModelShape,
     Owner,
     RunSettings,
-    Shape,
 )
 from trainer_plugins.devices import GpuProcess, HostFacts
 from trainer_plugins.finding import Severity
@@ -104,7 +104,7 @@ FSDP_SAVE = replace(
     strategy=strategy(family="FSDP", world_size=2),
     gathers_on_save="FSDP with FULL_STATE_DICT",
 )
-LLAMA = Shape(vocab_size=32, num_layers=32, num_heads=32, num_key_value_heads=8, head_size=128)
+LLAMA = ModelShape(vocab_size=32, num_layers=32, num_heads=32, num_key_value_heads=8, head_size=128)
 WORDS = replace(MODEL, shape=LLAMA, attention="sdpa")
 LONG = DataFacts(lengths=(8192,) * 200)
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -363,7 +363,7 @@ def test_a_check_that_fails_is_a_note_and_costs_no_other() -> None:
 
 
 def test_the_padding_of_random_batches_is_what_they_have_on_average() -> None:
-    assert wasted([10] * 50, 8) == pytest.approx(0.0)
-    assert wasted([1, 3], 1) == pytest.approx(0.0)
+    assert measure_waste([10] * 50, 8) == pytest.approx(0.0)
+    assert measure_waste([1, 3], 1) == pytest.approx(0.0)
     # Two rows of 1 or 3 are padded to 3 in three cases of four: 2.5 on average, of which 2 are used.
-    assert wasted([1, 3], 2) == pytest.approx(1 - 2 / 2.5)
+    assert measure_waste([1, 3], 2) == pytest.approx(1 - 2 / 2.5)

@@ -125,7 +125,7 @@ def test_what_is_opened(simgpu) -> None:
     assert isinstance(open_device("cpu"), HostDevice)
     card = open_device("simgpu")
     assert isinstance(card, AcceleratorDevice)
-    assert card.allocated_bytes() == card.read().allocated_bytes
+    assert card.read_allocated_bytes() == card.read().allocated_bytes
     assert open_device("simgpu:0") is card  # so that its driver's failures are said once
     assert open_device("simgpu").uuid == str(torch.simgpu.get_device_properties(0).uuid)  # type: ignore[attr-defined]
 

@@ -165,7 +165,7 @@ def test_fewer_rows_at_once_evaluate_as_many_in_all() -> None:
     source = ConfigSource(config={}, arguments=flags, num_evaluation_batches=25)
     smaller = switches.eval_rows(2).turn(PlanRequest(source=source)).source
     assert isinstance(smaller, ConfigSource)
-    assert (smaller.num_evaluation_batches, smaller.typed("per_device_eval_batch_size")) == (
+    assert (smaller.num_evaluation_batches, smaller.find_flag("per_device_eval_batch_size")) == (
         50,
         "2",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from trainer_plugins.compiled import compiled_once, package_site
+from trainer_plugins.compiled import compile_once, package_site
 from trainer_plugins.drycuda.card import libraries
 from trainer_plugins.drycuda.cuda_build import fetch_package
 from trainer_plugins.drycuda.pytest_plugin import Run, dry_cuda
@@ -164,6 +164,6 @@ def test_the_card_compiles_for_aarch64(tmp_path: Path) -> None:
         language = ["c", "-std=gnu17"] if source.suffix == ".c" else ["c++", "-std=c++17"]
         words = [str(home / "zig"), "c++", "-target", "aarch64-linux-gnu.2.28", "-x", *language]
         words += ["-DCUDA_MAJOR=13", "-DCUDNN_VERSION=92000", "-fPIC", "-w", "-c", str(source)]
-        compiled_once(tmp_path / f"{source.stem}.o", words, 600)
+        compile_once(tmp_path / f"{source.stem}.o", words, 600)
         with (tmp_path / f"{source.stem}.o").open("rb") as file:
             assert ELFFile(file).get_machine_arch() == "AArch64"

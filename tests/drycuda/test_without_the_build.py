@@ -19,7 +19,7 @@ from trainer_plugins.drycuda import unavailable_reason
 from trainer_plugins.drycuda.cuda_build import fetch, site_with_cuda
 from trainer_plugins.drycuda.smallest import smallest_room
 from trainer_plugins.inside.start import _compile_later
-from trainer_plugins.snapshot.cards import Card, Event, Segment
+from trainer_plugins.snapshot.cards import Event, Segment, SnapshotCard
 from trainer_plugins.units import MIB
 
 COMMAND = ("--", "python", "train.py", "--lr", "1")
@@ -117,7 +117,7 @@ def test_no_smallest_card_is_found_where_the_first_events_are_lost() -> None:
     kept = Segment(at, size, 0, 0, is_small=False, is_expandable=False, is_private=False, blocks=())
     taken, used, freed = (Event(each, at, size, 0) for each in ("segment_alloc", "alloc", "free"))
     for events, room in (((taken, used, freed), size), ((freed, used, freed), None)):
-        card = Card(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
+        card = SnapshotCard(0, (kept,), events, (0, 0, 0), (), has_mapped=False, has_taken=False)
         found = smallest_room(card, AllocatorRules(), 80 << 30)
         assert (found and found.room_bytes) == room
 

@@ -37,7 +37,7 @@ from trainer_plugins.record.oom_record import (
 )
 from trainer_plugins.record.run_facts import Launch, read_run_facts
 from trainer_plugins.record.timeline import Failure, Remark, Timeline, timeline_of_run
-from trainer_plugins.survival.words import not_attached
+from trainer_plugins.survival.words import report_not_attached
 from trainer_plugins.units import GIB, MIB, size
 
 
@@ -569,7 +569,7 @@ def test_survival_that_was_refused_is_not_offered_again(died, tmp_path, place: s
         died = replace(died, error=replace(died.error, text=text))
     else:
         timeline = timeline_of_run(str(folder), 0)
-        timeline.add(Remark(step=1, finding=not_attached(["a loss of your own"])))
+        timeline.add(Remark(step=1, finding=report_not_attached(["a loss of your own"])))
     said = explained(folder, died)
     assert said.causes[0].code == "capacity"
     assert said.remedies

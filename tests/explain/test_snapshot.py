@@ -94,18 +94,18 @@ def test_the_categories_at_the_peak_are_what_was_planted(tmp_path):
     ]
     loss = [at for at, event in allocations if event.num_bytes == 16 * MIB][-1]
     always = {"optimizer states": 160 * MIB, "parameters": 80 * MIB}
-    assert case.sorter.held_at(loss).categories == {
+    assert case.sorter.find_held(loss).categories == {
         **always,
         "activations": LAYERS * 10 * MIB,
         "logits": 2 * 16 * MIB,
     }
-    lines = {place: num_bytes for place, num_bytes, _ in case.sorter.held_at(loss).lines}
+    lines = {place: num_bytes for place, num_bytes, _ in case.sorter.find_held(loss).lines}
     assert lines["project/model.py:20 forward"] == LAYERS * 10 * MIB
     assert lines["project/model.py:30 forward"] == 16 * MIB
     assert lines["project/model.py:9 __init__"] == 80 * MIB
 
     third = [at for at, event in allocations if event.num_bytes == 20 * MIB][-2]
-    assert case.sorter.held_at(third).categories == {
+    assert case.sorter.find_held(third).categories == {
         **always,
         "gradients": 3 * 20 * MIB,
         "logits": 2 * 16 * MIB,
@@ -113,7 +113,7 @@ def test_the_categories_at_the_peak_are_what_was_planted(tmp_path):
         "temporaries": 10 * MIB,
     }
     short = [at for at, event in allocations if event.num_bytes == 5 * MIB][-1]
-    assert case.sorter.held_at(short).categories["temporaries"] == 5 * MIB
+    assert case.sorter.find_held(short).categories["temporaries"] == 5 * MIB
 
 
 LINEAR = (f"{SITE}/torch/nn/modules/linear.py", 134, "forward")
@@ -428,7 +428,7 @@ def test_a_block_from_before_the_recording_has_its_whole_size(tmp_path):
     card.release(early)
     card.release(card.alloc(30 * MIB, FORWARD))
     case = case_of(card.dump(tmp_path / "snapshot.pickle", last=len(card.events) - recorded))
-    assert case.sorter.held_at(-1).categories == {"unknown": 20 * MIB}
+    assert case.sorter.find_held(-1).categories == {"unknown": 20 * MIB}
 
 
 def test_a_split_size_that_the_file_names_is_repeated_too(tmp_path):

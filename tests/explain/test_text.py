@@ -25,7 +25,7 @@ from trainer_plugins.advice.for_causes import FOR_CAUSE
 from trainer_plugins.cli import app
 from trainer_plugins.explain.answer import Explanation
 from trainer_plugins.explain.log import explain_log
-from trainer_plugins.snapshot.cards import Frame
+from trainer_plugins.snapshot.cards import StackFrame
 from trainer_plugins.snapshot.stacks import lines_of
 
 PAGE = (Path(trainer_plugins.__file__).parent.parent / "docs" / "explain.md").read_text()
@@ -246,7 +246,7 @@ def test_our_own_frames_are_never_the_users_line(script: str) -> None:
     assert answer.remedies[1].do == "trainer-plugins exec --preset survive -- python fit.py"
 
     file = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-    stack = [Frame(path, int(line), name) for path, line, name in file.findall(text)][::-1]
+    stack = [StackFrame(path, int(line), name) for path, line, name in file.findall(text)][::-1]
     assert lines_of(tuple(stack)) == [f"{'/'.join(script.split('/')[-2:])}:211 <module>"]
 
 

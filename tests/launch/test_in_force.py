@@ -9,7 +9,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.launch.asked import Asked, of_launcher, read_asked
+from trainer_plugins.launch.asked import Asked, read_asked, read_launcher
 from trainer_plugins.launch.launcher import Launcher
 from trainer_plugins.launch.verify import verify
 from trainer_plugins.strategy import Strategy
@@ -159,7 +159,7 @@ def test_flags_and_files_are_read_as_accelerate_reads_them(
         }
         (tmp_path / "mine.json").write_text(json.dumps(full))
         arguments = ["--config_file", str(tmp_path / "mine.json"), *arguments]
-    asked = of_launcher(Launcher((*arguments, "train.py"), tmp_path))
+    asked = read_launcher(Launcher((*arguments, "train.py"), tmp_path))
     assert asked is not None
 
     resolved, _, _ = _validate_launch_command(
@@ -194,7 +194,7 @@ def test_flags_and_files_are_read_as_accelerate_reads_them(
 def test_flags_that_accelerate_passes_over_were_meant(tmp_path: Path) -> None:
     (tmp_path / "z3.json").write_text(json.dumps(JSON))
     arguments = "--use_deepspeed --deepspeed_config_file z3.json --zero_stage 2 --offload_optimizer_device none train.py"
-    asked = of_launcher(Launcher(tuple(arguments.split()), tmp_path))
+    asked = read_launcher(Launcher(tuple(arguments.split()), tmp_path))
     assert asked is not None
 
     assert (asked.zero_stage, asked.offload) == (2, {})
@@ -204,7 +204,7 @@ def test_flags_that_accelerate_passes_over_were_meant(tmp_path: Path) -> None:
 def test_a_launcher_of_another_version_is_not_guessed_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert of_launcher(Launcher(("--of-a-later-version", "train.py"), tmp_path)) is None
+    assert read_launcher(Launcher(("--of-a-later-version", "train.py"), tmp_path)) is None
     assert capsys.readouterr().err == ""
 
 

@@ -12,7 +12,7 @@ from tests.launch.bad_files import BAD, deepspeed, fsdp, zero2, zero3
 from tests.test_cli import command
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
-from trainer_plugins.launch.lint.agreement import asked_of
+from trainer_plugins.launch.lint.agreement import read_asked_values
 from trainer_plugins.launch.lint.document import ConfigError, read_document
 from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.launch.lint.training import training_arguments
@@ -92,7 +92,7 @@ def test_every_pair_that_transformers_compares_is_compared() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(HfTrainerDeepSpeedConfig)))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "fill_match"
     ]
-    assert {call.args[0].value for call in calls} == set(asked_of({}, 1))  # type: ignore[attr-defined]
+    assert {call.args[0].value for call in calls} == set(read_asked_values({}, 1))  # type: ignore[attr-defined]
 
 
 ADAMW = '"optimizer": {"type": "AdamW", "params": {%s}}, '

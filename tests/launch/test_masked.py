@@ -8,7 +8,7 @@ import string
 import pytest
 from transformers import TrainingArguments
 
-from trainer_plugins.launch.masked import declared, masked_command, masked_fields, masked_text
+from trainer_plugins.launch.masked import list_declared, mask_command, mask_fields, mask_text
 
 SECRET = "swordfish"
 LETTERS = string.ascii_letters + string.digits
@@ -43,10 +43,10 @@ def test_a_secret_that_is_issued_is_hidden_wherever_it_stands(issuer: str) -> No
     for _ in range(40):
         secret = ISSUED[issuer]()
         places = [
-            masked_command([secret, secret, "--run_name", secret, f"--output_dir={secret}"]),
-            masked_fields({"run_name": secret, "a": [{"b": secret}], secret: 1}, {"run_name"}),
-            masked_text(f'    tracker.start("{secret}")  # {secret}'),
-            masked_text(f"401 Client Error: {secret} is not valid, see https://x.y/?q={secret}"),
+            mask_command([secret, secret, "--run_name", secret, f"--output_dir={secret}"]),
+            mask_fields({"run_name": secret, "a": [{"b": secret}], secret: 1}, {"run_name"}),
+            mask_text(f'    tracker.start("{secret}")  # {secret}'),
+            mask_text(f"401 Client Error: {secret} is not valid, see https://x.y/?q={secret}"),
         ]
         assert not [each for each in places if secret in json.dumps(each)], secret
 
@@ -88,7 +88,7 @@ def test_a_secret_that_is_issued_is_hidden_wherever_it_stands(issuer: str) -> No
     ids=" ".join,
 )  # fmt: skip
 def test_what_is_not_known_to_be_harmless_is_hidden(command: list[str]) -> None:
-    shown = masked_command(["train.py", *command, "--seed", "42"])
+    shown = mask_command(["train.py", *command, "--seed", "42"])
     assert SECRET not in json.dumps(shown)
     assert shown[0] == "train.py"
     assert shown[-2:] == ("--seed", "42")
@@ -96,7 +96,7 @@ def test_what_is_not_known_to_be_harmless_is_hidden(command: list[str]) -> None:
 
 
 def test_numbers_below_names_that_no_library_has_are_hidden_too() -> None:
-    shown = masked_command(["train.py", "--pin", "123456", "--my_pin=0.5"])
+    shown = mask_command(["train.py", "--pin", "123456", "--my_pin=0.5"])
     assert shown == ("train.py", "--pin", "(hidden)", "--my_pin=(hidden)")
 
 
@@ -114,7 +114,7 @@ train.py --lr_scheduler_type cosine --deepspeed ds.json --mine true --load_in_4b
 
 @pytest.mark.parametrize("line", ORDINARY.strip().splitlines())
 def test_an_ordinary_command_stays_readable(line: str) -> None:
-    assert masked_command(line.split()) == tuple(line.split())
+    assert mask_command(line.split()) == tuple(line.split())
 
 
 def test_fields_that_the_user_has_added_to_a_class_of_arguments_have_only_switches() -> None:
@@ -125,21 +125,24 @@ def test_fields_that_the_user_has_added_to_a_class_of_arguments_have_only_switch
         "output_dir": "runs/a", "learning_rate": 1e-4, "optim": "adamw_torch", "fp16": True,
         "optim_args": None, "report_to": ["wandb"], "deepspeed": {"zero": {"stage": 3}, "x": "auto"},
     }  # fmt: skip
-    assert masked_fields(fields, declared(Mine)) == fields
+    assert mask_fields(fields, list_declared(Mine)) == fields
     theirs = {"api": SECRET, "pin": 1234, "hub_token": SECRET, "run_name": f"https://a:{SECRET}@b"}
     theirs |= {"inner": {"seed": 1, "x": [SECRET]}, "deepspeed": {"token": SECRET, "x": SECRET}}
-    shown = masked_fields(theirs, declared(Mine))
+    shown = mask_fields(theirs, list_declared(Mine))
     assert shown.pop("deepspeed") == {"token": "(hidden)", "x": "(hidden)"}
     assert set(shown.values()) == {"(hidden)"}
-    assert masked_fields({"api": True, "key": None}, declared(Mine)) == {"api": True, "key": None}
+    assert mask_fields({"api": True, "key": None}, list_declared(Mine)) == {
+        "api": True,
+        "key": None,
+    }
 
 
 def test_hostile_texts_are_cut_and_raise_nothing() -> None:
     for part in ("a=", "{", "token=", '{"token":', "://", "key='", "\\", "hf_-", "[token={", "@:"):
         text = part * 5000
-        assert max(map(len, masked_command([text, f"--token={text}", f"--x={text}"]))) < 9000
-        assert masked_fields({"token": [text]}) == {"token": ["(hidden)"]}
-        assert len(masked_text(text)) < 9000
+        assert max(map(len, mask_command([text, f"--token={text}", f"--x={text}"]))) < 9000
+        assert mask_fields({"token": [text]}) == {"token": ["(hidden)"]}
+        assert len(mask_text(text)) < 9000
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_hostile_texts_are_cut_and_raise_nothing() -> None:
     ],
 )
 def test_each_way_to_write_a_secret_into_a_text(said: str, shown: str) -> None:
-    assert masked_text(said) == shown
+    assert mask_text(said) == shown
 
 
 @pytest.mark.parametrize(
@@ -179,4 +182,4 @@ def test_each_way_to_write_a_secret_into_a_text(said: str, shown: str) -> None:
     ],
 )  # fmt: skip
 def test_a_line_of_code_or_of_an_error_stays_readable(line: str) -> None:
-    assert masked_text(line) == line
+    assert mask_text(line) == line

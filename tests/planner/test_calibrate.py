@@ -19,10 +19,10 @@ from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.before import plan_before
 from trainer_plugins.planner.calibrate import (
     Calibration,
+    add_measured_context,
     calibrate,
     context_file,
     keep_context,
-    with_measured_context,
 )
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import MomentPeak, PlanError
@@ -211,10 +211,10 @@ def test_runs_without_readings_are_bad_input(tmp_path):
 def test_what_is_kept_belongs_to_a_card_and_what_is_damaged_is_not_used(cache):
     card = Card(name="NVIDIA H100 80GB", capacity_bytes=80 * GIB)
     file = keep_context(card.name, CONTEXT, Path("/a/run"))
-    assert with_measured_context(card).context_bytes == CONTEXT
-    assert with_measured_context(replace(card, name="a100-80gb")).context_source is None
+    assert add_measured_context(card).context_bytes == CONTEXT
+    assert add_measured_context(replace(card, name="a100-80gb")).context_source is None
     file.write_text("{")
-    assert with_measured_context(card) == card
+    assert add_measured_context(card) == card
 
 
 @pytest.mark.all

@@ -49,8 +49,8 @@ def test_what_moves_more_costs_more() -> None:
         ADAPTER, trained=8_030_000_000, speed=card_of("rtx4090").speed, num_gpus=8, tokens=512
     )
     ddp = replace(slow, launch="DDP")
-    fsdp2 = switches.launched_by("FSDP2", "", "fsdp2", (), 0)
-    offload = switches.launched_by("ZeRO-3 with offload", "", "zero3_offload_all", (), 0)
+    fsdp2 = switches.make_launch_switch("FSDP2", "", "fsdp2", (), 0)
+    offload = switches.make_launch_switch("ZeRO-3 with offload", "", "zero3_offload_all", (), 0)
     one_row = [ddp.times(each, 4, 1) for each in ((), (fsdp2,), (offload,))]
     assert one_row == sorted(one_row)  # type: ignore[type-var]
     each_time = replace(slow, launch="FSDP2")

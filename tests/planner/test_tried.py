@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainer_plugins.planner.tried import TRIED, untried
+from trainer_plugins.planner.tried import TRIED, name_untried
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,11 +24,11 @@ def test_what_ci_installs_has_been_tried():
     for file in ("constraints.txt", "constraints-oldest.txt"):
         pins = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / file).read_text(), re.MULTILINE))
         assert set(TRIED) <= set(pins), file
-        assert untried(pins) == [], file
+        assert name_untried(pins) == [], file
 
 
 def test_another_version_is_named():
-    assert untried({"torch": "2.14.0+cu130", "transformers": "4.57.6"}) == [
+    assert name_untried({"torch": "2.14.0+cu130", "transformers": "4.57.6"}) == [
         "the planner was not tested with torch 2.14.0+cu130, only with 2.9 and 2.13"
     ]
-    assert untried({"accelerate": "0.1"}) == []
+    assert name_untried({"accelerate": "0.1"}) == []

@@ -107,7 +107,7 @@ def test_a_click_leads_from_a_block_to_its_stack_and_to_its_moment(tab: Tab, tra
     block = tab.text(".block").splitlines()
     assert block[0] == f"{words}, me/project/model.py:20 forward"
     assert block[-2:] == ["me/project/model.py:20 forward", "me/project/train.py:40 main"]
-    held = case.sorter.held_at(moment)
+    held = case.sorter.find_held(moment)
     assert f"{size(held.allocated_bytes)} in use after event {moment}" in tab.text("main")
     key = tab.text(".key")
     for name, num_bytes in held.categories.items():

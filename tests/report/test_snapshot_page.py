@@ -11,7 +11,7 @@ from tests.report.drawn import Read, loads_nothing
 from trainer_plugins.allocator.model import AllocatorFull
 from trainer_plugins.cli import app
 from trainer_plugins.report.html.snapshot_data import snapshot_data
-from trainer_plugins.snapshot.oom import SnapshotCase, case_of, reserved_after
+from trainer_plugins.snapshot.oom import SnapshotCase, case_of, sum_reserved
 from trainer_plugins.snapshot.trace import ranges_after
 from trainer_plugins.units import GIB, MIB
 
@@ -60,9 +60,9 @@ def ranges_of(data: dict, moment: int) -> int:
 def same(case: SnapshotCase) -> None:
     """The data has what the explanation has, at each tenth event, to the byte."""
     data = snapshot_data(case, "")
-    reserved = reserved_after(case.card)
+    reserved = sum_reserved(case.card)
     for moment in {-1, case.held.position, *range(0, len(case.card.events), 10)}:
-        assert categories_of(data, moment) == dict(case.sorter.held_at(moment).categories)
+        assert categories_of(data, moment) == dict(case.sorter.find_held(moment).categories)
         assert ranges_of(data, moment) == reserved[moment + 1]
 
 

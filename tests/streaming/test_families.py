@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.survival.classes.batches import batch_for
 from tests.survival.classes.tiny import tiny_model
-from trainer_plugins.streaming.layers import repeated_layers
+from trainer_plugins.streaming.layers import find_repeated_layers
 from trainer_plugins.streaming.stream import Stream
 
 IS_OLD = version("transformers").startswith("4.")
@@ -27,7 +27,7 @@ MODES = (None, {"use_reentrant": True}, {"use_reentrant": False})
 def frozen(name: str, checkpointing: dict[str, bool] | None) -> nn.Module:
     """All matrices of the layers are frozen; norms, embeddings and heads learn."""
     model: Any = tiny_model(getattr(transformers, name))
-    for layer in repeated_layers(model):
+    for layer in find_repeated_layers(model):
         for weight in layer.parameters():
             weight.requires_grad_(weight.ndim == 1)
     for module in model.modules():

@@ -14,7 +14,7 @@ from tests.streaming.lora import adapted, are_equal, base, learned, rows, traine
 from tests.streaming.test_training import CHECKPOINTING
 from trainer_plugins import StreamBase
 from trainer_plugins.streaming.attach import model_refusals
-from trainer_plugins.streaming.layers import repeated_layers
+from trainer_plugins.streaming.layers import find_repeated_layers
 from trainer_plugins.streaming.stream import Stream, stream_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -60,7 +60,7 @@ def eight_bits(linear: nn.Linear) -> nn.Module:
 def quantised(make, device="cpu") -> Any:
     """LoRA on a base that is quantised on a device, in main memory unless told otherwise."""
     model = base(attention_dropout=0.0, num_hidden_layers=3)
-    for layer in repeated_layers(model):
+    for layer in find_repeated_layers(model):
         for name, part in list(layer.named_modules()):
             if isinstance(part, nn.Linear):
                 layer.set_submodule(name, make(part).to(device))

@@ -236,9 +236,7 @@ def test_what_trl_counts_is_counted_once(tmp_path) -> None:
                 if len(begun) in fail_in:
                     allocations.fail_at = [allocations.num + fail_after]
 
-            def counted(
-                *args, **kwargs
-            ):  # without the next batch, for which tensors are made too
+            def counted(*args, **kwargs):  # without the next batch, for which tensors are made too
                 result = compute_loss(*args, **kwargs)
                 nums.append(allocations.num - begun[-1])
                 return result

@@ -108,8 +108,8 @@ def test_a_thrashing_allocator_is_given_room() -> None:
         (3, 2048, True),
         (3, 2048, False),
     ):
-        pace.computed(4096, is_divided=False)
-        assert pace.after_step(math.inf if num_retries < 3 else limit, num_retries) == (
+        pace.note_computed(4096, is_divided=False)
+        assert pace.adapt(math.inf if num_retries < 3 else limit, num_retries) == (
             limit,
             is_thrashing,
         )
@@ -118,19 +118,19 @@ def test_a_thrashing_allocator_is_given_room() -> None:
 def test_an_allocator_that_retries_in_a_step_that_failed_does_not_thrash() -> None:
     pace = Pace()
     for num_retries in (1, 2, 3):
-        pace.computed(4096, is_divided=True)
-        pace.failed(4096, 2048)
-        assert pace.after_step(2048, num_retries) == (2048, False)
+        pace.note_computed(4096, is_divided=True)
+        pace.note_failure(4096, 2048)
+        assert pace.adapt(2048, num_retries) == (2048, False)
 
 
 def test_more_is_tried_ever_more_seldom() -> None:
     pace, limit, grown = Pace(patience_steps=2, too_much=8192), 2048.0, []
     for step in range(20):
-        pace.computed(int(limit), is_divided=True)
+        pace.note_computed(int(limit), is_divided=True)
         if limit > 2048:
-            limit = pace.failed(4096, 2048)
+            limit = pace.note_failure(4096, 2048)
             assert limit == 2048
-        limit, _ = pace.after_step(limit, 0)
+        limit, _ = pace.adapt(limit, 0)
         grown += [step] if limit > 2048 else []
     assert grown == [1, 6, 15], "after 2, 4 and 8 clean steps"
 
@@ -138,10 +138,10 @@ def test_more_is_tried_ever_more_seldom() -> None:
 def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
     pace, limit = Pace(patience_steps=1), math.inf
     for num_retries in (1, 2):
-        pace.computed(4096, is_divided=False)
-        limit, _ = pace.after_step(limit, num_retries)
-    pace.computed(2048, is_divided=True)
-    assert pace.after_step(limit, 2) == (3072, False), "the middle, and not twice as much"
+        pace.note_computed(4096, is_divided=False)
+        limit, _ = pace.adapt(limit, num_retries)
+    pace.note_computed(2048, is_divided=True)
+    assert pace.adapt(limit, 2) == (3072, False), "the middle, and not twice as much"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_after_thrashing_what_made_it_thrash_is_too_much() -> None:
 )
 def test_less_than_a_tenth_more_is_not_worth_an_attempt(too_much: int, limit: float) -> None:
     pace = Pace(patience_steps=1, too_much=too_much)
-    pace.computed(1000, is_divided=True)
-    assert pace.after_step(1000, 0) == (limit, False)
+    pace.note_computed(1000, is_divided=True)
+    assert pace.adapt(1000, 0) == (limit, False)
 
 
 @pytest.mark.parametrize(("num", "num_cells"), [(5, 79), (9, 194), (64, 4096), (7, 7 * 13)])
@@ -169,10 +169,10 @@ def went_on(fits: int, steps: int, asked: int = 1024) -> tuple[list[float], int]
         at_once = min(limit, asked)
         while at_once > (fits if step != 4 else 256):
             num_failed += 1
-            limit = pace.failed(int(at_once), min(limit, at_once / 2))
+            limit = pace.note_failure(int(at_once), min(limit, at_once / 2))
             at_once = min(limit, asked)
-        pace.computed(int(at_once), is_divided=at_once < asked)
-        limit, _ = pace.after_step(limit, 0)
+        pace.note_computed(int(at_once), is_divided=at_once < asked)
+        limit, _ = pace.adapt(limit, 0)
         limits.append(limit)
     return limits, num_failed
 

@@ -27,7 +27,7 @@ from trainer_plugins import survive_oom
 from trainer_plugins.longest import longest_rows
 from trainer_plugins.record.timeline import Remark, read_timeline
 from trainer_plugins.survival.attempt.attempt import card_of
-from trainer_plugins.survival.limit.limit import allowed_bytes
+from trainer_plugins.survival.limit.limit import read_allowed_bytes
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.units import MIB
 
@@ -41,10 +41,10 @@ def test_a_limit_of_the_process_is_all_that_it_may_use(simgpu) -> None:
     module = torch.get_device_module(device)
     reading = card_of(device).read()
     assert reading is not None
-    assert allowed_bytes(reading, device) == reading.total_bytes
+    assert read_allowed_bytes(reading, device) == reading.total_bytes
     module.set_per_process_memory_fraction(0.25, device)
     try:
-        assert allowed_bytes(reading, device) == reading.total_bytes // 4
+        assert read_allowed_bytes(reading, device) == reading.total_bytes // 4
     finally:
         module.set_per_process_memory_fraction(1.0, device)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.survival.failing import numpy_draws_by
-from trainer_plugins.survival.attempt.attempt import collected_once
+from trainer_plugins.survival.attempt.attempt import collect_once
 from trainer_plugins.survival.attempt.generators import Generators, pythons_and_numpys
 
 
@@ -79,7 +79,7 @@ def test_after_a_failure_only_new_objects_are_collected(monkeypatch) -> None:
     old_alive, new_alive = weakref.ref(old), weakref.ref(new)
     del new
     gc.collect()
-    with collected_once():
+    with collect_once():
         del old
         young = Ring()
         young_alive = weakref.ref(young)

@@ -20,7 +20,13 @@ from trainer_plugins.watch.foreign import foreign_memory, tolerance_bytes
 from trainer_plugins.watch.fragmentation import allocator_retries, stuck_memory
 from trainer_plugins.watch.leak import WINDOW, Footprint, leaks
 from trainer_plugins.watch.memory_watch import MemoryWatch
-from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
+from trainer_plugins.watch.pressure import (
+    Budget,
+    host_pressure,
+    judge_shared_memory,
+    oom_kills,
+    pressure,
+)
 
 
 def reading(
@@ -209,11 +215,11 @@ def test_the_host_before_the_kernel_acts() -> None:
     killed = oom_kills(HostFacts(1, 0, 0), HostFacts(2, 0, 0))
     assert killed is not None
     assert "killed 1 process" in killed.summary
-    assert shared_memory(HostFacts(0, 64 * MIB, 60 * MIB)) is None
-    assert shared_memory(HostFacts(0, 100 * MIB, 10 * MIB)) is None  # a tenth
-    assert shared_memory(HostFacts(0, 100 * MIB, 10 * MIB - 1)) is not None
-    assert shared_memory(HostFacts(0, 0, 0)) is None
-    assert shared_memory(HostFacts(0, 64 * MIB, 2 * MIB)) is not None
+    assert judge_shared_memory(HostFacts(0, 64 * MIB, 60 * MIB)) is None
+    assert judge_shared_memory(HostFacts(0, 100 * MIB, 10 * MIB)) is None  # a tenth
+    assert judge_shared_memory(HostFacts(0, 100 * MIB, 10 * MIB - 1)) is not None
+    assert judge_shared_memory(HostFacts(0, 0, 0)) is None
+    assert judge_shared_memory(HostFacts(0, 64 * MIB, 2 * MIB)) is not None
 
 
 def looks(device: SaidDevice, *non_torch_bytes: int) -> list[str]:

@@ -66,7 +66,7 @@ if "TRAINER_PLUGINS_DRYCUDA_ALONE" in os.environ and os.environ.get("RANK", "0")
 if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
     import ctypes
 
-    from trainer_plugins_on_import import when_imported  # type: ignore[import-not-found]
+    from trainer_plugins_on_import import call_when_imported  # type: ignore[import-not-found]
 
     # Where this is not called, the dry card's libraries end a Python that imports torch (core.cpp).
     getattr(ctypes.CDLL(None), "drycuda_prepared", int)()
@@ -82,22 +82,22 @@ if "TRAINER_PLUGINS_DRYCUDA" in os.environ and sys.version_info >= (3, 10):
         ("transformers.modeling_utils", "weights", "make_those_that_are_missing"),
         ("transformers.generation.stopping_criteria", "shapes", "generate_to_the_end"),
     ):
-        when_imported(name, _prepare("dry CUDA", inside + place, function))
+        call_when_imported(name, _prepare("dry CUDA", inside + place, function))
     fitted = "trainer_plugins.plug_in.fitted"
-    when_imported("transformers.trainer", _prepare("dry CUDA", fitted, "give_adapters"))
+    call_when_imported("transformers.trainer", _prepare("dry CUDA", fitted, "give_adapters"))
 # No transformers with a Trainer runs on older Python.
 if "TRAINER_PLUGINS_ATTACH" in os.environ and sys.version_info >= (3, 6):
     try:
-        from trainer_plugins_on_import import when_imported
+        from trainer_plugins_on_import import call_when_imported
 
-        when_imported("transformers.trainer", _attach)
+        call_when_imported("transformers.trainer", _attach)
         if "TRAINER_PLUGINS_ARGUMENTS" in os.environ:
             for name, function in (
                 ("transformers.training_args", "change_arguments"),
                 ("transformers.trainer", "give_adapters"),
             ):
                 fitted = "trainer_plugins.plug_in.fitted"
-                when_imported(name, _prepare("trainer-plugins exec --fit", fitted, function))
+                call_when_imported(name, _prepare("trainer-plugins exec --fit", fitted, function))
     except Exception as error:  # noqa: BLE001
         _say(error)
 if __name__ == "sitecustomize":

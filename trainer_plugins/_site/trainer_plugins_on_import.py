@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
-def when_imported(name: str, then: "Callable[[], None]") -> None:
+def call_when_imported(name: str, then: "Callable[[], None]") -> None:
     """Call `then()` directly after the module of this name is imported for the first time."""
     sys.meta_path.insert(0, _Finder(name, then))
 
 
-def passed_over_by_warnings(wrapper: "Function") -> "Function":
+def hide_from_warnings(wrapper: "Function") -> "Function":
     """Have `warnings` skip a wrapper's frame, so that a `stacklevel` finds the same line."""
     # By its file name: `_is_internal_frame` in Lib/warnings.py of Python 3.6 to 3.14.
     code = wrapper.__code__
@@ -34,11 +34,11 @@ class _Finder:  # finds one module as the other finders would, and has its loade
             return None
         self._is_asking = True
         try:
-            return self._found_by_others(name, path, target)
+            return self._ask_others(name, path, target)
         finally:
             self._is_asking = False
 
-    def _found_by_others(self, name: str, path: "Any", target: "Any") -> "Any":
+    def _ask_others(self, name: str, path: "Any", target: "Any") -> "Any":
         for finder in [other for other in sys.meta_path if other is not self]:
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
@@ -57,4 +57,4 @@ class _Finder:  # finds one module as the other finders would, and has its loade
                 self.then()
 
         # Of this one loader, which keeps its class and all its abilities.
-        loader.exec_module = passed_over_by_warnings(exec_module)
+        loader.exec_module = hide_from_warnings(exec_module)

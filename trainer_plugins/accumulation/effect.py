@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer_plugins.accumulation import Accumulation, Effect
 from trainer_plugins.accumulation.loss_code import Code, Reading, Use, read_code, uses_labels
-from trainer_plugins.accumulation.modules import COUPLED_MODELS, coupled_modules
+from trainer_plugins.accumulation.modules import COUPLED_MODELS, find_coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.wrapped import base_model
 
@@ -47,7 +47,7 @@ def judge_accumulation(
     model = base_model(trainer.model)
     try:
         found = _judge(trainer, model, batch_names)
-        if found.effect is Effect.SCALED or not (why := _what_couples_rows(trainer, model)):
+        if found.effect is Effect.SCALED or not (why := _name_coupling(trainer, model)):
             return found
         return Accumulation(Effect.OTHER, why)
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of objects we know not
@@ -131,7 +131,7 @@ def _judge_divided(trainer: HfTrainer, model: Any, read: Reading, is_counted: bo
     return Accumulation(Effect.UNKNOWN, f"what {read.where} averages over is not known")
 
 
-def _what_couples_rows(trainer: HfTrainer, model: nn.Module) -> str:
+def _name_coupling(trainer: HfTrainer, model: nn.Module) -> str:
     """Say what makes a row depend on the others of its micro-batch; empty if nothing does."""
     kinds = [kind.__name__ for kind in type(trainer).__mro__]
     compared = next((kind for kind in kinds if kind in _COMPARES_ROWS), "")
@@ -140,7 +140,7 @@ def _what_couples_rows(trainer: HfTrainer, model: nn.Module) -> str:
     if compared:
         return f"the loss of {compared} compares the rows of a micro-batch"
     coupled = COUPLED_MODELS.get(type(model).__name__)
-    return coupled or next(coupled_modules(model), "")
+    return coupled or next(find_coupled_modules(model), "")
 
 
 def _is_counted(

@@ -76,7 +76,7 @@ def code_of(receiver: Any, name: str, model: nn.Module | None = None) -> Code:
 
 def read_code(code: Code, depth: int = 0) -> Reading:
     """Follow `num_items_in_batch` through a function and those that it calls."""
-    if (called := _called_by_trainer(code)) is not None:
+    if (called := _find_callee(code)) is not None:
         return replace(read_code(called, depth + 1), is_by_trainer=True)
     tree = _parse(code.function)
     if tree is None or depth > _DEEPEST:
@@ -97,7 +97,7 @@ def uses_labels(code: Code) -> bool:
     return any(sign in text for sign in ("'labels'", "super().compute_loss", ".loss", "'loss'"))
 
 
-def _called_by_trainer(code: Code) -> Code | None:
+def _find_callee(code: Code) -> Code | None:
     """Return what transformers' `compute_loss` asks for a loss; None for any other function."""
     home = getattr(code.function, "__module__", "")
     if home != "transformers.trainer" or code.name != "Trainer.compute_loss":
@@ -230,19 +230,19 @@ class _Function:
         if _ends_in(call, "mean"):
             return "mean" if self._concerns_loss(call) else ""
         if _is_torchs_loss(call):
-            return self._spelled(given)
+            return self._read_reduction(given)
         called = self._resolve(call)
         if not isinstance(called, Code) or self.depth > _DEEPEST:
             return ""
         if isinstance(called.receiver, _Loss):
             return called.receiver.reduction
         if given is not None or called.function.__module__ == nn.functional.__name__:
-            return self._spelled(given)
-        called = _called_by_trainer(called) or called
+            return self._read_reduction(given)
+        called = _find_callee(called) or called
         tree = _parse(called.function)
         return "" if tree is None else _Function(called, tree, self.depth + 1).reduction()
 
-    def _spelled(self, given: ast.expr | None) -> str:
+    def _read_reduction(self, given: ast.expr | None) -> str:
         """Read the argument `reduction` of a loss of torch, which is `mean` without it."""
         if given is None:
             return "mean"

@@ -25,7 +25,7 @@ COUPLED_MODELS = {
 }
 
 
-def coupled_modules(model: nn.Module) -> Iterator[str]:
+def find_coupled_modules(model: nn.Module) -> Iterator[str]:
     """Say why micro-batches of a model cannot be divided: a sentence for each kind of module."""
     training = _training_modules(model)
     found: dict[str, str] = {}

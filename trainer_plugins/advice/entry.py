@@ -59,7 +59,7 @@ class Advice:
     def spellings(self) -> dict[Door, str]:
         found = {door: text for door in Door if (text := getattr(self, door.value))}
         if self.trainer:
-            found.setdefault(Door.ARGUMENTS, as_arguments(self.trainer))
+            found.setdefault(Door.ARGUMENTS, write_arguments(self.trainer))
         return found
 
     def flag(self, door: Door, **values: object) -> str:
@@ -76,10 +76,10 @@ class Advice:
         return _BLANK.sub(lambda blank: str(values.get(blank[0].lower(), blank[0])), text)
 
 
-def as_arguments(flags: str) -> str:
+def write_arguments(flags: str) -> str:
     """Write flags of a command line as arguments of Python.
 
-    >>> as_arguments("--optim adafactor --bf16 True")
+    >>> write_arguments("--optim adafactor --bf16 True")
     'optim="adafactor", bf16=True'
     """
     plain = re.compile(r"True|False|[\d.]+|[A-Z]+")
@@ -100,10 +100,10 @@ def flags_in(text: str) -> dict[str, str]:
     return {name: value.strip("'") for name, value in _FLAG.findall(text)}
 
 
-def as_overrides(flags: str, prefix: str) -> str:
+def write_overrides(flags: str, prefix: str) -> str:
     """Write flags of a command line as Hydra's overrides, each behind a prefix.
 
-    >>> as_overrides("--optim adafactor", "++trainer.args.")
+    >>> write_overrides("--optim adafactor", "++trainer.args.")
     '++trainer.args.optim=adafactor'
     """
     return " ".join(f"{prefix}{name}={value}" for name, value in flags_in(flags).items())

@@ -148,7 +148,7 @@ FIRST_IN: Mapping[tuple[Room, str], Advice] = {
 }
 
 
-def in_order(cause: str, room: Room) -> tuple[Advice, ...]:
+def order_remedies(cause: str, room: Room) -> tuple[Advice, ...]:
     """Return the remedies of a cause, with what a room begins with at the front."""
     order, first = FOR_CAUSE[cause], FIRST_IN.get((room, cause))
     return order if first is None else (first, *(each for each in order if each is not first))

@@ -1,7 +1,7 @@
 """Remedies for a training step: its batch, activations, optimizer, weights and shards."""
 
 from trainer_plugins.advice.entry import Advice
-from trainer_plugins.checkpointing import spelled
+from trainer_plugins.checkpointing import spell
 
 SMALLER_MICRO_BATCH = Advice(
     effect="activations shrink with the rows; the effective batch stays the same",
@@ -21,23 +21,21 @@ CHECKPOINTING = Advice(
     effect="only the inputs of layers are kept for the backward pass",
     # A backward pass costs two forward passes: 4 instead of 3 (arXiv:1604.06174, section 4.1).
     price="each forward pass is computed twice, about a third more time",
-    trainer=spelled("--gradient_checkpointing True"),
-    code=spelled("model.gradient_checkpointing_enable()"),
+    trainer=spell("--gradient_checkpointing True"),
+    code=spell("model.gradient_checkpointing_enable()"),
 )
 OFFLOADED_ACTIVATIONS = Advice(
     effect="the inputs of layers wait in pinned main memory for the backward pass",
     price="each forward pass is computed twice, and these inputs go over the bus and back",
-    trainer=spelled(
+    trainer=spell(
         "--gradient_checkpointing True --gradient_checkpointing_kwargs '{\"offload\": true}'"
     ),
-    arguments=spelled(
-        'gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}'
-    ),
+    arguments=spell('gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}'),
 )
 NON_REENTRANT = Advice(
     effect="checkpointing works with frozen inputs and with DDP",
-    trainer=spelled("--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'"),
-    arguments=spelled('gradient_checkpointing_kwargs={"use_reentrant": False}'),
+    trainer=spell("--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'"),
+    arguments=spell('gradient_checkpointing_kwargs={"use_reentrant": False}'),
 )
 INPUTS_REQUIRE_GRADS = Advice(
     effect="reentrant checkpointing reaches the adapters behind frozen embeddings",
@@ -136,7 +134,7 @@ FOUR_BITS = Advice(
 UNPREPARED = Advice(
     effect="what bitsandbytes does not quantise stays in 16 bits: prepare_model_for_kbit_training"
     " makes embeddings, head and experts stored as one tensor float32",
-    price=spelled(
+    price=spell(
         "norms compute in 16 bits; pass --gradient_checkpointing True, which it had switched on"
     ),
     keeps_result=False,

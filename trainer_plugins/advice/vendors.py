@@ -20,7 +20,7 @@ class Vendor:
     blocking: str = ""  # the variable that makes each call wait for its kernel
     expandable: str = ""  # the variable that makes the segments of torch's allocator expandable
 
-    def translated(self, words: str) -> str:
+    def translate(self, words: str) -> str:
         """Translate words for CUDA; empty if they need what does not exist there."""
         own = {
             _PROCESSES: self.processes,

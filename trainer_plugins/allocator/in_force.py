@@ -48,7 +48,7 @@ def check(asked: str | None = None) -> Finding | None:
         asked: the text that should be in force; None takes what the variables hold, the unified
             name first.
     """
-    variables = Variables.of(os.environ)
+    variables = Variables.pick(os.environ)
     if asked is None:
         asked = variables.texts.get(UNIFIED) or next(iter(variables.texts.values()), None)
     in_force = read_in_force()
@@ -59,7 +59,7 @@ def check(asked: str | None = None) -> Finding | None:
 
 def has_expandable_segments() -> bool:
     """Return whether a variable that torch reads, or a call, asked for expandable segments."""
-    variables = Variables.of(os.environ)
+    variables = Variables.pick(os.environ)
     texts = [variables.texts.get(variables.read_by(gather_machine(os.environ)) or "", "")]
     # torch before 2.12 has no such call, and any torch may refuse the text.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError):

@@ -20,7 +20,7 @@ OURS = "expandable_segments:True"  # torch's own cure for fragmentation (pytorch
 
 def lint(variables: Variables, machine: Machine) -> tuple[Finding, ...]:
     """Judge the variables of a launch: first the names, then the text of the one that counts."""
-    own = variables.of_platform(machine)
+    own = variables.select_for_platform(machine)
     name = variables.read_by(machine) or next(iter(own), None)
     return (*_names(variables, machine), *(lint_text(own[name], name, machine) if name else ()))
 
@@ -30,13 +30,13 @@ def lint_text(text: str, name: str, machine: Machine) -> tuple[Finding, ...]:
     settings, errors = read(text)
     given = f"{name}={text}"
     return (
-        *(_refused(error, given, machine) for error in errors),
+        *(_report_refusal(error, given, machine) for error in errors),
         *_values(settings, given, machine),
         *_pairs(settings, given, machine),
     )
 
 
-def _refused(error: SettingsError, given: str, machine: Machine) -> Finding:
+def _report_refusal(error: SettingsError, given: str, machine: Machine) -> Finding:
     if isinstance(error, UnknownOptionError):
         return Finding(
             code="allocator-unknown-option",
@@ -72,7 +72,7 @@ def _names(variables: Variables, machine: Machine) -> Iterator[Finding]:
             evidence=f"{ignored}={texts[ignored]}; {why}",
             remedy=f"Set {CUDA} to the same text: every version reads it.",
         )
-    own = variables.of_platform(machine)
+    own = variables.select_for_platform(machine)
     if read_name and len(set(own.values())) > 1:
         yield Finding.warning(
             code="allocator-names-differ",
@@ -167,7 +167,7 @@ def choose(variables: Variables, machine: Machine) -> Choice:
 
     torch 2.9 reads only the old one (pytorch#183387), and vLLM looks at one only (vllm#54351).
     """
-    own = variables.of_platform(machine)
+    own = variables.select_for_platform(machine)
     if not own:
         blocker = expandable_blocker(machine)
         if blocker:

@@ -33,7 +33,7 @@ class Variables:
     texts: Mapping[str, str]
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Variables":
+    def pick(cls, environ: Mapping[str, str]) -> "Variables":
         """Pick the allocator variables out of an environment."""
         return cls({name: environ[name] for name in (CUDA, HIP, UNIFIED) if name in environ})
 
@@ -41,6 +41,6 @@ class Variables:
         """Return the name that this torch takes its settings from; None if none is set."""
         return next((name for name in names_read(machine) if name in self.texts), None)
 
-    def of_platform(self, machine: Machine) -> dict[str, str]:
+    def select_for_platform(self, machine: Machine) -> dict[str, str]:
         """Return the variables that mean something on this platform, with their texts."""
         return {name: self.texts[name] for name in names_known(machine) if name in self.texts}

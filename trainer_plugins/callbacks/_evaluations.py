@@ -17,8 +17,8 @@ class EvaluationCallback(RunCallback):
     # FinetuneTrainer). Inside training the next event shows the end, outside the wrapped method.
     # The beginning comes twice inside, by event and method: other callbacks act in between.
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self.is_end_due = False  # whether an evaluation has begun, and its end is not yet seen
         self.is_inside = False  # whether an `evaluate` of the Trainer is running
 

@@ -44,9 +44,9 @@ class RunCallback(TrainerCallback):
         self._has_failed = False
         self._users_own: Callable[[], list[TrainerCallback]] = list
         wrap_once("train", RunCallback, _ending_what_raises)
-        self.at_rest()
+        self.reset()
 
-    def at_rest(self) -> None:
+    def reset(self) -> None:
         """Reset what belongs to one run, for a copy too. Subclasses set such attributes here."""
         self._device, self._timeline = self._given_device, self._given_timeline
         self._has_tried_to_open = False
@@ -55,7 +55,7 @@ class RunCallback(TrainerCallback):
     def begin_run(self) -> None:
         """Forget the previous run, which may have raised: a callback may serve several Trainers."""
         self.end_run()
-        self.at_rest()
+        self.reset()
 
     def end_run(self) -> None:
         """Undo what was done for the run. A second call does nothing."""
@@ -132,7 +132,7 @@ class RunCallback(TrainerCallback):
                     "%s failed; training goes on, and this is logged once", type(self).__name__
                 )
 
-    def given_to(
+    def note_insertion(
         self, handler: CallbackHandler, was_given: Callable[[TrainerCallback], bool]
     ) -> None:
         """Note that this callback was inserted for the user, and yields to the user's own."""
@@ -173,7 +173,7 @@ class RunCallback(TrainerCallback):
         """Return the state of a copy, which belongs to no Trainer and to no run."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, _users_own=list)
-        copy.at_rest()
+        copy.reset()
         return copy.__dict__
 
 
@@ -237,7 +237,7 @@ def put_around(
 ) -> None:
     """Surround a method of each Trainer that has a callback of this kind, which has no event."""
 
-    def surrounded(method: Method) -> Method:
+    def run_surrounded(method: Method) -> Method:
         def call(self: HfTrainer, *args: object, **kwargs: object) -> object:
             callback = callback_of(self, kind)
             with around(callback, self, *args, **kwargs) if callback else nullcontext():
@@ -245,7 +245,7 @@ def put_around(
 
         return call
 
-    wrap_once(name, kind, surrounded)
+    wrap_once(name, kind, run_surrounded)
 
 
 def wrap_once(

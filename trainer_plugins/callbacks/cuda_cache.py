@@ -48,8 +48,8 @@ class CudaCacheCallback(RunCallback):
         self.interval = interval
         self.min_reclaimable_fraction = min_reclaimable_fraction
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self._release: AgreedRelease | None = None
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:

@@ -37,8 +37,8 @@ class EvalGenerateCleanup(EvaluationCallback):
     by the next evaluation that needs it.
     """
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self._release: AgreedRelease | None = None
         self._allocated_before: int | None = None
         self._has_generated = False

@@ -15,10 +15,10 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.timeline import Timeline
 from trainer_plugins.upkeep.agreement import RollCall, any_rank
 from trainer_plugins.upkeep.kept_outputs import (
+    count_kept_bytes,
+    explain_no_argmax,
     judge_kept,
-    kept_bytes,
     metrics_of_argmax,
-    why_not_argmax,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ class EvaluationGuard(RunCallback):
         self.logits_to = logits_to
         put_around("evaluation_loop", EvaluationGuard, EvaluationGuard.around_loop)
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self._reported = 0  # the highest severity that was reported in this run
 
     @contextmanager
@@ -116,7 +116,7 @@ class _Watch:
         return outputs.argmax(-1) if self.takes_argmax else outputs
 
     def _judge(self, outputs: object, labels: object) -> None:
-        batch_bytes = kept_bytes(outputs)
+        batch_bytes = count_kept_bytes(outputs)
         if batch_bytes <= self.largest_bytes and self.num_batches:
             return
         self.largest_bytes = max(self.largest_bytes, batch_bytes)
@@ -140,12 +140,12 @@ class _Watch:
 
     def _forecast(self, outputs: object) -> Finding | None:
         args, is_on_card = self.trainer.args, self._are_on_card()
-        batch_bytes = kept_bytes(outputs, as_arrays=not is_on_card) * args.world_size
+        batch_bytes = count_kept_bytes(outputs, as_arrays=not is_on_card) * args.world_size
         reading = (self.device if is_on_card else HostDevice()).read()
         # What is free, plus what is kept already and part of the forecast.
         free_bytes = reading.free_bytes + (self.num_seen - 1) * batch_bytes
         if is_on_card:
-            free_bytes += reading.cached_bytes + kept_bytes(outputs)
+            free_bytes += reading.cached_bytes + count_kept_bytes(outputs)
         return judge_kept(
             batch_bytes,
             max(self.num_batches, self.num_seen + 1),
@@ -162,7 +162,7 @@ class _Watch:
         is_needed = is_needed if missing else any_rank(is_needed, timeout, if_unknown=True)
         if not is_needed:
             return False
-        why = missing or self._why_not_argmax(outputs, labels)
+        why = missing or self._explain_no_argmax(outputs, labels)
         if missing or any_rank(why != "", timeout, if_unknown=True):
             logger.warning(
                 "the logits are kept, and not their argmax: %s",
@@ -174,7 +174,7 @@ class _Watch:
         self.trainer.compute_metrics = metrics_of_argmax(metrics, outputs.shape[-1])
         return True
 
-    def _why_not_argmax(self, outputs: object, labels: object) -> str:
+    def _explain_no_argmax(self, outputs: object, labels: object) -> str:
         args, metrics = self.trainer.args, self.trainer.compute_metrics
         if not self.is_evaluation or metrics is None:
             return "predictions are returned as they are"
@@ -182,4 +182,4 @@ class _Watch:
             return "the Trainer has a preprocess_logits_for_metrics, or include_for_metrics"
         if not args.eval_do_concat_batches:
             return "batches are not joined (eval_do_concat_batches)"
-        return why_not_argmax(metrics, outputs, labels)
+        return explain_no_argmax(metrics, outputs, labels)

@@ -38,11 +38,11 @@ class KVCacheGuard(RunCallback):
         with self.harmless():
             model = model_of(event)
             self.undo.callback(forbid_training_cache(model))
-            self.undo.callback(guard_generate(model, _as_in_inference))
+            self.undo.callback(guard_generate(model, _switch_to_inference))
 
 
 @contextmanager
-def _as_in_inference(
+def _switch_to_inference(
     model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Iterator[None]:
     # A generation config, by name or as second argument, is the caller's decision on the cache; a

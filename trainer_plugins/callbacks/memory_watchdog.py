@@ -64,8 +64,8 @@ class MemoryWatchdog(EvaluationCallback):
         self.stop = stop
         self.prometheus_dir = None if prometheus_dir is None else Path(prometheus_dir)
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self._watch: MemoryWatch | None = None
         self._prometheus: PrometheusFile | None = None
         self._stop_vote: StepEndVote | None = None

@@ -23,10 +23,10 @@ from trainer_plugins.callbacks._run import (
     calling_trainer,
     wrap_once,
 )
-from trainer_plugins.compiled import locked
+from trainer_plugins.compiled import lock
 from trainer_plugins.devices import Device, HostDevice, open_device
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.launch.facts import facts_of_trainer, tried
+from trainer_plugins.launch.facts import facts_of_trainer, try_read
 from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
@@ -79,8 +79,8 @@ class OOMReporter(RunCallback):
         for name in ("train", "evaluate", "predict"):
             wrap_once(name, OOMReporter, partial(_reporting, name))
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self._began_seconds = time()
         self._facts: RunFacts | None = None
 
@@ -133,21 +133,21 @@ class OOMReporter(RunCallback):
             device=self._device_of(trainer.args),
             run=self._facts or self._gather(trainer),
             step=trainer.state.global_step,
-            readings=_of_this_run(self.timeline_for(trainer.args)),
+            readings=_select_this_run(self.timeline_for(trainer.args)),
             trainer_class=Trainer,
             snapshot=keep_snapshot() if self.snapshot else "",
-            plan=tried(lambda: plan_before(trainer, folder), None),
+            plan=try_read(lambda: plan_before(trainer, folder), None),
         )
         return record_oom(error, found, scene)
 
     def _device_of(self, args: HfArguments) -> Device | None:
         # Without a device everything else is still written, so this logs nothing.
-        return self._given_device or tried(lambda: open_device(args.device), None)
+        return self._given_device or try_read(lambda: open_device(args.device), None)
 
     def _gather(self, trainer: HfTrainer) -> RunFacts:
         args = trainer.args
         read_strategy = partial(strategy_of, trainer.model_wrapped, trainer.optimizer, args)
-        device, strategy = self._device_of(args), tried(read_strategy, None)
+        device, strategy = self._device_of(args), try_read(read_strategy, None)
         return facts_of_trainer(trainer, device, self._began_seconds, strategy)
 
 
@@ -167,7 +167,7 @@ def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Write the explanation below the traceback; of several ranks that failed, the first does."""
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
         record, folder = read_one(path, OomRecord), output_dir_of(path.parent)
-        if record is None or words not in map(first_line, _what_ended_the_program()):
+        if record is None or words not in map(first_line, _find_last_errors()):
             return
         if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):
             return
@@ -178,14 +178,14 @@ def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
 def _is_first(folder: Path, began_seconds: float) -> bool:
     """Return whether no other rank of this run has explained it; ranks come here in any order."""
     told = folder / "explained"
-    with locked(folder):
+    with lock(folder):
         if told.exists() and told.stat().st_mtime > began_seconds:
             return False
         told.write_text(f"{os.getpid()}\n")
         return True
 
 
-def _what_ended_the_program() -> Iterator[BaseException]:
+def _find_last_errors() -> Iterator[BaseException]:
     """Yield the error that Python has shown, and those behind it."""
     error: BaseException | None = getattr(sys, "last_value", None)
     while error is not None:
@@ -193,7 +193,7 @@ def _what_ended_the_program() -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _of_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
+def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:
     """Return the readings since a training began here; one file may hold several runs."""
     readings: list[MemoryReading] = []
     for each in timeline:

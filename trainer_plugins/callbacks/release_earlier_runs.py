@@ -43,14 +43,14 @@ class ReleaseEarlierRuns(RunCallback):
     def __init__(self) -> None:
         super().__init__()
         # No event of the Trainer comes before it moves its model.
-        wrap_once("_move_model_to_device", ReleaseEarlierRuns, _with_room)
+        wrap_once("_move_model_to_device", ReleaseEarlierRuns, _release_before)
 
     def run_begins(self, args: HfArguments, state: HfState, event: Event) -> None:
         if (trainer := calling_trainer()) is not None:
             _known.add(trainer)
 
 
-def _with_room(method: Method) -> Method:
+def _release_before(method: Method) -> Method:
     def move(self: HfTrainer, *args: object, **kwargs: object) -> object:
         for trainer in list(_known):
             is_next_trial = trainer is self and self.model_init is not None

@@ -10,10 +10,15 @@ from trainer_plugins.callbacks._run import Event, RunCallback, calling_trainer, 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.launch.asked import Asked, read_asked
-from trainer_plugins.launch.extensions import announce_builds, lock_findings, needed, read_locks
+from trainer_plugins.launch.extensions import (
+    announce_builds,
+    find_needed,
+    lock_findings,
+    read_locks,
+)
 from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.launch.place import job
-from trainer_plugins.launch.verify import summed_gradient, verify
+from trainer_plugins.launch.verify import judge_summed_gradient, verify
 from trainer_plugins.record.timeline import Beginning, Remark
 
 logger = logging.getLogger(__name__)
@@ -41,10 +46,10 @@ class StrategyInForce(RunCallback):
 
     def on_init_end(self, args: HfArguments, state: HfState, *_: object, **__: object) -> None:
         with self.harmless():
-            asked = _asked(args)
+            asked = _read_request(args)
             if asked.family == "DeepSpeed":  # the one that builds before step 1
                 locks = read_locks(os.environ)
-                self._found_before = tuple(lock_findings(locks, needed(asked.offload)))
+                self._found_before = tuple(lock_findings(locks, find_needed(asked.offload)))
             for finding in self._found_before:
                 _log_on_first_rank(finding, args)
             if args.local_process_index == 0:
@@ -61,10 +66,10 @@ class StrategyInForce(RunCallback):
                 step=state.global_step, strategy=strategy, host=host, job=job(os.environ)
             )
             timeline.add(began)
-            found = [*verify(_asked(args), strategy)]
+            found = [*verify(_read_request(args), strategy)]
             if (wrong := allocator.check()) is not None:
                 found.append(wrong)
-            if trainer is not None and (wrong := _summed_gradient(trainer)) is not None:
+            if trainer is not None and (wrong := _judge_summed_gradient(trainer)) is not None:
                 found.append(wrong)
             if args.process_index == 0:
                 logger.info("training runs as %s", strategy)
@@ -74,17 +79,17 @@ class StrategyInForce(RunCallback):
                 timeline.add(Remark(step=state.global_step, finding=finding))
 
 
-def _summed_gradient(trainer: HfTrainer) -> Finding | None:
+def _judge_summed_gradient(trainer: HfTrainer) -> Finding | None:
     """Warn of a gradient that is a multiple of what was meant, unless a Preflight does so."""
     callbacks = trainer.callback_handler.callbacks
     if any(type(each).__name__ == "Preflight" for each in callbacks):
         return None
     args = trainer.args
     found = judge_accumulation(trainer)
-    return summed_gradient(found, args.gradient_accumulation_steps, args.world_size)
+    return judge_summed_gradient(found, args.gradient_accumulation_steps, args.world_size)
 
 
-def _asked(args: HfArguments) -> Asked:
+def _read_request(args: HfArguments) -> Asked:
     return read_asked(os.environ, args.deepspeed, args.fsdp)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from trainer_plugins.callbacks._run import Event, Method, RunCallback, calling_trainer, wrap_once
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
 from trainer_plugins.oom import classify
-from trainer_plugins.streaming.attach import begun, main_memory_lacks, refusals
+from trainer_plugins.streaming.attach import main_memory_lacks, refusals, report_begin
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.upkeep.agreement import any_rank
 from trainer_plugins.upkeep.frames import frames_above
@@ -77,7 +77,7 @@ class StreamBase(RunCallback):
         """Move a model to a Trainer's card: streamed, if that is asked for or needed."""
         if stream_of(model) is not None:
             return
-        why = "" if self._is_asked else _why_not_moved(as_trainer, trainer.args)
+        why = "" if self._is_asked else _try_to_move(as_trainer, trainer.args)
         if (self._is_asked or why) and not self._stream(trainer, model, why):
             as_trainer()
 
@@ -100,11 +100,11 @@ class StreamBase(RunCallback):
             return None
         stream = Stream(model, trainer.args.device, self._resident_layers, self._with_embeddings)
         with self.harmless():
-            self.remark(trainer.args, 0, begun(stream, why))
+            self.remark(trainer.args, 0, report_begin(stream, why))
         return stream
 
 
-def _why_not_moved(move: Callable[[], object], args: HfArguments) -> str:
+def _try_to_move(move: Callable[[], object], args: HfArguments) -> str:
     """Move a model; return why not: the first line of an out-of-memory error of any rank."""
     why = ""
     try:
@@ -132,13 +132,13 @@ def _asking(method: Method) -> Method:
 def _stream_base_of(trainer: HfTrainer) -> StreamBase | None:
     """Return the `StreamBase` that a Trainer has, or will have after its constructor."""
     handler = getattr(trainer, "callback_handler", None)
-    lists = [handler.callbacks] if handler is not None else _given_to_constructors()
+    lists = [handler.callbacks] if handler is not None else _find_constructor_lists()
     # `SurviveOOM` has one of its own.
     found = (getattr(each, "stream_base", each) for one in lists for each in one)
     return next((each for each in found if isinstance(each, StreamBase)), None)
 
 
-def _given_to_constructors() -> list[list[object]]:
+def _find_constructor_lists() -> list[list[object]]:
     frames = (frame for frame in frames_above() if frame.f_code.co_name == "__init__")
     given = (
         frame.f_locals.get("callbacks")

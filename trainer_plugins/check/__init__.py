@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainer_plugins.check import arguments, data, environment, machine, main_memory, model, planned
-from trainer_plugins.check.facts import Check, Facts, Line
+from trainer_plugins.check.facts import Check, CheckLine, Facts
 from trainer_plugins.finding import Finding, Severity
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Checklist:
 
     json_properties: ClassVar[tuple[str, ...]] = ("worst",)
 
-    groups: Mapping[str, tuple[Line, ...]]
+    groups: Mapping[str, tuple[CheckLine, ...]]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -42,28 +42,30 @@ class Checklist:
 
 def judge(facts: Facts) -> Checklist:
     """Make every check whose facts are known. It takes milliseconds, and never raises."""
-    groups: dict[str, tuple[Line, ...]] = {}
+    groups: dict[str, tuple[CheckLine, ...]] = {}
     for name, checks in _GROUPS:
         lines = [line for check in checks if (line := _line(check, facts)) is not None]
         if lines:
             groups[name] = tuple(lines)
     if facts.failed:
-        found = tuple(map(_not_made, facts.failed))
-        groups["not checked"] = (Line("not readable", "", found),)
+        found = tuple(map(_report_failed_check, facts.failed))
+        groups["not checked"] = (CheckLine("not readable", "", found),)
     return Checklist(groups)
 
 
-def _line(check: Check, facts: Facts) -> Line | None:
+def _line(check: Check, facts: Facts) -> CheckLine | None:
     """Make one check; if it fails, training and the other checks go on."""
     try:
         return check(facts)
     except Exception as error:
         logger.debug("a check failed", exc_info=True)
         name = check.__name__.replace("_", " ")
-        return Line(name, "", (_not_made(f"{name}: {type(error).__name__}: {error}"),))
+        return CheckLine(
+            name, "", (_report_failed_check(f"{name}: {type(error).__name__}: {error}"),)
+        )
 
 
-def _not_made(why: str) -> Finding:
+def _report_failed_check(why: str) -> Finding:
     return Finding(
         code="check-not-made",
         severity=Severity.INFO,

@@ -8,24 +8,24 @@ from trainer_plugins.check.facts import (
     LITTLE,
     MUCH,
     Check,
+    CheckLine,
     Facts,
-    Line,
     RunSettings,
     folder_of,
     severity_of,
 )
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.verify import summed_gradient
+from trainer_plugins.launch.verify import judge_summed_gradient
 from trainer_plugins.units import percent, size
 
 
-def one_process(facts: Facts) -> Line | None:
+def one_process(facts: Facts) -> CheckLine | None:
     """Judge whether one process drives several cards."""
     num_cards = facts.run.num_cards
     if num_cards is None:
         return None
     if num_cards < 2:
-        return Line("cards a process", "one")
+        return CheckLine("cards a process", "one")
     finding = Finding.warning(
         code="data-parallel",
         summary=f"one process uses {num_cards} cards (DataParallel): the first gathers all outputs",
@@ -33,25 +33,25 @@ def one_process(facts: Facts) -> Line | None:
         remedy=f"{advice.ONE_PROCESS_A_CARD.flag(Door.SHELL)}, or"
         f" {advice.ONE_CARD.flag(Door.SHELL)}",
     )
-    return Line("cards a process", "", (finding,))
+    return CheckLine("cards a process", "", (finding,))
 
 
-def evaluation(facts: Facts) -> Line | None:
+def evaluation(facts: Facts) -> CheckLine | None:
     """Judge what an evaluation keeps until its end."""
     run = facts.run
     if not run.values:
         return None
     if not run.evaluates:
-        return Line("evaluation", "none")
+        return CheckLine("evaluation", "none")
     savers = ("prediction_loss_only", "batch_eval_metrics", "predict_with_generate")
     is_reduced = run.reduces_logits or run.logits_to == "argmax"
     if not run.has_metrics or is_reduced or any(map(run.flag, savers)):
-        return Line("evaluation", "keeps little")
-    found = _gathered_logits(facts, run) if facts.model.predicts_tokens else ()
-    return Line("evaluation", "keeps all outputs", tuple(found))
+        return CheckLine("evaluation", "keeps little")
+    found = _judge_gathered_logits(facts, run) if facts.model.predicts_tokens else ()
+    return CheckLine("evaluation", "keeps all outputs", tuple(found))
 
 
-def generation(facts: Facts) -> Line | None:
+def generation(facts: Facts) -> CheckLine | None:
     """Judge the cache that a generating evaluation needs."""
     run, model, free = facts.run, facts.model, facts.device_free_bytes
     if model.shape is None or not run.flag("predict_with_generate"):
@@ -63,7 +63,7 @@ def generation(facts: Facts) -> Line | None:
     need = rows * length * model.shape.cache_bytes_a_token(width)
     seen, layers = f"a cache of {size(need)}", model.shape.num_layers
     if free is None or need < MUCH * free:
-        return Line("generation", seen)
+        return CheckLine("generation", seen)
     finding = Finding(
         code="evaluation-generates",
         severity=severity_of(need, free),
@@ -75,21 +75,21 @@ def generation(facts: Facts) -> Line | None:
         amount=float(need),
         data={"cache_bytes": need, "free_bytes": free, "num_sequences": rows, "num_tokens": length},
     )
-    return Line("generation", seen, (finding,))
+    return CheckLine("generation", seen, (finding,))
 
 
-def saves(facts: Facts) -> Line | None:
+def saves(facts: Facts) -> CheckLine | None:
     """Judge whether checkpoints can be written, and what they gather."""
     run = facts.run
     if "output_dir" not in run.values:
         return None
     if not run.saves:
-        return Line("saves", "none")
+        return CheckLine("saves", "none")
     found = (*_disk(facts, run), *_gathering_save(facts, run))
-    return Line("saves", str(folder_of(run.values)), found)
+    return CheckLine("saves", str(folder_of(run.values)), found)
 
 
-def best_model(facts: Facts) -> Line | None:
+def best_model(facts: Facts) -> CheckLine | None:
     """Judge what loading the best model at the end needs."""
     if not facts.run.flag("load_best_model_at_end"):
         return None
@@ -103,17 +103,17 @@ def best_model(facts: Facts) -> Line | None:
     elif free is not None and weights > free:
         why = f"the weights, {size(weights)}, pass through main memory, where {size(free)} is free"
     else:
-        return Line("best model", f"passes through main memory ({size(weights)})")
+        return CheckLine("best model", f"passes through main memory ({size(weights)})")
     finding = Finding.warning(
         code="best-model-at-end",
         summary="load_best_model_at_end needs extra memory after training",
         evidence=why,
         remedy="Leave it out, and load the folder of trainer.state.best_model_checkpoint later",
     )
-    return Line("best model", "", (finding,))
+    return CheckLine("best model", "", (finding,))
 
 
-def batch_size(facts: Facts) -> Line | None:
+def batch_size(facts: Facts) -> CheckLine | None:
     """Judge whether an OOM would change the training silently."""
     name = "auto_find_batch_size"
     if not facts.run.flag(name):
@@ -124,10 +124,10 @@ def batch_size(facts: Facts) -> Line | None:
         evidence="batch and number of steps change, earlier steps are lost (accelerate#1934)",
         remedy=f"Leave it out; {advice.SURVIVE.flag(Door.CODE)} keeps the batch and the step",
     )
-    return Line("batch size", "", (finding,))
+    return CheckLine("batch size", "", (finding,))
 
 
-def gradient(facts: Facts) -> Line | None:
+def gradient(facts: Facts) -> CheckLine | None:
     """Judge whether the gradient of a step is the mean over its rows."""
     accumulation, run = facts.accumulation, facts.run
     if accumulation is None:
@@ -135,11 +135,13 @@ def gradient(facts: Facts) -> Line | None:
     num_ranks = facts.plan.num_gpus if facts.plan else 1
     if run.strategy is not None:
         num_ranks = run.strategy.world_size
-    found = summed_gradient(accumulation, run.number("gradient_accumulation_steps", 1), num_ranks)
-    return Line("gradient", "", (found,)) if found else Line("gradient", accumulation.why)
+    found = judge_summed_gradient(
+        accumulation, run.number("gradient_accumulation_steps", 1), num_ranks
+    )
+    return CheckLine("gradient", "", (found,)) if found else CheckLine("gradient", accumulation.why)
 
 
-def vllm(facts: Facts) -> Line | None:
+def vllm(facts: Facts) -> CheckLine | None:
     """Judge what vLLM takes of the training card."""
     share = facts.run.vllm_share
     if not share:
@@ -148,7 +150,7 @@ def vllm(facts: Facts) -> Line | None:
     if facts.device_bytes:
         seen += f", {size(int(share * facts.device_bytes))}"
     if share <= 1 / 2:
-        return Line("vLLM", seen)
+        return CheckLine("vLLM", seen)
     smaller = advice.SMALLER_ENGINE_SHARE
     finding = Finding.warning(
         code="vllm-share",
@@ -158,24 +160,24 @@ def vllm(facts: Facts) -> Line | None:
         f" {advice.SLEEP_MODE.flag(Door.TRL)}",
         amount=share,
     )
-    return Line("vLLM", seen, (finding,))
+    return CheckLine("vLLM", seen, (finding,))
 
 
-def graphs(facts: Facts) -> Line | None:
+def graphs(facts: Facts) -> CheckLine | None:
     """Judge whether a compiled model will record a CUDA graph for each length."""
     if not facts.run.flag("torch_compile"):
         return None
     mode = str(facts.run.values.get("torch_compile_mode") or "default")
     num_lengths = len(set(facts.data.lengths))
     if mode not in ("reduce-overhead", "max-autotune") or num_lengths < 2:
-        return Line("compiled", mode)
+        return CheckLine("compiled", mode)
     finding = Finding.warning(
         code="graph-for-each-length",
         summary="each batch length records a CUDA graph with a memory pool of its own",
         evidence=f"mode {mode}, and sampled rows of {num_lengths:,} lengths (pytorch#128424)",
         remedy=f"{advice.PAD_TO_FEW_LENGTHS.flag(Door.ARGUMENTS)}, or no --torch_compile_mode",
     )
-    return Line("compiled", mode, (finding,))
+    return CheckLine("compiled", mode, (finding,))
 
 
 CHECKS: tuple[Check, ...] = (
@@ -191,7 +193,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def _gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
+def _judge_gathered_logits(facts: Facts, run: RunSettings) -> Iterator[Finding]:
     longest, rows = facts.data.longest_evaluation, facts.data.num_evaluation_rows
     words = 0 if facts.model.shape is None else facts.model.shape.vocab_size
     is_joined = run.values.get("eval_do_concat_batches") is not False

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import Check, DataFacts, Facts, Line
+from trainer_plugins.check.facts import Check, CheckLine, DataFacts, Facts
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import percent
 
@@ -13,7 +13,7 @@ _OUTLIER = 2.0  # multiple of the 99th percentile; the longest row of transforme
 _FEWEST = 100  # fewer rows have no meaningful percentiles
 
 
-def lengths(facts: Facts) -> Line | None:
+def lengths(facts: Facts) -> CheckLine | None:
     """Judge how unequal the rows are: padding, and the row that does not fit."""
     data = facts.data
     if data.unseen:
@@ -24,7 +24,7 @@ def lengths(facts: Facts) -> Line | None:
             evidence=data.unseen,
             remedy="Give max_length to the tokenizer: then the longest row is known",
         )
-        return Line("rows", f"not sampled: {data.unseen}", (finding,))
+        return CheckLine("rows", f"not sampled: {data.unseen}", (finding,))
     if not data.lengths:
         return None
     ordered = sorted(data.lengths)
@@ -32,11 +32,11 @@ def lengths(facts: Facts) -> Line | None:
     if _are_grouped(facts):
         # transformers/trainer_pt_utils.py, get_length_grouped_indices
         seen += ", which the first batch has"
-    found = (_outlier(ordered, data), _padding(facts, data), _padded_before(data))
-    return Line("rows", seen, tuple(filter(None, found)))
+    found = (_outlier(ordered, data), _padding(facts, data), _judge_early_padding(data))
+    return CheckLine("rows", seen, tuple(filter(None, found)))
 
 
-def collator(facts: Facts) -> Line | None:
+def collator(facts: Facts) -> CheckLine | None:
     """Judge whether the longest sampled rows make a batch."""
     if not facts.data.collator_error:
         return None
@@ -46,13 +46,13 @@ def collator(facts: Facts) -> Line | None:
         evidence=facts.data.collator_error,
         remedy="Run trainer.data_collator on rows of your data set: an error ends the run",
     )
-    return Line("collator", "", (finding,))
+    return CheckLine("collator", "", (finding,))
 
 
 CHECKS: tuple[Check, ...] = (lengths, collator)
 
 
-def wasted(lengths: Sequence[int], rows: int) -> float:
+def measure_waste(lengths: Sequence[int], rows: int) -> float:
     """Return the fraction of padding in random batches, each padded to its longest row."""
     ordered, num = sorted(lengths), len(lengths)
     expected, below = 0.0, 0.0
@@ -83,7 +83,7 @@ def _padding(facts: Facts, data: DataFacts) -> Finding | None:
     if data.is_packed or is_balanced or _are_grouped(facts) or len(data.lengths) < _FEWEST:
         return None
     rows = facts.run.rows
-    part = wasted(data.lengths, rows)
+    part = measure_waste(data.lengths, rows)
     if part < _WASTED:
         return None
     return Finding.warning(
@@ -102,7 +102,7 @@ def _are_grouped(facts: Facts) -> bool:
     return strategy == "group_by_length" or facts.run.flag("group_by_length")
 
 
-def _padded_before(data: DataFacts) -> Finding | None:
+def _judge_early_padding(data: DataFacts) -> Finding | None:
     if not data.pads_in_rows:
         return None
     part = data.pads_in_rows / (data.pads_in_rows + sum(data.lengths))

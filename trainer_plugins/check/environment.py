@@ -9,10 +9,10 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.allocator.lint import lint
 from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.check.facts import Check, Environment, Facts, Line
+from trainer_plugins.check.facts import Check, CheckLine, Environment, Facts
 from trainer_plugins.checkpointing import options
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.extensions import lock_findings, needed_of
+from trainer_plugins.launch.extensions import find_needed_by, lock_findings
 from trainer_plugins.launch.lint.judge import judge_document
 
 # Variables for debugging, and their costs: "CUDA Environment Variables" of torch's docs.
@@ -23,17 +23,17 @@ _DEBUG = {
 _HALVES = ("bfloat16", "float16")
 
 
-def allocator(facts: Facts) -> Line | None:
+def allocator(facts: Facts) -> CheckLine | None:
     """Judge the settings of the allocator."""
     there = facts.environment
     if not there.versions:
         return None
-    variables = Variables.of(there.environ)
+    variables = Variables.pick(there.environ)
     seen = ", ".join(f"{name}={text}" for name, text in variables.texts.items())
-    return Line("allocator", seen or "default settings", lint(variables, there.machine))
+    return CheckLine("allocator", seen or "default settings", lint(variables, there.machine))
 
 
-def launch_file(facts: Facts) -> Line | None:
+def launch_file(facts: Facts) -> CheckLine | None:
     """Judge the file for `accelerate launch`."""
     if not facts.document.name:
         return None
@@ -44,18 +44,18 @@ def launch_file(facts: Facts) -> Line | None:
         training=dict(facts.run.values) or None,
         num_ranks=num_ranks if num_ranks > 1 else None,  # 1 is also the default
     )
-    return Line("launch file", facts.document.name, found)
+    return CheckLine("launch file", facts.document.name, found)
 
 
-def builds(facts: Facts) -> Line | None:
+def builds(facts: Facts) -> CheckLine | None:
     """Judge whether an interrupted build of an extension will make the launch wait forever."""
     if facts.own_pids:  # in a Trainer, StrategyInForce reports it
         return None
-    found = tuple(lock_findings(facts.locks, needed_of(facts.document)))
-    return Line("extensions", "no build was interrupted", found)
+    found = tuple(lock_findings(facts.locks, find_needed_by(facts.document)))
+    return CheckLine("extensions", "no build was interrupted", found)
 
 
-def versions(facts: Facts) -> Line | None:
+def versions(facts: Facts) -> CheckLine | None:
     """Judge whether the versions are known to leak or to take more than they need."""
     there = facts.environment
     if not there.versions:
@@ -63,10 +63,10 @@ def versions(facts: Facts) -> Line | None:
     names = ("torch", "transformers", "accelerate")
     seen = ", ".join(f"{name} {there.versions[name]}" for name in names if name in there.versions)
     known = [rule.judge(there) for rule in _KNOWN if rule.applies(facts)]
-    return Line("versions", seen, tuple(filter(None, (_wrong_torch(facts, there), *known))))
+    return CheckLine("versions", seen, tuple(filter(None, (_wrong_torch(facts, there), *known))))
 
 
-def switches(facts: Facts) -> Line | None:
+def switches(facts: Facts) -> CheckLine | None:
     """Judge variables that were set for debugging."""
     environ = facts.environment.environ
     on = {name: environ[name] for name in _DEBUG if environ.get(name, "0") not in ("", "0")}
@@ -78,7 +78,7 @@ def switches(facts: Facts) -> Line | None:
         evidence=", ".join(f"{name}={text}" for name, text in on.items()),
         remedy=f"unset {' '.join(on)}",
     )
-    return Line("debugging", "", (finding,))
+    return CheckLine("debugging", "", (finding,))
 
 
 CHECKS: tuple[Check, ...] = (allocator, launch_file, builds, versions, switches)
@@ -121,7 +121,7 @@ class _KnownVersions:
 def _is_fsdp2(facts: Facts) -> bool:
     strategy = facts.run.strategy
     if strategy is None or strategy.family != "FSDP":
-        return facts.document.in_fsdp("version") == 2
+        return facts.document.get_fsdp("version") == 2
     return strategy.wrapped_class != "FullyShardedDataParallel"
 
 
@@ -137,7 +137,8 @@ def _has_whole_experts(facts: Facts) -> bool:
 
 def _asks_one_rank_to_load(facts: Facts) -> bool:
     return (
-        facts.model.expert_bytes > 0 and facts.document.in_fsdp("cpu_ram_efficient_loading") is True
+        facts.model.expert_bytes > 0
+        and facts.document.get_fsdp("cpu_ram_efficient_loading") is True
     )
 
 
@@ -148,7 +149,7 @@ _KNOWN = (
         package="accelerate",
         fixed=(1, 15),
         applies=lambda facts: (
-            _is_fsdp2(facts) and facts.document.in_fsdp("activation_checkpointing") is True
+            _is_fsdp2(facts) and facts.document.get_fsdp("activation_checkpointing") is True
         ),
         what="FSDP2's activation checkpointing wraps the parts of a layer one by one, and keeps"
         " all tensors between them",

@@ -60,7 +60,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     """Holds the sizes of a model that make memory grow with length."""
 
     vocab_size: int
@@ -74,14 +74,14 @@ class Shape:
         return 2 * self.num_layers * self.num_key_value_heads * self.head_size * width
 
     @classmethod
-    def of(cls, config: Mapping[str, object]) -> "Shape | None":
+    def read(cls, config: Mapping[str, object]) -> "ModelShape | None":
         """Read the config of a model of language, or of such a part; None if there is none.
 
-        >>> Shape.of({"vocab_size": 8, "n_layer": 2, "n_head": 4, "n_embd": 64})
-        Shape(vocab_size=8, num_layers=2, num_heads=4, num_key_value_heads=4, head_size=16)
+        >>> ModelShape.read({"vocab_size": 8, "n_layer": 2, "n_head": 4, "n_embd": 64})
+        ModelShape(vocab_size=8, num_layers=2, num_heads=4, num_key_value_heads=4, head_size=16)
         """
         if isinstance(inner := config.get("text_config"), Mapping):
-            return cls.of(inner)
+            return cls.read(inner)
 
         def number(*names: str, default: int = 0) -> int:
             values = map(config.get, names)
@@ -120,7 +120,7 @@ class OtherModel:
 class ModelFacts:
     """Describes the model in training as its objects show it. Sizes in bytes, on this rank."""
 
-    shape: Shape | None = None
+    shape: ModelShape | None = None
     predicts_tokens: bool = False  # whether its loss needs a logit for each token and word
     makes_no_logits: bool = False  # whether a fused loss avoids them
     trainable_bytes: Mapping[str, int] = field(default_factory=dict)  # by dtype
@@ -236,7 +236,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckLine:
     """Holds what one check saw, and what it found."""
 
     name: str
@@ -244,7 +244,7 @@ class Line:
     findings: tuple[Finding, ...] = ()
 
 
-Check = Callable[[Facts], Line | None]  # None if its facts are unknown
+Check = Callable[[Facts], CheckLine | None]  # None if its facts are unknown
 
 
 def severity_of(need_bytes: int, free_bytes: int) -> Severity:

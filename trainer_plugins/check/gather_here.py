@@ -15,11 +15,11 @@ from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.check.facts import CardFacts, Environment, Facts, MainMemory, Owner
 from trainer_plugins.devices import GpuProcess, HostDevice, NvmlDevice, NvmlError
 from trainer_plugins.devices.nvml import NvmlErrorKind
-from trainer_plugins.devices.nvml_cards import InstalledCard, installed_cards
+from trainer_plugins.devices.nvml_cards import InstalledCard, list_cards
 from trainer_plugins.devices.patience import Patience
 from trainer_plugins.launch.extensions import ExtensionLock, read_locks
-from trainer_plugins.launch.masked import masked_command
-from trainer_plugins.launch.place import installed_versions
+from trainer_plugins.launch.masked import mask_command
+from trainer_plugins.launch.place import read_versions
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Notes:
     def __init__(self) -> None:
         self.failed: list[str] = []
 
-    def tried(self, what: str, read: Callable[[], T], default: T) -> T:
+    def try_read(self, what: str, read: Callable[[], T], default: T) -> T:
         try:
             return read()
         except Exception as error:
@@ -51,10 +51,10 @@ def gather_here(environ: Mapping[str, str]) -> Facts:
     notes = Notes()
     unread: tuple[ExtensionLock, ...] = ()
     return replace(
-        notes.tried("the cards", _cards, Facts()),
-        main=notes.tried("main memory", main_memory, None),
-        environment=notes.tried("the environment", partial(environment, environ), Environment()),
-        locks=notes.tried("extensions", partial(read_locks, environ), unread),
+        notes.try_read("the cards", _cards, Facts()),
+        main=notes.try_read("main memory", main_memory, None),
+        environment=notes.try_read("the environment", partial(environment, environ), Environment()),
+        locks=notes.try_read("extensions", partial(read_locks, environ), unread),
         failed=tuple(notes.failed),
     )
 
@@ -74,9 +74,7 @@ def main_memory() -> MainMemory:
 
 def environment(environ: Mapping[str, str]) -> Environment:
     """Look at variables and versions."""
-    return Environment(
-        environ=environ, machine=gather_machine(environ), versions=installed_versions()
-    )
+    return Environment(environ=environ, machine=gather_machine(environ), versions=read_versions())
 
 
 def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
@@ -85,7 +83,7 @@ def owner_of(process: GpuProcess, is_peer: bool = False) -> Owner:
         known = psutil.Process(process.pid)
         if known.status() == psutil.STATUS_ZOMBIE:
             return Owner(process=process, command="(ended)", is_orphan=True, is_peer=is_peer)
-        command = " ".join(masked_command(known.cmdline()))[:_LONGEST_COMMAND]
+        command = " ".join(mask_command(known.cmdline()))[:_LONGEST_COMMAND]
         return Owner(process=process, command=command, is_orphan=_is_orphan(known), is_peer=is_peer)
     except (psutil.Error, OSError):  # it has ended, is outside the container, or is another user's
         return Owner(process=process, is_peer=is_peer)
@@ -112,7 +110,7 @@ def _existing(folder: Path) -> Path:
 
 def _cards() -> Facts:
     try:
-        return Facts(cards=tuple(map(_card, _nvml_calls.call(installed_cards))))
+        return Facts(cards=tuple(map(_card, _nvml_calls.call(list_cards))))
     except TimeoutError as error:
         return Facts(driver_trouble=f"the driver hangs: {error}; read `dmesg`")
     except NvmlError as error:

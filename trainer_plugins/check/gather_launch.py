@@ -9,8 +9,8 @@ from trainer_plugins.check.facts import (
     DataFacts,
     Facts,
     ModelFacts,
+    ModelShape,
     RunSettings,
-    Shape,
     folder_of,
     predicts_tokens,
 )
@@ -21,7 +21,7 @@ from trainer_plugins.drycuda.predict import predict_one
 from trainer_plugins.launch.lint.document import read_document
 from trainer_plugins.launch.lint.training import training_arguments, unknown_argument
 from trainer_plugins.planner.cards import card_of
-from trainer_plugins.planner.compare.switches import with_base_streamed
+from trainer_plugins.planner.compare.switches import stream_base
 from trainer_plugins.planner.inputs import read_config, request_of
 from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -37,7 +37,7 @@ def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
     if model is None and asked.trainer is None and (why := unknown_argument(values)):
         raise PlanError(why)
     file = asked.accelerate_config or values.get("deepspeed")
-    facts = _with_card(gather_here(environ), asked.gpu)
+    facts = _add_card(gather_here(environ), asked.gpu)
     if isinstance(file, (str, Path)):
         facts = replace(facts, document=read_document(Path(file)))
     if not values and model is None:
@@ -63,18 +63,18 @@ def gather_launch(environ: Mapping[str, str], asked: RunOptions) -> Facts:
     if asked.attn_implementation is not None:
         seen = replace(seen, attention=asked.attn_implementation)
     facts = replace(facts, run=run, model=seen, data=data)
-    return _with_plan(facts, asked)
+    return _add_plan(facts, asked)
 
 
 def gather_command(environ: Mapping[str, str], ran: Variations, gpu: str | None) -> Facts:
     """Look at this machine, and gather what the dry run of a command shows."""
     plan, values = ran.plan, ran.arguments
-    facts = _with_card(gather_here(environ), gpu)
+    facts = _add_card(gather_here(environ), gpu)
     run = RunSettings(values=values, folder_trouble=folder_trouble(folder_of(values)))
     return replace(facts, run=run, plan=plan, accumulation=plan.accumulation)
 
 
-def _with_card(facts: Facts, gpu: str | None) -> Facts:
+def _add_card(facts: Facts, gpu: str | None) -> Facts:
     if gpu is not None:
         card = card_of(gpu)
         return replace(
@@ -97,7 +97,7 @@ def _with_card(facts: Facts, gpu: str | None) -> Facts:
     )
 
 
-def _with_plan(facts: Facts, asked: RunOptions) -> Facts:
+def _add_plan(facts: Facts, asked: RunOptions) -> Facts:
     """Add a plan, and if it does not fit, one with its frozen base streamed."""
     if asked.gpu is None and facts.device_bytes is not None:
         asked = replace(asked, gpu=f"{facts.device_bytes // MIB}MiB")
@@ -109,7 +109,7 @@ def _with_plan(facts: Facts, asked: RunOptions) -> Facts:
     streamed = None
     if plan.fits_card is False:
         with suppress(PlanError):
-            streamed = predict_one(with_base_streamed(request), asked.timeout)
+            streamed = predict_one(stream_base(request), asked.timeout)
     return replace(facts, plan=plan, streamed_plan=streamed, accumulation=plan.accumulation)
 
 
@@ -117,7 +117,7 @@ def _model(config: Mapping[str, object], run: RunSettings) -> ModelFacts:
     classes = config.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     return ModelFacts(
-        shape=Shape.of(config),
+        shape=ModelShape.read(config),
         predicts_tokens=predicts_tokens(name) or not name,
         makes_no_logits=run.flag("use_liger_kernel"),
         attention=str(config.get("_attn_implementation") or "sdpa"),  # transformers' default

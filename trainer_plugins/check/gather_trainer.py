@@ -20,9 +20,9 @@ from trainer_plugins.check.facts import (
     Environment,
     Facts,
     ModelFacts,
+    ModelShape,
     OtherModel,
     RunSettings,
-    Shape,
     folder_of,
     predicts_tokens,
 )
@@ -39,7 +39,7 @@ from trainer_plugins.devices import Device
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.launch.in_force import strategy_of
 from trainer_plugins.longest import Lengths, has_rows, lengths_of
-from trainer_plugins.planner.rehearse.gather import undisturbed
+from trainer_plugins.planner.rehearse.gather import keep_undisturbed
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.upkeep.holders import root_modules, storage_of
 from trainer_plugins.watch.memory_watch import own_pids
@@ -57,9 +57,9 @@ def gather_trainer(
     """Look at a Trainer when training begins, in up to a second; the model has no wrappers."""
     notes = Notes()
     reading, is_card = device.read(), device.name != "cpu"
-    card = notes.tried("the card", partial(_card, device, reading), None) if is_card else None
-    run = notes.tried("the arguments", partial(_run, trainer, optimizer), RunSettings())
-    data = notes.tried("the data", partial(_data, trainer, model, run), DataFacts())
+    card = notes.try_read("the card", partial(_card, device, reading), None) if is_card else None
+    run = notes.try_read("the arguments", partial(_run, trainer, optimizer), RunSettings())
+    data = notes.try_read("the data", partial(_data, trainer, model, run), DataFacts())
     read_loss = partial(judge_accumulation, trainer, data.batch_names)
     read_model = partial(_model, trainer, model, optimizer, device.name.split(":")[0])
     facts = Facts(
@@ -69,12 +69,14 @@ def gather_trainer(
         device_bytes=reading.total_bytes,
         capability=card.capability if card is not None else None,
         device_free_bytes=reading.free_bytes + (reading.cached_bytes if is_card else 0),
-        main=notes.tried("main memory", main_memory, None),
-        environment=notes.tried("the environment", partial(environment, os.environ), Environment()),
+        main=notes.try_read("main memory", main_memory, None),
+        environment=notes.try_read(
+            "the environment", partial(environment, os.environ), Environment()
+        ),
         run=run,
-        model=notes.tried("the model", read_model, ModelFacts()),
+        model=notes.try_read("the model", read_model, ModelFacts()),
         data=data,
-        accumulation=notes.tried("the loss", read_loss, None),
+        accumulation=notes.try_read("the loss", read_loss, None),
     )
     return replace(facts, failed=tuple(notes.failed))
 
@@ -144,7 +146,7 @@ def _model(trainer: HfTrainer, model: nn.Module, optimizer: object, device_type:
     inner: Any = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
     states = tensors_in(getattr(inner, "state", None))
     return ModelFacts(
-        shape=Shape.of(config.to_dict()) if hasattr(config, "to_dict") else None,
+        shape=ModelShape.read(config.to_dict()) if hasattr(config, "to_dict") else None,
         predicts_tokens=predicts_tokens(type(base).__name__),
         makes_no_logits=_has_fused_loss(trainer, base),
         trainable_bytes=trainable,
@@ -236,7 +238,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
     collate = getattr(loader, "collate_fn", None)
     if not has_rows(dataset):
         return replace(found, unseen=f"{type(dataset).__name__} cannot be asked for single rows")
-    with undisturbed(trainer):
+    with keep_undisturbed(trainer):
         read = _lengths(dataset)
         lengths = dict(zip(read.rows.tolist(), read.tokens.tolist(), strict=True))
         masks = [_mask_of(dataset[index]) for index in list(lengths)[:_MOST_MASKS]]
@@ -245,7 +247,7 @@ def _data(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataFacts:
             lengths = {index: sum(mask) for index, mask in enumerate(masks) if mask}
         longest = sorted(lengths, key=lambda index: -lengths[index])
         longest = longest[: run.rows]
-        batch, error = _collated(model, dataset, collate, longest)
+        batch, error = _collate(model, dataset, collate, longest)
         longest_target = _longest_target(model, read)
     inner = getattr(collate, "data_collator", collate)
     return replace(
@@ -269,7 +271,7 @@ def _evaluation(trainer: HfTrainer, model: nn.Module, run: RunSettings) -> DataF
         dataset = max(sized, key=len, default=None)
     if not run.evaluates or not has_rows(dataset):
         return DataFacts()
-    with undisturbed(trainer):
+    with keep_undisturbed(trainer):
         longest = _longest_target(model, _lengths(dataset))
     return DataFacts(longest_evaluation=longest, num_evaluation_rows=len(dataset))
 
@@ -294,7 +296,7 @@ def _mask_of(row: object) -> list[int]:
     return [int(value) for value in values] if isinstance(values, (list, tuple)) else []
 
 
-def _collated(
+def _collate(
     model: nn.Module, dataset: Any, collate: Any, indices: list[int]
 ) -> tuple[object, str]:
     """Return a batch of these rows, or what the collator raised for it."""

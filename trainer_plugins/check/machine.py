@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import CardFacts, Check, Facts, Line, Owner
+from trainer_plugins.check.facts import CardFacts, Check, CheckLine, Facts, Owner
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
 from trainer_plugins.watch.foreign import context_allowance_bytes, foreign_memory
@@ -15,25 +15,25 @@ _NUMBER = "a number"
 _KINDS = {"GPU-": "a card's UUID", "MIG-": "a MIG slice"}
 
 
-def cards(facts: Facts) -> Line:
+def cards(facts: Facts) -> CheckLine:
     """Judge which cards a process will see, and whether the driver can read them."""
     if facts.driver_trouble:
         remedy = "Repair the driver: `nvidia-smi` has to work first"
-        return Line("cards", "", (_silent("the cards", facts.driver_trouble, remedy),))
+        return CheckLine("cards", "", (_silent("the cards", facts.driver_trouble, remedy),))
     if not facts.cards:
-        return Line("cards", facts.no_cards or "none")
+        return CheckLine("cards", facts.no_cards or "none")
     if facts.own_pids:  # this process has its card already
-        return Line("cards", _named(facts.cards))
+        return CheckLine("cards", _name_cards(facts.cards))
     silent = []
     for card in facts.cards:
         if card.trouble:
             remedy = f"Leave {card.uuid} out of {_VISIBLE} until it does"
             silent.append(_silent(card.name or card.uuid, card.trouble, remedy))
-    seen = f"{_named(cards_in_use(facts))} of {len(facts.cards)}"
-    return Line("cards", seen, (*_visibility(facts), *silent))
+    seen = f"{_name_cards(cards_in_use(facts))} of {len(facts.cards)}"
+    return CheckLine("cards", seen, (*_visibility(facts), *silent))
 
 
-def memory_of_others(facts: Facts) -> Line | None:
+def memory_of_others(facts: Facts) -> CheckLine | None:
     """Judge how much other processes hold on each card in use."""
     free, found = [], []
     for card in cards_in_use(facts):
@@ -45,30 +45,30 @@ def memory_of_others(facts: Facts) -> Line | None:
             found.append(foreign_memory(card.reading, allowance, processes, facts.own_pids))
     if not free:
         return None
-    return Line("free memory", f"{', '.join(free)} free", tuple(filter(None, found)))
+    return CheckLine("free memory", f"{', '.join(free)} free", tuple(filter(None, found)))
 
 
-def earlier_runs(facts: Facts) -> Line | None:
+def earlier_runs(facts: Facts) -> CheckLine | None:
     """Judge what earlier runs and other ranks have left on the cards in use."""
     owners = [owner for card in cards_in_use(facts) for owner in card.owners or ()]
     if not owners:
         return None
     others = [owner for owner in owners if owner.process.pid not in facts.own_pids]
-    left = filter(None, map(_left, others))
-    return Line("processes", "none of an earlier run", (*left, *_strays(facts)))
+    left = filter(None, map(_judge_leftover, others))
+    return CheckLine("processes", "none of an earlier run", (*left, *_strays(facts)))
 
 
-def precision(facts: Facts) -> Line | None:
+def precision(facts: Facts) -> CheckLine | None:
     """Judge whether the cards support the requested precision."""
     known = [(each.capability, each.name) for each in cards_in_use(facts) if each.capability]
     if not known:
         return None
     capability, name = min(known, key=lambda each: each[0] >= _AMPERE)  # the first old one
     if capability >= _AMPERE:
-        return Line("precision", "bf16, TF32 and flash attention")
+        return CheckLine("precision", "bf16, TF32 and flash attention")
     seen = "no bf16, TF32 or flash attention: fp16"
     if not facts.run.flag("bf16"):
-        return Line("precision", seen)
+        return CheckLine("precision", seen)
     number = ".".join(map(str, capability))
     finding = Finding.warning(
         code="bf16-emulated",
@@ -76,7 +76,7 @@ def precision(facts: Facts) -> Line | None:
         evidence=f"compute capability {number}; bf16 and flash attention need 8.0",
         remedy="Use --fp16 instead of --bf16",
     )
-    return Line("precision", seen, (finding,))
+    return CheckLine("precision", seen, (finding,))
 
 
 def cards_in_use(facts: Facts) -> list[CardFacts]:
@@ -90,7 +90,7 @@ def cards_in_use(facts: Facts) -> list[CardFacts]:
 CHECKS: tuple[Check, ...] = (cards, memory_of_others, earlier_runs, precision)
 
 
-def _named(cards: Sequence[CardFacts]) -> str:
+def _name_cards(cards: Sequence[CardFacts]) -> str:
     names = [card.name or card.uuid for card in cards]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
 
@@ -126,7 +126,7 @@ def _visibility(facts: Facts) -> Iterator[Finding]:
         yield Finding.warning(
             code="card-order",
             summary=f"the numbers in {_VISIBLE} may mean other cards than in nvidia-smi",
-            evidence=f"{_named(facts.cards)}: CUDA puts the fastest first (pytorch#86539)",
+            evidence=f"{_name_cards(facts.cards)}: CUDA puts the fastest first (pytorch#86539)",
             remedy="export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     slices = [uuid for uuid in uuids if uuid.startswith("MIG-")]
@@ -139,7 +139,7 @@ def _visibility(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _left(owner: Owner) -> Finding | None:
+def _judge_leftover(owner: Owner) -> Finding | None:
     process = owner.process
     held = "memory" if process.used_bytes is None else size(process.used_bytes)
     if "ipykernel" in owner.command:
@@ -204,7 +204,7 @@ def _visible(facts: Facts) -> tuple[list[str], str]:
         if kind != first:
             why = f"{entry} is {kind}, and the list began with {first}: they cannot be mixed"
             return found, why
-        named = _named_by(entry, facts.cards)
+        named = _match_entry(entry, facts.cards)
         if len(named) != 1:
             return found, f"{entry} names {len(named) or 'none'} of them"
         if named[0] in found:
@@ -218,7 +218,7 @@ def _kind(entry: str) -> str:
     return _KINDS.get(entry[:4], _NUMBER)
 
 
-def _named_by(entry: str, cards: Sequence[CardFacts]) -> list[str]:
+def _match_entry(entry: str, cards: Sequence[CardFacts]) -> list[str]:
     """Return the UUIDs of the cards or slices that an entry names: a number, or how they begin."""
     if _kind(entry) == _NUMBER:
         numbers = [int(entry)] if entry.isdecimal() else []

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import Check, Facts, Line, severity_of
+from trainer_plugins.check.facts import Check, CheckLine, Facts, severity_of
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import GIB, MIB, size
-from trainer_plugins.watch.pressure import Budget, host_pressure, shared_memory
+from trainer_plugins.watch.pressure import Budget, host_pressure, judge_shared_memory
 
 _PREFETCH = 2  # batches that each worker holds ready: `prefetch_factor` of torch's DataLoader
 _NO_SPILL = (
@@ -18,7 +18,7 @@ _NO_SPILL_IN_WSL = f"{advice.HEADROOM.flag(Door.CODE)} makes an OOM of it"
 _SMALL_LOCK_BYTES = 64 * MIB  # `ulimit -l` is usually 64 KiB to 8 MiB, by distribution
 
 
-def main_memory(facts: Facts) -> Line | None:
+def main_memory(facts: Facts) -> CheckLine | None:
     """Judge how much main memory is free, within the container's limit."""
     if facts.main is None:
         return None
@@ -27,10 +27,10 @@ def main_memory(facts: Facts) -> Line | None:
     if reading.total_bytes < facts.main.machine_bytes:
         seen += f", the container's limit (the machine has {size(facts.main.machine_bytes)})"
     found = host_pressure(reading, Budget())
-    return Line("main memory", seen, (found,) if found else ())
+    return CheckLine("main memory", seen, (found,) if found else ())
 
 
-def shared(facts: Facts) -> Line | None:
+def judge_shared(facts: Facts) -> CheckLine | None:
     """Judge /dev/shm by the batches that dataloader workers will put there."""
     if facts.main is None or not facts.main.shared.shm_total_bytes:
         return None
@@ -41,8 +41,8 @@ def shared(facts: Facts) -> Line | None:
     need, free = ranks * workers * prefetch * batch, there.shm_free_bytes
     seen = f"{size(free)} free" + (f", {size(need)} needed" if need else "")
     if need <= free / 2:
-        found = shared_memory(there)
-        return Line("/dev/shm", seen, (found,) if found and need else ())
+        found = judge_shared_memory(there)
+        return CheckLine("/dev/shm", seen, (found,) if found and need else ())
     larger = advice.LARGER_SHM.flag(Door.SHELL, size=f"{2 * need // GIB + 1}g")
     finding = Finding(
         code="shared-memory-small",
@@ -53,10 +53,10 @@ def shared(facts: Facts) -> Line | None:
         remedy=f"{larger}, or {advice.FEWER_WORKERS.flag(Door.TRAINER, workers=0)}",
         amount=float(need),
     )
-    return Line("/dev/shm", seen, (finding,))
+    return CheckLine("/dev/shm", seen, (finding,))
 
 
-def locked(facts: Facts) -> Line | None:
+def judge_locked_memory(facts: Facts) -> CheckLine | None:
     """Judge the limit of locked memory, if a library of this run locks some."""
     limit = None if facts.main is None else facts.main.memlock_bytes
     if limit is None or limit >= _SMALL_LOCK_BYTES or not (who := ", ".join(_lockers(facts))):
@@ -68,17 +68,17 @@ def locked(facts: Facts) -> Line | None:
         remedy=advice.LOCK_MORE_MEMORY.flag(Door.SHELL),
         data={"limit_bytes": limit},
     )
-    return Line("locked memory", size(limit), (finding,))
+    return CheckLine("locked memory", size(limit), (finding,))
 
 
-def swap(facts: Facts) -> Line | None:
+def swap(facts: Facts) -> CheckLine | None:
     """Judge whether main memory is swapped out already, before an offload fills it."""
     if facts.main is None or not (places := _offload(facts)):
         return None
     main = facts.main
     seen = f"{size(main.swap_used_bytes)} of {size(main.swap_bytes)} in use"
     if main.swap_used_bytes < max(GIB, main.swap_bytes // 4):
-        return Line("swap", seen)
+        return CheckLine("swap", seen)
     finding = Finding.warning(
         code="swap-in-use",
         summary=f"this run offloads {', '.join(places)}, but main memory is swapped out already",
@@ -90,10 +90,10 @@ def swap(facts: Facts) -> Line | None:
             "free_bytes": main.reading.free_bytes,
         },
     )
-    return Line("swap", seen, (finding,))
+    return CheckLine("swap", seen, (finding,))
 
 
-def wsl(facts: Facts) -> Line | None:
+def wsl(facts: Facts) -> CheckLine | None:
     """Report the limits of Windows."""
     machine = facts.environment.machine
     if not (machine.is_wsl or machine.is_windows):
@@ -108,10 +108,10 @@ def wsl(facts: Facts) -> Line | None:
         remedy=f"{_NO_SPILL_IN_WSL if machine.is_wsl else _NO_SPILL};"
         f" {advice.NO_PINNED_BATCHES.flag(Door.TRAINER)}",
     )
-    return Line("Windows", "", (finding,))
+    return CheckLine("Windows", "", (finding,))
 
 
-CHECKS: tuple[Check, ...] = (main_memory, shared, locked, swap, wsl)
+CHECKS: tuple[Check, ...] = (main_memory, judge_shared, judge_locked_memory, swap, wsl)
 
 
 def _offload(facts: Facts) -> dict[str, str]:

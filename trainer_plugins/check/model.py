@@ -9,10 +9,10 @@ from trainer_plugins.check.facts import (
     LITTLE,
     MUCH,
     Check,
+    CheckLine,
     Facts,
-    Line,
     ModelFacts,
-    Shape,
+    ModelShape,
     severity_of,
 )
 from trainer_plugins.checkpointing import is_asked
@@ -25,7 +25,7 @@ from trainer_plugins.units import percent, size
 _STATES = {"AdamW": 2.0, "Adam": 2.0, "SGD": 0.0, "Adafactor": 0.0}
 
 
-def copies(facts: Facts) -> Line | None:
+def copies(facts: Facts) -> CheckLine | None:
     """Judge which other models are alive in addition to the one in training."""
     model = facts.model
     if not model.homes:
@@ -43,10 +43,10 @@ def copies(facts: Facts) -> Line | None:
         for other in model.others
         if other.num_bytes >= LITTLE * _device(facts)
     ]
-    return Line("copies", f"one model of {size(sum(model.homes.values()))}", tuple(found))
+    return CheckLine("copies", f"one model of {size(sum(model.homes.values()))}", tuple(found))
 
 
-def frozen(facts: Facts) -> Line | None:
+def frozen(facts: Facts) -> CheckLine | None:
     """Judge whether frozen weights take twice the memory that they need."""
     model = facts.model
     if not sum(model.frozen_bytes.values()):
@@ -55,7 +55,7 @@ def frozen(facts: Facts) -> Line | None:
     seen = f"{size(sum(model.frozen_bytes.values()))} of {', '.join(model.frozen_bytes)}"
     is_mixed = facts.run.flag("bf16") or facts.run.flag("fp16")
     if wide < LITTLE * _device(facts):
-        return Line("frozen weights", seen)
+        return CheckLine("frozen weights", seen)
     finding = Finding(
         code="frozen-fp32",
         severity=Severity.WARNING if is_mixed else Severity.INFO,
@@ -65,10 +65,10 @@ def frozen(facts: Facts) -> Line | None:
         remedy=f"Load the base with {advice.HALF_PRECISION_WEIGHTS.flag(Door.CODE)}",
         amount=float(wide),
     )
-    return Line("frozen weights", seen, (finding,))
+    return CheckLine("frozen weights", seen, (finding,))
 
 
-def dtypes(facts: Facts) -> Line | None:
+def dtypes(facts: Facts) -> CheckLine | None:
     """Judge where the parameters are, and whether a gradient scaler can work with them."""
     model = facts.model
     if not model.homes:
@@ -76,16 +76,16 @@ def dtypes(facts: Facts) -> Line | None:
     kinds = {**model.trainable_bytes, **model.frozen_bytes}
     seen = f"{', '.join(kinds)} on {', '.join(model.homes)}"
     found = tuple(_unfit(facts, model)) if _is_whole(facts) else ()
-    return Line("parameters", seen, found)
+    return CheckLine("parameters", seen, found)
 
 
-def checkpoints(facts: Facts) -> Line | None:
+def checkpoints(facts: Facts) -> CheckLine | None:
     """Judge whether requested checkpointing is active."""
     model = facts.model
     if not model.homes:
         return None
     if not is_asked(facts.run.values):
-        return Line("checkpointing", "not requested")
+        return CheckLine("checkpointing", "not requested")
     if not model.is_checkpointing:
         finding = Finding.warning(
             code="checkpointing-not-live",
@@ -103,11 +103,11 @@ def checkpoints(facts: Facts) -> Line | None:
             f" {advice.INPUTS_REQUIRE_GRADS.flag(Door.CODE)}",
         )
     else:
-        return Line("checkpointing", "active")
-    return Line("checkpointing", "", (finding,))
+        return CheckLine("checkpointing", "active")
+    return CheckLine("checkpointing", "", (finding,))
 
 
-def attention(facts: Facts) -> Line | None:
+def attention(facts: Facts) -> CheckLine | None:
     """Judge whether attention stores a score for each pair of tokens, by its kernel."""
     model, rows, longest = facts.model, facts.run.rows, max(facts.data.lengths, default=0)
     if model.shape is None or not model.attention:
@@ -118,7 +118,7 @@ def attention(facts: Facts) -> Line | None:
     scores = rows * model.shape.num_heads * longest * longest * (4 + 2)
     falls_back = kernel == "all scores"
     if not (falls_back or model.attention == "eager") or scores < LITTLE * _device(facts):
-        return Line("attention", seen)
+        return CheckLine("attention", seen)
     part = scores / _device(facts)
     dtype = _dtype(facts, model)
     change, why = advice.CHECKPOINTING.flag(Door.TRAINER), ""
@@ -142,10 +142,10 @@ def attention(facts: Facts) -> Line | None:
             "fraction": part,
         },
     )
-    return Line("attention", seen, (finding,))
+    return CheckLine("attention", seen, (finding,))
 
 
-def cache(facts: Facts) -> Line | None:
+def cache(facts: Facts) -> CheckLine | None:
     """Judge whether training forwards keep keys and values."""
     model = facts.model
     if model.shape is None or not model.homes:
@@ -153,7 +153,7 @@ def cache(facts: Facts) -> Line | None:
     num_tokens = facts.run.rows * max(facts.data.lengths, default=0)
     need = num_tokens * model.shape.cache_bytes_a_token(2)
     if not model.uses_cache or need < LITTLE * _device(facts):
-        return Line("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
+        return CheckLine("KV cache", f"{size(need)} in training" if model.uses_cache else "off")
     finding = Finding.warning(
         code="kv-cache-in-training",
         summary="each training forward returns a cache of keys and values that nothing reads",
@@ -161,16 +161,16 @@ def cache(facts: Facts) -> Line | None:
         remedy=advice.NO_CACHE_IN_TRAINING.flag(Door.CODE),
         data={"cache_bytes": need},
     )
-    return Line("KV cache", "", (finding,))
+    return CheckLine("KV cache", "", (finding,))
 
 
-def logits(facts: Facts) -> Line | None:
+def logits(facts: Facts) -> CheckLine | None:
     """Judge how much the logits of a micro-batch take when the loss is computed."""
     model, rows, longest = facts.model, facts.run.rows, facts.data.longest_target
     if model.shape is None or not model.predicts_tokens or not longest:
         return None
     if model.makes_no_logits:
-        return Line("logits", "computed in parts")
+        return CheckLine("logits", "computed in parts")
     # transformers/loss/loss_utils.py, ForCausalLMLoss
     widths, why = [2, 4, 4], "logits, their float32 copy for the loss, and its gradient"
     if _dtype(facts, model) == "float32":
@@ -178,7 +178,7 @@ def logits(facts: Facts) -> Line | None:
     need = rows * longest * model.shape.vocab_size * sum(widths)
     part, seen = need / _device(facts), size(need)
     if part < MUCH:
-        return Line("logits", seen)
+        return CheckLine("logits", seen)
     finding = Finding(
         code="logits-fp32",
         severity=Severity.ERROR if part > 1 else Severity.WARNING,
@@ -195,10 +195,10 @@ def logits(facts: Facts) -> Line | None:
             "fraction": part,
         },
     )
-    return Line("logits", seen, (finding,))
+    return CheckLine("logits", seen, (finding,))
 
 
-def states(facts: Facts) -> Line | None:
+def states(facts: Facts) -> CheckLine | None:
     """Judge whether gradients and optimizer states fit next to the weights."""
     model, free = facts.model, facts.device_free_bytes
     times = _STATES.get(model.optimizer)
@@ -208,7 +208,7 @@ def states(facts: Facts) -> Line | None:
     need = int(trainable * (1 + times)) - model.optimizer_state_bytes
     seen = f"{size(need)} for gradients and {model.optimizer}, {size(free)} free"
     if need <= free:
-        return Line("optimizer", seen, tuple(_strayed(model)))
+        return CheckLine("optimizer", seen, tuple(_find_strays(model)))
     finding = Finding.error(
         code="states-too-large",
         summary=f"gradients and optimizer states take {size(need)}, and {size(free)} is free: the"
@@ -219,20 +219,20 @@ def states(facts: Facts) -> Line | None:
         amount=float(need),
         data={"needed_bytes": need, "free_bytes": free, "trainable_bytes": trainable},
     )
-    return Line("optimizer", seen, (finding, *_strayed(model)))
+    return CheckLine("optimizer", seen, (finding, *_find_strays(model)))
 
 
-def gradients(facts: Facts) -> Line | None:
+def gradients(facts: Facts) -> CheckLine | None:
     """Judge whether whole gradients, which FSDP keeps between micro-batches, fit on a card."""
     model, free, strategy = facts.model, facts.device_free_bytes, facts.run.strategy
     if free is None or strategy is None or strategy.family != "FSDP":
         return None
     if not keeps_whole_gradients(facts.run.values):
-        return Line("gradients", "divided among the cards")
+        return CheckLine("gradients", "divided among the cards")
     trainable = sum(model.trainable_bytes.values())
     need, seen = trainable * strategy.world_size, "whole between the micro-batches of a step"
     if need < MUCH * free:
-        return Line("gradients", seen)
+        return CheckLine("gradients", seen)
     change = advice.REDUCED_EACH_TIME
     finding = Finding(
         code="fsdp-whole-gradients",
@@ -243,7 +243,7 @@ def gradients(facts: Facts) -> Line | None:
         remedy=f"{change.flag(Door.TRAINER)}: {change.price}",
         amount=float(need),
     )
-    return Line("gradients", seen, (finding,))
+    return CheckLine("gradients", seen, (finding,))
 
 
 CHECKS: tuple[Check, ...] = (
@@ -266,7 +266,7 @@ def _dtype(facts: Facts, model: ModelFacts) -> str:
     return next(iter({**model.trainable_bytes, **model.frozen_bytes}), "float32")
 
 
-def _kernel(facts: Facts, model: ModelFacts, shape: Shape) -> Kernel | None:
+def _kernel(facts: Facts, model: ModelFacts, shape: ModelShape) -> Kernel | None:
     """Return the kernel for these shapes; None if it is not torch's attention, or not on CUDA."""
     if model.attention != "sdpa" or facts.capability is None:
         return None
@@ -311,7 +311,7 @@ def _unfit(facts: Facts, model: ModelFacts) -> Iterator[Finding]:
         )
 
 
-def _strayed(model: ModelFacts) -> Iterator[Finding]:
+def _find_strays(model: ModelFacts) -> Iterator[Finding]:
     if model.stray_bytes > LITTLE * sum(model.trainable_bytes.values()):
         yield Finding.warning(
             code="optimizer-of-other-tensors",

@@ -2,16 +2,16 @@
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.check.facts import Check, Facts, Line
+from trainer_plugins.check.facts import Check, CheckLine, Facts
 from trainer_plugins.finding import Data, Finding, Severity
-from trainer_plugins.planner.plan import MemoryPlan, at_least
+from trainer_plugins.planner.plan import MemoryPlan, describe_least_seconds
 from trainer_plugins.units import percent, size
 
 _NARROW = 0.05
 _ACTIVATIONS = ("activations", "logits and loss")
 
 
-def card(facts: Facts) -> Line | None:
+def card(facts: Facts) -> CheckLine | None:
     """Judge whether the run fits on its card: on an empty one, and on the card as it is now."""
     plan = facts.plan
     if plan is None:
@@ -22,19 +22,19 @@ def card(facts: Facts) -> Line | None:
             evidence=facts.no_plan,
             remedy="Try `trainer-plugins plan` with other flags; everything else was checked",
         )
-        return Line("the card", "", (finding,)) if facts.no_plan else None
-    found = (_room(plan, facts), _adapters(plan), _streamed(plan, facts.streamed_plan))
-    return Line("the card", _numbers(plan), tuple(filter(None, found)))
+        return CheckLine("the card", "", (finding,)) if facts.no_plan else None
+    found = (_room(plan, facts), _adapters(plan), _suggest_streaming(plan, facts.streamed_plan))
+    return CheckLine("the card", _numbers(plan), tuple(filter(None, found)))
 
 
-def main_memory(facts: Facts) -> Line | None:
+def main_memory(facts: Facts) -> CheckLine | None:
     """Judge whether the ranks of a machine fit in its main memory."""
     plan = facts.plan
     if plan is None:
         return None
     seen = f"{size(plan.host_bytes_per_node)} a machine"
     if plan.host_shortage is None:
-        return Line("main memory", seen)
+        return CheckLine("main memory", seen)
     finding = Finding.error(
         code="plan-host-memory",
         summary=f"the run does not fit in main memory: {plan.host_shortage}",
@@ -51,7 +51,7 @@ def main_memory(facts: Facts) -> Line | None:
             "process_bytes": plan.host_process_bytes_per_node,
         },
     )
-    return Line("main memory", seen, (finding,))
+    return CheckLine("main memory", seen, (finding,))
 
 
 CHECKS: tuple[Check, ...] = (card, main_memory)
@@ -100,7 +100,7 @@ def _numbers(plan: MemoryPlan) -> str:
     return f"{size(plan.needed_bytes)}{there} in {plan.moment}"
 
 
-def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
+def _suggest_streaming(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
     if streamed is None or streamed.streamed is None or not streamed.fits:
         return None
     base = streamed.streamed
@@ -115,7 +115,8 @@ def _streamed(plan: MemoryPlan, streamed: MemoryPlan | None) -> Finding | None:
         severity=Severity.INFO,
         summary=f"with its frozen base streamed, the run fits: {_numbers(streamed)}",
         evidence=f"{size(base.num_bytes)} wait in main memory, {base.resident_layers} of"
-        f" {base.num_layers} layers are on the card; {at_least(base.copy_seconds_per_step)}",
+        f" {base.num_layers} layers are on the card; "
+        + describe_least_seconds(base.copy_seconds_per_step),
         remedy=f"Add the callback StreamBase ({advice.STREAM_BASE.flag(Door.TRAINER)}){several}",
         amount=float(streamed.needed_bytes),
         data=_data(streamed),

@@ -10,14 +10,14 @@ from trainer_plugins.check import judge
 from trainer_plugins.check.gather_launch import gather_command, gather_launch
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
-from trainer_plugins.cli.plan_dry import DryOptions, command_in, completed, variations_of
+from trainer_plugins.cli.plan_dry import DryOptions, command_in, complete, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.finding import Severity
-from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.launch.lint.document import ConfigError
 from trainer_plugins.planner.options import MOST_USED, RunOptions
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import with_options
+from trainer_plugins.plug_in.flags import take_options
 from trainer_plugins.printable import printable
 from trainer_plugins.report.check import check_report
 from trainer_plugins.report.page import show
@@ -42,7 +42,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
-@with_options(MOST_USED, _SHOWN)
+@take_options(MOST_USED, _SHOWN)
 def check(
     context: typer.Context,
     run: RunOptions,
@@ -68,11 +68,11 @@ def check(
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
         command = command_in(context.args)
         if command and run.model is None:
-            with by_any_signal():
+            with interrupt_by_any_signal():
                 ran = variations_of(command, run, DryOptions(), foretells=True)
                 facts = gather_command(os.environ, ran, run.gpu)
         else:
-            facts = gather_launch(os.environ, completed(run, context.args))
+            facts = gather_launch(os.environ, complete(run, context.args))
         checklist = judge(facts)
     except (ConfigError, PlanError, OSError) as error:
         print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)

@@ -136,7 +136,7 @@ def check(
     import shlex
 
     from trainer_plugins.devices.host import HostDevice
-    from trainer_plugins.launch.extensions import lock_findings, needed_of, read_locks
+    from trainer_plugins.launch.extensions import find_needed_by, lock_findings, read_locks
     from trainer_plugins.launch.lint.document import read_document
     from trainer_plugins.launch.lint.judge import judge_document
     from trainer_plugins.launch.lint.training import training_arguments
@@ -148,7 +148,7 @@ def check(
     with _one_line_errors():
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
-        host = HostLimits.of(host_memory, pinned_memory, here_bytes)
+        host = HostLimits.read(host_memory, pinned_memory, here_bytes)
         training = None if training_args is None else training_arguments(shlex.split(training_args))
         document = read_document(file)
         findings = judge_document(
@@ -158,7 +158,7 @@ def check(
             num_ranks=num_gpus,
             host=host,
         )
-    findings += tuple(lock_findings(read_locks(os.environ), needed_of(document)))
+    findings += tuple(lock_findings(read_locks(os.environ), find_needed_by(document)))
     if as_json:
         print(json.dumps(plain(findings), indent=2))
     else:
@@ -182,14 +182,14 @@ def build(
 
     Example: trainer-plugins configs build zero3_offload_all.yaml
     """
-    from trainer_plugins.launch.extensions import build_extension, needed_of
+    from trainer_plugins.launch.extensions import build_extension, find_needed_by
     from trainer_plugins.launch.lint.document import read_document
 
     names: list[str] = []
     with _one_line_errors():
         for each in needed_by:
             is_file = Path(each).suffix in (".yaml", ".yml", ".json")
-            found = needed_of(read_document(Path(each))) if is_file else (each,)
+            found = find_needed_by(read_document(Path(each))) if is_file else (each,)
             names += found
             if not found:
                 print(f"{each} needs no extension of DeepSpeed")

@@ -60,9 +60,9 @@ def env(
 
 
 def _print_info(as_json: bool) -> None:
-    from trainer_plugins.launch.place import about
+    from trainer_plugins.launch.place import describe_place
 
-    facts = about(os.environ)
+    facts = describe_place(os.environ)
     if as_json:
         print(json.dumps(facts, indent=2))
         return

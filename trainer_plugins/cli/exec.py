@@ -17,8 +17,8 @@ from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,
     PRESETS_IN_WORDS,
     CommandInFront,
-    assigned,
-    with_options,
+    assign_variables,
+    take_options,
 )
 from trainer_plugins.plug_in.options import DEFAULT_PRESET, MemoryArguments
 from trainer_plugins.plug_in.reported import VARIABLE as MARKS
@@ -46,7 +46,7 @@ class ExecCommand(CommandInFront):
 
 
 @app.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
-@with_options()
+@take_options()
 def exec_(
     memory: MemoryArguments,
     vllm: Vllm = False,
@@ -103,7 +103,7 @@ def exec_(
     Signals and the exit code are passed on: 127 if the command is not found, 126 if it cannot be
     run. If no Trainer under it had callbacks, a line on stderr says so in the end.
     """
-    given, words = ExecCommand.given(vars(memory)), assigned(command or ())
+    given, words = ExecCommand.select_given(vars(memory)), assign_variables(command or ())
     if not words:
         ExecCommand.refuse(
             "name a command after --, as in: trainer-plugins exec -- accelerate launch train.py"

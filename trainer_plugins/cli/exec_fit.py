@@ -14,9 +14,9 @@ from trainer_plugins.check.machine import cards_in_use
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.drycuda.wall import Allowed
-from trainer_plugins.interrupted import by_any_signal
-from trainer_plugins.planner.calibrate import with_measured_context
-from trainer_plugins.planner.cards import Card, card_of, of_size
+from trainer_plugins.interrupted import interrupt_by_any_signal
+from trainer_plugins.planner.calibrate import add_measured_context
+from trainer_plugins.planner.cards import Card, card_of, make_card
 from trainer_plugins.planner.plan import PlanError, Proposal
 from trainer_plugins.plug_in.fitted import VARIABLE as CHANGES
 from trainer_plugins.plug_in.options import memory_arguments
@@ -80,7 +80,7 @@ def fit(
             f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
         )
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
-    with by_any_signal():
+    with interrupt_by_any_signal():
         variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
         if variations.fits:
             spare = size(variations.plan.margin_bytes or 0)
@@ -126,7 +126,7 @@ def choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
     facts = gather_here(os.environ)
     found = [
         replace(
-            of_size(each.name, each.reading.total_bytes),
+            make_card(each.name, each.reading.total_bytes),
             capacity_bytes=each.reading.free_bytes,
             capability=each.capability or (9, 0),
             guess="",
@@ -136,8 +136,8 @@ def choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
     ]
     number = num_gpus or max(1, len(found))
     if gpu is not None:
-        return with_measured_context(card_of(gpu)), number
+        return add_measured_context(card_of(gpu)), number
     if not found:
         why = facts.driver_trouble or facts.no_cards or "no card is visible"
         raise PlanError(f"name the card with --gpu: {why}")
-    return with_measured_context(min(found, key=lambda card: card.capacity_bytes)), number
+    return add_measured_context(min(found, key=lambda card: card.capacity_bytes)), number

@@ -65,9 +65,9 @@ def explain(
     with bad_parameters(paths[0]):
         is_snapshot = len(paths) > 1 or _is_pickle(Path(paths[0]))
         if is_snapshot or html is not None:
-            answer = _of_snapshots(paths, html)
+            answer = _explain_snapshots(paths, html)
         else:
-            answer = _explained(paths[0], predicts)
+            answer = _explain_path(paths[0], predicts)
     if as_json:
         print_json("explain", answer)
     else:
@@ -84,7 +84,7 @@ def _is_pickle(path: Path) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _explained(path: str, predicts: bool) -> Explanation:
+def _explain_path(path: str, predicts: bool) -> Explanation:
     if path == "-":
         return explain_log(sys.stdin.buffer, "standard input", predicts)
     if Path(path).is_dir():
@@ -99,7 +99,7 @@ def _explained(path: str, predicts: bool) -> Explanation:
         return explain_log(file, path, predicts)
 
 
-def _of_snapshots(paths: list[str], html: Path | None) -> Explanation:
+def _explain_snapshots(paths: list[str], html: Path | None) -> Explanation:
     from trainer_plugins.explain.snapshot import compare_snapshots, explain_snapshot
 
     if html is not None and (len(paths) > 2 or not all(_is_pickle(Path(each)) for each in paths)):

@@ -22,12 +22,12 @@ from trainer_plugins.cli.plan_search import show_changes, show_search
 from trainer_plugins.cli.spelled import TYPED, WITH_OTHER_FLAGS, CommandOfARun
 from trainer_plugins.drycuda.cuda_build import fetch
 from trainer_plugins.drycuda.dry_search import Variations
-from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.planner.calibrate import calibrate, timelines_of
 from trainer_plugins.planner.compare.saved import changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import with_options
+from trainer_plugins.plug_in.flags import take_options
 from trainer_plugins.printable import printable
 from trainer_plugins.report.page import show
 from trainer_plugins.report.plan_text import brief_report, plan_report
@@ -74,7 +74,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
-@with_options(MOST_USED)
+@take_options(MOST_USED)
 def plan(
     context: typer.Context,
     run: RunOptions,
@@ -100,14 +100,14 @@ def plan(
             return
         # With --model a stray word is a slip of the pen, if it is no program.
         is_command = bool(command) and (run.model is None or bool(shutil.which(command[0])))
-        with by_any_signal():
+        with interrupt_by_any_signal():
             if is_command:
                 foretells = bool(answer.search or answer.explain_change)
                 variations = [variations_of(command, run, dry, foretells=foretells)]
             else:
                 variations = variations_of_model(run, context.args, answer, dry)
             words = shlex.join(["trainer-plugins", "plan", *context.meta[TYPED]])
-            fits = _answered(variations, answer, as_json, words)
+            fits = _answer(variations, answer, as_json, words)
     except (PlanError, OSError) as error:
         print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
         raise typer.Exit(_EXIT_BAD_INPUT) from error
@@ -129,13 +129,13 @@ def _refuse_contradictions(answer: AnswerOptions) -> None:
         timelines_of(answer.calibrate)
 
 
-def _answered(
+def _answer(
     variations: list[Variations], answer: AnswerOptions, as_json: bool, command: str
 ) -> bool | None:
     """Print what was asked of a command or of a model, and return whether it fits."""
     if answer.explain_change:
         changes = changes_of(answer.explain_change)
-        return show_changes(*variations[0].explained(changes), as_json)
+        return show_changes(*variations[0].explain_changes(changes), as_json)
     if answer.search:
         return show_search(variations, as_json)
     found = variations[0].proposals() if answer.calibrate is None else variations[0].plan

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
-from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import NO_CARD, card_of
 from trainer_plugins.planner.options import RunOptions, option
 from trainer_plugins.planner.plan import PlanError
-from trainer_plugins.plug_in.flags import assigned
+from trainer_plugins.plug_in.flags import assign_variables
 
 if TYPE_CHECKING:
     from trainer_plugins.cli.plan import AnswerOptions
@@ -79,7 +79,7 @@ def variations_of_model(
             "name the model: --model with a config.json, its folder, or org/name; or give a"
             " command after --"
         )
-    run = completed(run, flags)
+    run = complete(run, flags)
     if answer.calibrate is not None:  # the context that was measured must not be used here
         run = replace(run, calibration=False)
     if answer.search and run.gpu is None:
@@ -113,8 +113,8 @@ def variations_of(
     card = card_of(run.gpu) if run.gpu is not None else NO_CARD
     _prepare(options)
     asked = DryRun(
-        command=assigned(command),
-        card=with_measured_context(card) if run.calibration else card,
+        command=assign_variables(command),
+        card=add_measured_context(card) if run.calibration else card,
         num_cards=run.num_gpus or 1,
         num_steps=options.steps or 2,
         alone=options.alone,
@@ -155,7 +155,7 @@ def _refuse_said_twice(run: RunOptions) -> None:
         raise PlanError(f"{', '.join(given)}: a command after -- says this itself")
 
 
-def completed(run: RunOptions, flags: Sequence[str]) -> RunOptions:
+def complete(run: RunOptions, flags: Sequence[str]) -> RunOptions:
     """Return options with what several of them say; `flags` are those of TrainingArguments."""
     quantisation = {name: value for name in _QUANTISES if (value := getattr(run, name))}
     return replace(

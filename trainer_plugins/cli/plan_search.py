@@ -28,12 +28,12 @@ def show_search(variations: Sequence[Variations], as_json: bool) -> bool:
     """Print what a search finds, each line as it comes, and return whether anything fits."""
     lines: list[SearchLine] = []
 
-    def found(line: SearchLine) -> None:
+    def show_line(line: SearchLine) -> None:
         lines.append(line)
         print(line_in_words(line), file=sys.stderr, flush=True)
 
     try:
-        result = all_of([each.search(found) for each in variations])
+        result = all_of([each.search(show_line) for each in variations])
     except KeyboardInterrupt:
         _show_so_far(lines, as_json)
         raise typer.Exit(_EXIT_INTERRUPTED) from None

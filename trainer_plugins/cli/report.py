@@ -7,12 +7,12 @@ import typer
 
 from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, RunDir, bad_parameters
-from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.planner.plan import MemoryPlan
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.record.history import read_history
 from trainer_plugins.report.page import show
-from trainer_plugins.report.summary import summary, with_last_readings
+from trainer_plugins.report.summary import add_last_readings, summary
 from trainer_plugins.report.text import history_report
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -51,8 +51,8 @@ def report(
     with bad_parameters(run_dir):
         history = read_history(run_dir)
         if rank is not None:
-            history = history.of_rank(rank)
-    ending = how_it_ended(history, run_dir)
+            history = history.select_rank(rank)
+    ending = judge_ending(history, run_dir)
     if html is not None:
         from trainer_plugins.report.html.run_page import run_page
 
@@ -62,7 +62,7 @@ def report(
             html.write_text(page, encoding="utf-8")
     elif plan is not None:
         raise typer.BadParameter("--plan is drawn on a page: give --html too")
-    history = with_last_readings(history, run_dir)
+    history = add_last_readings(history, run_dir)
     if as_json:
         print_json("report", summary(history, ending))
     else:

@@ -27,12 +27,12 @@ class CommandOfARun(Command):
         ctx.meta[TYPED] = [*args]
         end = args.index("--") if "--" in args else len(args)
         own = {flag: each for each in self.params for flag in (*each.opts, *each.secondary_opts)}
-        words = [*_as_ours(args[:end], own)]
+        words = [*_translate(args[:end], own)]
         rest: list[str] = super().parse_args(ctx, [*words, *args[end:]])
         return rest
 
 
-def _as_ours(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
+def _translate(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of a command line as its own options spell them."""
     flags = [*_flags(words)]
     has_rank = any(name == "lora_r" for name, _, _ in flags)
@@ -48,14 +48,14 @@ def _as_ours(words: Sequence[str], own: Mapping[str, Any]) -> Iterator[str]:
         elif option.is_flag:
             is_truth = values[:1] and values[0].lower() in _TRUTHS
             if not is_truth or _TRUTHS[values[0].lower()]:
-                yield option.opts[0] if name in _SAME else _dashed(word)
+                yield option.opts[0] if name in _SAME else _dash(word)
             elif option.secondary_opts:
                 yield option.secondary_opts[0]
             yield from values[1 if is_truth else 0 :]
         elif name in _SAME:
             yield from (option.opts[0], ",".join(values))
         else:
-            yield from (_dashed(word), *values)
+            yield from (_dash(word), *values)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -73,7 +73,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         yield spelt[2:].replace("-", "_"), spelt, values
 
 
-def _dashed(word: str) -> str:
+def _dash(word: str) -> str:
     return f"--{word[2:].replace('_', '-')}" if word.startswith("--") else word
 
 

@@ -103,7 +103,7 @@ class AcceleratorDevice:
             num_alloc_retries=num_retries,
         )
 
-    def allocated_bytes(self) -> int:
+    def read_allocated_bytes(self) -> int:
         """Return what `read` says of live tensors, without asking the driver."""
         if not torch._C._accelerator_isAllocatorInitialized():
             return 0

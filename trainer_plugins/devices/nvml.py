@@ -46,7 +46,7 @@ class NvmlError(RuntimeError):
         return self.kind is not NvmlErrorKind.TIMEOUT
 
 
-def explained(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
+def explain_error(what: str, uuid: str, error: pynvml.NVMLError) -> NvmlError:
     """Turn pynvml's error into one that says what to do; `what` is what was asked of the card."""
     kind, text = NvmlErrorKind.TIMEOUT, _NO_ANSWER
     for known_kind, texts in _EXPLANATIONS.items():
@@ -243,7 +243,7 @@ class NvmlDevice:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise explained("presence", self.uuid, error) from error
+            raise explain_error("presence", self.uuid, error) from error
         try:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
         except pynvml.NVMLError as error:
@@ -251,7 +251,7 @@ class NvmlDevice:
             # NVML's answer to a text that is not a UUID at all.
             if error.value == pynvml.NVML_ERROR_INVALID_ARGUMENT:
                 error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-            raise explained("presence", self.uuid, error) from error
+            raise explain_error("presence", self.uuid, error) from error
         self._opened_in_pid = os.getpid()
 
     def _ask(self, what: str, query: Callable[[object], T]) -> T:
@@ -265,7 +265,7 @@ class NvmlDevice:
             self._connect()  # other code in this process has shut NVML down once too often
             return query(self._handle)
         except pynvml.NVMLError as error:
-            raise explained(what, self.uuid, error) from error
+            raise explain_error(what, self.uuid, error) from error
 
 
 def _process_name(pid: int) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pynvml  # importing it reads and starts nothing
 
-from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, explained
+from trainer_plugins.devices.nvml import NvmlDevice, NvmlError, explain_error
 from trainer_plugins.units import size
 
 
@@ -27,7 +27,7 @@ def driver_version() -> str:
         return str(pynvml.nvmlSystemGetDriverVersion())
 
 
-def installed_cards() -> tuple[InstalledCard, ...]:
+def list_cards() -> tuple[InstalledCard, ...]:
     """List the cards in the order of the PCI bus; raise NvmlError if the driver does not answer."""
     with _nvml("number", "the cards"):
         return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
@@ -36,7 +36,7 @@ def installed_cards() -> tuple[InstalledCard, ...]:
 def cards_in_words() -> list[str]:
     """Return the name, size and slices of each card, without anything that identifies it."""
     lines = []
-    for card in installed_cards():
+    for card in list_cards():
         if card.trouble:
             lines.append("a card for which the driver does not answer")
             continue
@@ -52,11 +52,11 @@ def _nvml(what: str, uuid: str) -> Iterator[None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise explained("presence", uuid, error) from error
+        raise explain_error("presence", uuid, error) from error
     try:
         yield
     except pynvml.NVMLError as error:
-        raise explained(what, uuid, error) from error
+        raise explain_error(what, uuid, error) from error
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -67,7 +67,7 @@ def _card(index: int) -> InstalledCard:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
     except pynvml.NVMLError as error:
-        trouble = str(explained("name", f"card {index}", error))
+        trouble = str(explain_error("name", f"card {index}", error))
         return InstalledCard(uuid=f"card {index}", trouble=trouble)
     name, capability, slices = "", None, []
     with suppress(pynvml.NVMLError, UnicodeDecodeError):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.drycuda.wall import Allowed
-from trainer_plugins.interrupted import by_any_signal
+from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.planner.cards import card_of
 
 _EXIT_USAGE = 2
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"dry CUDA: {error}\n")
         return _EXIT_USAGE
-    with suppress(KeyboardInterrupt), by_any_signal(), made as dry:
+    with suppress(KeyboardInterrupt), interrupt_by_any_signal(), made as dry:
         return subprocess.run(dry.command(command), env=dry.environment(), check=False).returncode
     return _EXIT_INTERRUPTED
 

@@ -30,7 +30,7 @@ _IMPORTS = (
 )
 
 
-def ended(
+def run_to_end(
     command: Sequence[str],
     environment: Mapping[str, str],
     log: Path,
@@ -64,7 +64,7 @@ def ended(
     return _wait(process, timeout_seconds, most_bytes)
 
 
-def ended_fork(
+def run_fork_to_end(
     request: Path,
     imports: Sequence[str],
     dry: DryCuda,
@@ -120,7 +120,7 @@ def ended_fork(
     if process is not None:
         return _wait(process, timeout_seconds, most_bytes)
     python = [sys.executable, "-X", "faulthandler", "-m", *call.words]
-    return ended(python, call.environ, log, timeout_seconds, most_bytes)
+    return run_to_end(python, call.environ, log, timeout_seconds, most_bytes)
 
 
 def _wait(

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainer_plugins.compiled import cache_folder, locked, package_site, plain_compiler
+from trainer_plugins.compiled import cache_folder, lock, package_site, plain_compiler
 from trainer_plugins.planner.plan import PlanError
 
 _TRITON = re.compile(r"^Requires-Dist: (triton[=<>!~ ]*[\d.]+)", re.MULTILINE)
@@ -27,8 +27,8 @@ def site_with_cuda() -> Path:
     Raises:
         DryCudaUnavailable: no such torch is here, and what to do.
     """
-    installed = _installed()
-    for site in (installed, _cached(installed)):
+    installed = _find_installed()
+    for site in (installed, _locate_cache(installed)):
         if _is_for_cuda(site):
             return site
     raise DryCudaUnavailable(
@@ -56,11 +56,11 @@ def fetch(tell: Callable[[str], None]) -> Path:
     Raises:
         DryCudaUnavailable: pip has failed; its last line is in the text.
     """
-    installed = _installed()
-    site = installed if _is_for_cuda(installed) else _cached(installed)
+    installed = _find_installed()
+    site = installed if _is_for_cuda(installed) else _locate_cache(installed)
     if not _is_for_cuda(site):
         site.parent.mkdir(parents=True, exist_ok=True)
-        with locked(site.parent):  # two plans that begin together fetch it once
+        with lock(site.parent):  # two plans that begin together fetch it once
             if not _is_for_cuda(site):
                 _fetch_torch(_version_of(installed), site, tell)
     if not plain_compiler("c++"):
@@ -85,7 +85,7 @@ def fetch_package(name: str, tell: Callable[[str], None]) -> bool:
     if os.environ.get("TRAINER_PLUGINS_FETCH") == "never" or find_spec(name):
         return False
     site.mkdir(parents=True, exist_ok=True)
-    with locked(site):
+    with lock(site):
         if (site / name).is_dir():
             return False
         tell(f"dry card: fetching {name} ({_SIZES[name]}, once for all projects) into {site}")
@@ -118,7 +118,7 @@ def _fetch_torch(version: str, site: Path, tell: Callable[[str], None]) -> None:
         draft.replace(site)
 
 
-def _installed() -> Path:
+def _find_installed() -> Path:
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         raise DryCudaUnavailable(
             "the dry card needs Linux on x86-64 or aarch64; this is"
@@ -130,7 +130,7 @@ def _installed() -> Path:
     raise DryCudaUnavailable("the dry card needs torch: pip install torch")
 
 
-def _cached(installed: Path) -> Path:
+def _locate_cache(installed: Path) -> Path:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return cache_folder().absolute() / "torch-for-cuda" / f"{_version_of(installed)}-python{python}"
 

@@ -10,7 +10,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.drycuda.dry_run import DryRun
 from trainer_plugins.planner.compare import switches
-from trainer_plugins.planner.compare.switches import Switch, launched_by, source_of
+from trainer_plugins.planner.compare.switches import Switch, make_launch_switch, source_of
 from trainer_plugins.planner.plan import Category, MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.request import PlanRequest
 from trainer_plugins.planner.tried import is_transformers_4, margin_bytes
@@ -115,19 +115,19 @@ def _launches(run: PlanRequest, strategy: str) -> Iterator[Switch]:
     offloads = "states and weights in main memory, much slower steps"
     if run.num_gpus <= 1:
         if run.launch_file is None and source_of(run).peft is None:
-            yield launched_by("offload", offloads, "one_gpu_7b_offload", _SHARDED, 0.95)
+            yield make_launch_switch("offload", offloads, "one_gpu_7b_offload", _SHARDED, 0.95)
         return
     traffic, share = "more traffic between the cards", 1 - 1 / run.num_gpus
     if strategy == "DDP":
-        yield launched_by("FSDP2", traffic, "fsdp2", _SHARDED, share)
-        yield launched_by("ZeRO-3", traffic, "zero3", _SHARDED, share)
+        yield make_launch_switch("FSDP2", traffic, "fsdp2", _SHARDED, share)
+        yield make_launch_switch("ZeRO-3", traffic, "zero3", _SHARDED, share)
     elif strategy in ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"):
-        yield launched_by("ZeRO-3", traffic, "zero3", _SHARDED[:2], share)
+        yield make_launch_switch("ZeRO-3", traffic, "zero3", _SHARDED[:2], share)
     if strategy == "FSDP2":
         words, file = "FSDP2 with offload", "fsdp2_offload"
     else:
         words, file = "ZeRO-3 with offload", "zero3_offload_all"
-    yield launched_by(words, offloads, file, _SHARDED, 0.95)
+    yield make_launch_switch(words, offloads, file, _SHARDED, 0.95)
 
 
 def _adapters(run: PlanRequest, *, is_alone: bool) -> Iterator[Switch]:

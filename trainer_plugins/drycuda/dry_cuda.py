@@ -137,7 +137,7 @@ class DryCuda:
         own = {"CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR"}
         return {name: text for name, text in of.items() if name not in own} | ours
 
-    def refused(self) -> list[str]:
+    def read_refusals(self) -> list[str]:
         """Return what programs were refused, such as `write /home/me/out`, without namespaces.
 
         With them writes succeed without a trace, and the kernel refuses connections.

@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 
 from trainer_plugins.accumulation import Accumulation
 from trainer_plugins.drycuda.dry_result import DryResult
-from trainer_plugins.drycuda.dry_run import DryRun, ran
+from trainer_plugins.drycuda.dry_run import DryRun, run_dry
 from trainer_plugins.launch.main_memory import PROCESS_BYTES, HostLimits, HostNeed
-from trainer_plugins.planner.cards import NO_CARD, Card, about_context, about_size, in_one_memory
+from trainer_plugins.planner.cards import (
+    NO_CARD,
+    Card,
+    count_unified_memory,
+    describe_context,
+    describe_size,
+)
 from trainer_plugins.planner.plan import (
     MOMENTS,
     Category,
@@ -27,7 +33,7 @@ from trainer_plugins.planner.plan import (
     peak_until_resume,
 )
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
-from trainer_plugins.planner.tried import known_error, untried
+from trainer_plugins.planner.tried import describe_error, name_untried
 from trainer_plugins.record.folder import from_json
 from trainer_plugins.units import size
 
@@ -79,15 +85,15 @@ def dry_plan(run: DryRun, tell: Callable[[str], None]) -> DryAnswer:
         card = "a dry card" if run.card == NO_CARD else f"a dry {run.card.name}"
         tell(f"planning: running the command on {card}")
     if run.foretells or not has_limit:
-        result = ran(replace(run, card=unlimited), tell)
+        result = run_dry(replace(run, card=unlimited), tell)
         if result.smallest is not None or not has_limit:
             return _answer(result, plan_of(result, run))
-    result = ran(run, tell)
+    result = run_dry(run, tell)
     if not result.died:
         return _answer(result, plan_of(result, run))
     num_bytes, place = result.failed_request
     tell("planning: it does not fit, running it again on a card without a limit")
-    result = ran(replace(run, card=unlimited, snapshot=None), tell)
+    result = run_dry(replace(run, card=unlimited, snapshot=None), tell)
     plan = replace(plan_of(result, run), fits=False)
     plan = replace(plan, failed_request_bytes=num_bytes, failed_request=place)
     return _answer(result, plan)
@@ -112,7 +118,7 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
     host, host_moments = _main_memory(result, times)
     at = max(moments, key=lambda moment: moments[moment].allocated_bytes)
     reserved = max(peak.reserved_bytes for peak in moments.values())
-    shared = in_one_memory(card, host.process_bytes, host_moments)
+    shared = count_unified_memory(card, host.process_bytes, host_moments)
     outside, found = max(fullest["outside_bytes"]) + shared, fullest["accumulation"]
     needed = result.smallest.card_bytes + shared if result.smallest else reserved + outside
     plan = MemoryPlan(
@@ -135,8 +141,8 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         moments=moments,
         num_flushes=fullest["num_retries"],
         not_reliable=(
-            *untried(fullest["versions"]),
-            *_not_sent(run.request),
+            *name_untried(fullest["versions"]),
+            *_name_unsent(run.request),
             *_unreliable(fullest),
         ),
         assumptions=tuple(_assumptions(fullest, run)),
@@ -149,16 +155,16 @@ def plan_of(result: DryResult, run: DryRun) -> MemoryPlan:
         cards=_cards(fullest),
         accumulation=from_json(Accumulation, found) if found else None,
         timeline=tuple(result.timeline),
-        planned=fullest["planned"] or _planned(fullest, run),
-        known_error=known_error(fullest["is_quantised"]),
+        planned=fullest["planned"] or _describe_training(fullest, run),
+        known_error=describe_error(fullest["is_quantised"]),
         streamed=from_json(Streamed, fullest["streamed"]) if fullest["streamed"] else None,
     )
     if card == NO_CARD:
-        return _without_a_card(plan, run.host)
+        return _drop_card(plan, run.host)
     return replace(plan, fits=needed <= card.capacity_bytes and plan.host_shortage is None)
 
 
-def _without_a_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
+def _drop_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
     """Leave out what only a card has; whether it fits is then a question of main memory alone."""
     return replace(
         plan,
@@ -170,7 +176,7 @@ def _without_a_card(plan: MemoryPlan, host: HostLimits) -> MemoryPlan:
     )
 
 
-def _planned(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
+def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
     """Return what a command trained."""
     tokens = f" of {seen['tokens']:,} tokens" if seen["tokens"] else ""
     return {
@@ -234,7 +240,7 @@ def _assumptions(seen: Mapping[str, Any], run: DryRun) -> Iterator[str]:
     if _cards(seen):
         yield _ONE_RUN
     if run.card != NO_CARD:
-        yield from filter(None, [about_size(run.card), about_context(run.card)])
+        yield from filter(None, [describe_size(run.card), describe_context(run.card)])
     if run.card.is_unified:
         yield (
             f"{run.card.name} is the main memory too: its tensors, Python and its libraries are"
@@ -261,7 +267,7 @@ def _cards(seen: Mapping[str, Any]) -> tuple[MomentPeak, ...]:
 def _breakdown(result: DryResult, allocated_bytes: int) -> dict[Category, int]:
     """Return the categories at the peak; what the recording does not know is a workspace."""
     found: dict[Category, int] = {}
-    for life in result.at_peak():
+    for life in result.find_peak_blocks():
         category, _ = result.name_of(life)
         found[category] = found.get(category, 0) + life.num_bytes
     rest = allocated_bytes - sum(found.values())
@@ -274,7 +280,7 @@ def _breakdown(result: DryResult, allocated_bytes: int) -> dict[Category, int]:
 def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
     """Yield what takes most at the peak: equal blocks of one line as one."""
     counts: Counter[tuple[int, Category, str, str, Moment]] = Counter()
-    for life in result.at_peak():
+    for life in result.find_peak_blocks():
         category, name = result.name_of(life)
         place, born = result.case.sorter.place(life), result.moment_of(life.birth)
         counts[(life.num_bytes, category, part_of(name.rpartition(".")[0]), place, born)] += 1
@@ -290,7 +296,7 @@ def _groups(result: DryResult) -> Iterator[TensorsAtPeak]:
         )
 
 
-def _not_sent(request: PlanRequest | None) -> Iterator[str]:
+def _name_unsent(request: PlanRequest | None) -> Iterator[str]:
     """Say what of a Trainer the dry run did not have."""
     if request is None or not isinstance(request.source, TrainerSource):
         return

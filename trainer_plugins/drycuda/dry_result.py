@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainer_plugins.planner.plan import Category, Moment
 from trainer_plugins.snapshot.held import Category as HeldAs
 from trainer_plugins.snapshot.lives import BEFORE, Life
-from trainer_plugins.snapshot.oom import SnapshotCase, reserved_after
+from trainer_plugins.snapshot.oom import SnapshotCase, sum_reserved
 
 _MOST_POINTS = 400
 """Of a timeline, and at most one more for each moment."""
@@ -51,7 +51,7 @@ class DryResult:
         self.timeline = [*self._points()]
         """Moment, allocated and reserved bytes, each the maximum of equally many events."""
 
-    def at_peak(self) -> list[Life]:
+    def find_peak_blocks(self) -> list[Life]:
         """Return the blocks that were in use at the peak."""
         return self.case.sorter.alive_at(self.case.held.position)
 
@@ -97,7 +97,7 @@ class DryResult:
             changes[life.birth] += life.num_bytes
             if life.death is not None:
                 changes[life.death] -= life.num_bytes
-        positions, reserved = range(len(card.events)), reserved_after(card)
+        positions, reserved = range(len(card.events)), sum_reserved(card)
         held = [*accumulate((changes[at] for at in positions), initial=changes[BEFORE])]
         interval = len(positions) // _MOST_POINTS + 1
         for moment, group in groupby(positions, key=self.moment_of):

@@ -17,7 +17,7 @@ import psutil
 from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.compiled import package_site
-from trainer_plugins.drycuda.command import ended, ended_fork
+from trainer_plugins.drycuda.command import run_fork_to_end, run_to_end
 from trainer_plugins.drycuda.cuda_build import (
     PACKAGES,
     DryCudaUnavailable,
@@ -38,7 +38,7 @@ from trainer_plugins.planner.request import (
     PlanRequest,
     TrainerSource,
 )
-from trainer_plugins.printable import printable, without_leaks
+from trainer_plugins.printable import drop_leaks, printable
 from trainer_plugins.snapshot.cards import read
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
@@ -132,23 +132,23 @@ def dry_run_of(request: PlanRequest, timeout_seconds: float) -> DryRun:
     )
 
 
-def ran(run: DryRun, tell: Callable[[str], None]) -> DryResult:
+def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
         raise PlanError("this program plans in a dry run, which is a plan already")
     provide(tell)
     with DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed) as dry:
         try:
-            result = _ran(run, dry, tell)
+            result = _run_once(run, dry, tell)
         except PlanError as error:
-            if run.request is None or not _fetched(str(error), tell):
+            if run.request is None or not _fetch_missing(str(error), tell):
                 raise
         else:
-            return _resumed(run, result, dry, tell)
-    return ran(run, tell)  # on libraries that have the package's names too
+            return _resume_apart(run, result, dry, tell)
+    return run_dry(run, tell)  # on libraries that have the package's names too
 
 
-def _fetched(error: str, tell: Callable[[str], None]) -> bool:
+def _fetch_missing(error: str, tell: Callable[[str], None]) -> bool:
     """Fetch the package that an error asks for; return whether it is there now."""
     for name in PACKAGES:
         if name in error.replace("-", "_"):
@@ -159,7 +159,7 @@ def _fetched(error: str, tell: Callable[[str], None]) -> bool:
     return False
 
 
-def _resumed(
+def _resume_apart(
     run: DryRun, result: DryResult, dry: DryCuda, tell: Callable[[str], None]
 ) -> DryResult:
     """Let a second process resume what the run has saved, where it cannot do so by itself."""
@@ -174,14 +174,14 @@ def _resumed(
     tell("planning: running it again, from the checkpoint that it has saved")
     again = {**run.environment, "TRAINER_PLUGINS_DRY_RESUMES": "1"}
     try:
-        resumed = _ran(replace(run, environment=again, snapshot=None), dry, tell)
+        resumed = _run_once(replace(run, environment=again, snapshot=None), dry, tell)
     except (PlanError, NotReadableError) as error:
         result.seen[0]["notes"].append(f"resuming was not seen: {error}")
         return result
     return _both(result, resumed)
 
 
-def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
+def _run_once(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
     """Run the command once; what it has written stays with the card."""
     for path in dry.folder.glob("seen-*.json"):
         path.unlink()
@@ -198,9 +198,9 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
         if run.request.uses_deepspeed:
             imports.append("deepspeed.compile.backend")  # as its engine does, in each run
         seconds = run.timeout_seconds
-        code = ended_fork(file, imports, dry, environment, log, seconds)
+        code = run_fork_to_end(file, imports, dry, environment, log, seconds)
     else:
-        code = ended(dry.command(run.command), environment, log, run.timeout_seconds)
+        code = run_to_end(dry.command(run.command), environment, log, run.timeout_seconds)
     seen = [json.loads(path.read_text()) for path in dry.folder.glob("seen-*.json")]
     refused = dry.folder / "refused-plan"
     if not seen and refused.exists():
@@ -209,7 +209,7 @@ def _ran(run: DryRun, dry: DryCuda, tell: Callable[[str], None]) -> DryResult:
     if not seen:
         raise PlanError(_never_trained(code, log, tell))
     seen.sort(key=lambda each: _peak(each, 1), reverse=True)
-    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.refused()]
+    seen[0]["notes"] += [f"the dry run was refused to {what}" for what in dry.read_refusals()]
     snapshot = dry.folder / f"snapshot-{seen[0]['rank']}.pickle"
     if run.snapshot is not None:
         shutil.copyfile(snapshot, run.snapshot)
@@ -290,7 +290,7 @@ def _peak(seen: Mapping[str, Any], kind: int = 0) -> int:
 
 def _never_trained(code: int, log: Path, tell: Callable[[str], None]) -> str:
     """Say why there is no answer: the error of the program, not that of its launcher."""
-    lines = without_leaks(log.read_text(errors="replace")).strip().splitlines()
+    lines = drop_leaks(log.read_text(errors="replace")).strip().splitlines()
     errors = [at for at, line in enumerate(lines) if _ERROR.search(line)]
     end = errors[-1] + 1 if errors else len(lines)
     for line in lines[max(0, end - _LAST_LINES) : end]:

@@ -29,8 +29,8 @@ from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.lines import SearchLine, SearchResult
 from trainer_plugins.planner.compare.price import Step, step_of
 from trainer_plugins.planner.compare.proposal import batch_flags, proposal_of, rows_in_words
-from trainer_plugins.planner.compare.saved import Saved, saved_by, switches_in
-from trainer_plugins.planner.compare.switches import Switch, as_flags, source_of
+from trainer_plugins.planner.compare.saved import Saved, measure_saving, switches_in
+from trainer_plugins.planner.compare.switches import Switch, source_of, write_flags
 from trainer_plugins.planner.plan import MemoryPlan, Moment, PlanError, Proposal
 from trainer_plugins.planner.tried import error_bytes, is_safe
 from trainer_plugins.units import size
@@ -143,7 +143,7 @@ class Variations:
         if self._weights_fit() and (rows := self._shorter_evaluation(until)):
             ways = [(*rows, *way) for way in ways]
             sizes = sizes if self._is_training_short() else [self._now]
-        fitted = islice(self._fitted(ways, sizes, failed, until), _ENOUGH)
+        fitted = islice(self._find_fits(ways, sizes, failed, until), _ENOUGH)
         found = [self._proposal(*each) for each in fitted]
         return replace(self.plan, proposals=tuple(found), tried_without_success=tuple(failed))
 
@@ -157,7 +157,7 @@ class Variations:
         """
         if not self._weights_fit():
             return None, ["the weights alone do not fit"]
-        now, why_whole, failed = self._now, self._why_whole("training"), list[str]()
+        now, why_whole, failed = self._now, self._explain_whole("training"), list[str]()
         sizes, until = [now], float("inf")
         if why_whole and not self._may_accumulate():
             failed.append(f"micro-batches have to stay whole: {why_whole}")
@@ -165,10 +165,10 @@ class Variations:
             halved = sorted({-(-now >> halving) for halving in range(now.bit_length() + 1)})
             sizes = self._divisors(now) if why_whole else halved
         ways = [(*self._shorter_evaluation(until), *way) for way in self._ways(may)]
-        found = next(self._fitted(ways, sizes, failed, until), None)
-        return self._as_fitted(*found) if found is not None else None, failed
+        found = next(self._find_fits(ways, sizes, failed, until), None)
+        return self._make_fitted(*found) if found is not None else None, failed
 
-    def _why_whole(self, what: str) -> str:
+    def _explain_whole(self, what: str) -> str:
         return "; ".join(self._as_given.why_whole.get(what, ()))
 
     def _may_accumulate(self) -> bool:
@@ -176,19 +176,19 @@ class Variations:
         is_same = effect is not None and effect.effect is Effect.SAME
         return is_same and not self._as_given.arguments.get("dataloader_drop_last")
 
-    def _as_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
+    def _make_fitted(self, changes: tuple[Switch, ...], rows: int, plan: MemoryPlan) -> Fitted:
         """Return what makes the command fit, where survival divides what it can."""
         now = self._now
         divided = [each for each in changes if each.subject == "evaluation"]
-        if self._why_whole("evaluation"):
+        if self._explain_whole("evaluation"):
             divided.clear()
         kept = [each for each in changes if each not in divided]
         changed = dict(reduce(turn, kept, self._run).changed)
-        at_once = rows if rows != now and not self._why_whole("training") else 0
+        at_once = rows if rows != now and not self._explain_whole("training") else 0
         proposal = self._proposal(kept, now if at_once else rows, plan)
         words = [*proposal.changes, *(each.words for each in divided)]
         prices = [*filter(None, [proposal.price])]
-        vouched = self._why_whole("unless vouched") if at_once or divided else ""
+        vouched = self._explain_whole("unless vouched") if at_once or divided else ""
         prices += filter(None, [vouched])
         if at_once:
             words.insert(0, rows_in_words(rows, self._rows))
@@ -258,7 +258,7 @@ class Variations:
         short = short_moments(self.plan, self._run.card)
         return not short or not short <= _EVALUATES
 
-    def _fitted(
+    def _find_fits(
         self, ways: Sequence[tuple[Switch, ...]], sizes: list[int], failed: list[str], until: float
     ) -> Iterator[tuple[tuple[Switch, ...], int, MemoryPlan]]:
         """Yield changes, rows and a plan that fits, and say of the others what is missing."""
@@ -268,7 +268,7 @@ class Variations:
         short = self.plan if sizes == [self._now] and () in ways else None
         if short is not None:
             failed.append(self._missing(sizes[0], short))
-        for way in self._with_gradients(ways):
+        for way in self._add_reduced_gradients(ways):
             changes = tuple(each for each in way if each not in is_on)
             if changes in tried_ways or any(each in useless for each in changes):
                 continue
@@ -319,7 +319,9 @@ class Variations:
         freed = {name for each in of_training for name in each.frees}
         return max(0, least_bytes(plan, freed, part) - self._run.card.capacity_bytes)
 
-    def _with_gradients(self, ways: Sequence[tuple[Switch, ...]]) -> Iterator[tuple[Switch, ...]]:
+    def _add_reduced_gradients(
+        self, ways: Sequence[tuple[Switch, ...]]
+    ) -> Iterator[tuple[Switch, ...]]:
         """Yield each way, under FSDP also with gradients that each micro-batch reduces."""
         given = self._as_given
         # this argument holds several values: what a user has set there would be lost
@@ -329,10 +331,10 @@ class Variations:
             if adds:
                 yield (*way, switches.REDUCED_EACH_TIME)
 
-    def explained(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
+    def explain_changes(self, changes: Sequence[str]) -> tuple[MemoryPlan, tuple[Saved, ...]]:
         """Say what each of the changes saves that `changes_of` returned."""
         plan = self.plan
-        return plan, tuple(saved_by(each, plan, self._plan_with(each)) for each in changes)
+        return plan, tuple(measure_saving(each, plan, self._plan_with(each)) for each in changes)
 
     def _plan_with(self, change: str) -> MemoryPlan | PlanError:
         try:
@@ -343,7 +345,7 @@ class Variations:
     def _answer(self, run: DryRun) -> DryAnswer:
         key = repr((sorted(run.changed.items()), sorted(run.environment.items()), run.request))
         if key not in self._known:
-            if words := as_flags(run.changed):
+            if words := write_flags(run.changed):
                 self._tell(f"planning: with {words}")
             self._known[key] = dry_plan(run, self._tell)
         return self._known[key]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
-from trainer_plugins.snapshot.cards import Card
-from trainer_plugins.snapshot.oom import reserved_after
+from trainer_plugins.snapshot.cards import SnapshotCard
+from trainer_plugins.snapshot.oom import sum_reserved
 from trainer_plugins.units import MIB
 
 _EMPTY = -1
@@ -25,7 +25,7 @@ class Smallest(NamedTuple):
     """Which event fails on 1 MiB less, by its number in the snapshot."""
 
 
-def smallest_room(card: Card, rules: AllocatorRules, room_bytes: int) -> Smallest | None:
+def smallest_room(card: SnapshotCard, rules: AllocatorRules, room_bytes: int) -> Smallest | None:
     """Return the least memory with which the events of a card go through.
 
     Args:
@@ -38,7 +38,7 @@ def smallest_room(card: Card, rules: AllocatorRules, room_bytes: int) -> Smalles
     """
     run = [*_steps(card, room_bytes)]
     whole = AllocatorModel(room_bytes, rules)
-    reserved = max(reserved_after(card))
+    reserved = max(sum_reserved(card))
     try:
         is_same = _failure(whole, run) is None and whole.peak_reserved_bytes == reserved
     except KeyError:  # a block is freed that was allocated before the first event
@@ -66,9 +66,9 @@ class _Step(NamedTuple):
     event: int
 
 
-def _steps(card: Card, room_bytes: int) -> Iterator[_Step]:
+def _steps(card: SnapshotCard, room_bytes: int) -> Iterator[_Step]:
     """Yield what the program did; what a full card released is not of the program."""
-    reserved, released = reserved_after(card)[0], 0
+    reserved, released = sum_reserved(card)[0], 0
     for number, event in enumerate(card.events):
         if event.action == "segment_free":
             reserved -= event.num_bytes

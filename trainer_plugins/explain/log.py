@@ -21,7 +21,7 @@ _NAMED = re.compile(
 )
 
 
-class _Named(NamedTuple):
+class _NamedRecord(NamedTuple):
     words: str  # which rank the record is of, and when that ran out of memory
     record: str
     folder: str  # the output_dir of the run
@@ -33,7 +33,7 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
     There are no causes if it has no OOM; ValueError if it is empty or no text.
     """
     excerpt = find_oom(stream)
-    named = list(dict.fromkeys(_named(excerpt)))
+    named = list(dict.fromkeys(_find_named_records(excerpt)))
     for each in named:
         for path, folder in _places(each, Path(subject).parent):
             record = read_one(path, OomRecord)
@@ -53,17 +53,17 @@ def explain_log(stream: BinaryIO, subject: str, predicts: bool = False) -> Expla
     return replace(found, unknown=(*found.unknown, *lost))
 
 
-def _named(excerpt: Excerpt) -> Iterator[_Named]:
+def _find_named_records(excerpt: Excerpt) -> Iterator[_NamedRecord]:
     for line in excerpt.lines:
         if said := _NAMED.search(line.text):
             try:
                 words, record, (folder,) = said[1], said[2], shlex.split(said[3])
             except ValueError:
                 continue
-            yield _Named(words, record, folder)
+            yield _NamedRecord(words, record, folder)
 
 
-def _places(named: _Named, folder: Path) -> Iterator[tuple[Path, Path]]:
+def _places(named: _NamedRecord, folder: Path) -> Iterator[tuple[Path, Path]]:
     """Yield where a record may be, and its output_dir, in which the log may lie."""
     for base in (folder, Path()):
         yield base / named.record, base / named.folder

@@ -13,10 +13,10 @@ from trainer_plugins.printable import printable
 from trainer_plugins.units import percent, size
 
 
-def quoted(words: str, most: int = 200) -> str:
+def quote(words: str, most: int = 200) -> str:
     """Quote the first line of a text, cut between two words.
 
-    >>> quoted("Tried to allocate 3.16 GiB", most=24)
+    >>> quote("Tried to allocate 3.16 GiB", most=24)
     'Tried to allocate 3.16 ...'
     """
     line = next(iter(words.strip().splitlines()), "").strip()
@@ -69,7 +69,7 @@ class Said(NamedTuple):
     """Holds a sentence with names in braces, and what they stand for; None is not known.
 
     >>> from trainer_plugins.units import GIB
-    >>> str(said("{num_rows} rows of {row_bytes} in {where}", num_rows=2, row_bytes=GIB, where="a"))
+    >>> str(say("{num_rows} rows of {row_bytes} in {where}", num_rows=2, row_bytes=GIB, where="a"))
     '2 rows of 1.00 GiB in a'
     """
 
@@ -77,7 +77,7 @@ class Said(NamedTuple):
     values: Mapping[str, int | float | str | None]
 
     def __str__(self) -> str:
-        return self.words.format_map({name: _shown(name, v) for name, v in self.values.items()})
+        return self.words.format_map({name: _format(name, v) for name, v in self.values.items()})
 
     def figures(self, sentence: int) -> Iterator[Figure]:
         """Yield the numbers that the sentence states."""
@@ -87,12 +87,12 @@ class Said(NamedTuple):
                 yield Figure(name=name, value=value, shown_by="text", sentence=sentence)
 
 
-def said(words: str, **values: int | float | str | None) -> Said:
+def say(words: str, **values: int | float | str | None) -> Said:
     """Make a sentence of numbers, whose names carry the unit, and of words."""
     return Said(words, values)
 
 
-def _shown(name: str, value: int | float | str | None) -> int | float | str:
+def _format(name: str, value: int | float | str | None) -> int | float | str:
     if value is None:
         return "an unknown amount"
     if isinstance(value, str):
@@ -135,7 +135,7 @@ def cause(
     )
 
 
-def with_sentence(found: Cause, sentence: Said, at: int) -> Cause:
+def insert_sentence(found: Cause, sentence: Said, at: int) -> Cause:
     """Put a sentence into the evidence of a cause, before the one at a position."""
     figures = [each for each in found.figures if each.sentence < at]
     figures += sentence.figures(at)
@@ -160,7 +160,7 @@ _EVIDENCE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def with_numbers(
+def add_numbers(
     causes: Iterable[Cause], numbers: Numbers, shown_by: Callable[[str], ShownBy]
 ) -> tuple[Cause, ...]:
     """Give each cause the numbers that it was judged by, as far as known, and their sources."""
@@ -225,6 +225,6 @@ def remedies_for(
         if advice.only_on and vendor.name not in advice.only_on:
             continue
         one = made(advice)
-        if one is not None and (do := vendor.translated(one.do)):
-            effect = vendor.translated(one.effect) or one.effect
+        if one is not None and (do := vendor.translate(one.do)):
+            effect = vendor.translate(one.effect) or one.effect
             yield replace(one, do=do, effect=effect, cause=cause)

@@ -22,7 +22,7 @@ def is_alone() -> bool:
 
 
 @contextmanager
-def without_others(what: str, notes: list[str]) -> Iterator[None]:
+def forgive_others(what: str, notes: list[str]) -> Iterator[None]:
     """Note an error of a rank that is alone, instead of ending by it.
 
     FSDP 1 looks in its optimizer's state for parameters that only another rank has.
@@ -56,7 +56,7 @@ def be_all_ranks() -> None:
     # With a device torch splits the communicator of all ranks, and NCCL learns from the others how
     # many are in a part. Without, each group says so.
     @functools.wraps(make)
-    def made(
+    def make_group(
         size: int,
         rank: int,
         ranks: Any,
@@ -69,4 +69,4 @@ def be_all_ranks() -> None:
         ours = dist.Backend(wanted.replace("gloo", "alone"))
         return make(size, rank, ranks, ours, *args, **kwargs)
 
-    c10d._new_process_group_helper = made
+    c10d._new_process_group_helper = make_group

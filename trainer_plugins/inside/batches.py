@@ -8,7 +8,7 @@ import torch
 
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.accumulation.effect import judge_accumulation
-from trainer_plugins.survival.evaluation import why_whole
+from trainer_plugins.survival.evaluation import explain_whole
 from trainer_plugins.survival.exact.layouts import find_layout
 from trainer_plugins.survival.exact.losses import Family, NoFamily, family_of
 from trainer_plugins.survival.exact.shares import IndivisibleError
@@ -28,7 +28,7 @@ class Batches:
             if judged.effect in (Effect.SAME, Effect.SCALED):  # a sum or a mean, by its code
                 family, vouched = family_of(trainer, is_vouched=True), judged.why
         unknown = [family.words] if isinstance(family, NoFamily) else []
-        in_evaluation = why_whole(trainer, family)
+        in_evaluation = explain_whole(trainer, family)
         self.why_whole = {
             "training": [*refusals(trainer, family), *unknown],
             "evaluation": [in_evaluation] if in_evaluation else [],

@@ -46,12 +46,12 @@ def skip_initialisation() -> None:
 
 def _only_if_small(fill: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fill)
-    def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def fill_if_small(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.numel() * tensor.element_size() >= _LARGE_BYTES:
             return tensor
         return fill(tensor, *args, **kwargs)
 
-    return filled
+    return fill_if_small
 
 
 def skip_adam_of_the_processor() -> None:
@@ -81,18 +81,18 @@ def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -
         kwargs: those that are given by name.
     """
     if func.namespace == _QUANTISES:
-        return _unfilled(func, args, kwargs)
+        return _make_unfilled(func, args, kwargs)
     packet = func.overloadpacket
     if packet in _FILL and given and all(map(_is_large, given[:1])):
         return args[0]
     if packet in _MAKE:
-        made = _made(packet, args, kwargs)
+        made = _make_empty(packet, args, kwargs)
         if made is not None:
             return made
     return func(*args, **kwargs)
 
 
-def _made(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _make_empty(packet: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return what an operator makes, with no numbers in it; None if that is small."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
@@ -116,12 +116,12 @@ def _is_weights(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype in _BASES
 
 
-def _unfilled(func: Any, args: Any, kwargs: Any) -> Any:
+def _make_unfilled(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what an operator makes in main memory, with no numbers in it."""
 
-    def without_memory(value: Any) -> Any:
+    def drop_memory(value: Any) -> Any:
         return value.to("meta") if isinstance(value, torch.Tensor) else value
 
     with _disable_current_modes():
-        made = func(*tree_map(without_memory, args), **tree_map(without_memory, kwargs))
+        made = func(*tree_map(drop_memory, args), **tree_map(drop_memory, kwargs))
         return tree_map_only(torch.Tensor, lambda each: _empty(each.shape, dtype=each.dtype), made)

@@ -61,18 +61,18 @@ def record() -> None:
     _hooks.append(register_module_forward_pre_hook(_notice_first_pass))
     show = sys.excepthook
 
-    def written(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    def write_and_show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             if _Observer.last is not None:
                 _Observer.last.write(died=True)
             else:
                 seen = Seen(rank=int(os.environ.get("RANK", "0")), died=True)
-                moments, seen.began = _until_training()
+                moments, seen.began = _read_load()
                 seen.moments = moments or {"load": _peaks()}
                 write(seen)
         show(kind, error, traceback)
 
-    sys.excepthook = written
+    sys.excepthook = write_and_show
 
 
 def _notice_first_pass(module: torch.nn.Module, _: object) -> None:
@@ -82,7 +82,7 @@ def _notice_first_pass(module: torch.nn.Module, _: object) -> None:
         _reset_peaks()
 
 
-def _until_training() -> tuple[dict[str, _Peaks], list[tuple[int, str]]]:
+def _read_load() -> tuple[dict[str, _Peaks], list[tuple[int, str]]]:
     """Return the peaks of each moment so far, and when each began; the load goes on."""
     while _hooks:
         _hooks.pop().remove()
@@ -122,7 +122,7 @@ def watch_trainers() -> None:
     evaluate_few_rows(notes)
 
     @functools.wraps(train)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.args.device.type != "cuda":
             raise RuntimeError(f"this Trainer trains on {self.args.device}, not on the dry card")
         if waiting:
@@ -147,7 +147,7 @@ def watch_trainers() -> None:
         sys.stderr.flush()
         os._exit(0)
 
-    Trainer.train = watched
+    Trainer.train = train_watched
 
 
 def _later_training(frame: FrameType | None) -> str | None:
@@ -205,7 +205,7 @@ class _Observer:
         self._seen.host["load"] = host_peak()
         memory = psutil.Process().memory_info()
         self._seen.process_bytes = memory.rss - memory.shared - host_peak()
-        self._seen.moments, self._seen.began = _until_training()
+        self._seen.moments, self._seen.began = _read_load()
         self._namer: Any = Namer(trainer)
         self._is_saved = _RESUMES in os.environ
         self._trainers = [type(trainer).__name__]
@@ -256,7 +256,7 @@ class _Observer:
         folder = get_last_checkpoint(args.output_dir)
         args.max_steps, args.ignore_data_skip = int(folder.rpartition("-")[2]) + 1, True
         self._enter("resume")
-        with alone.without_others("resuming", self._seen.notes):
+        with alone.forgive_others("resuming", self._seen.notes):
             train(resume_from_checkpoint=folder)
 
     def _skip_like_micro_steps(self) -> None:
@@ -302,12 +302,12 @@ class _Observer:
         trainer = self._trainer
         save = trainer._save_checkpoint
 
-        def saved(*args: Any, **kwargs: Any) -> None:
-            with alone.without_others("the save", self._seen.notes):
+        def save_alone(*args: Any, **kwargs: Any) -> None:
+            with alone.forgive_others("the save", self._seen.notes):
                 save(*args, **kwargs)
                 self._is_saved = True
 
-        trainer._save_checkpoint = saved
+        trainer._save_checkpoint = save_alone
         self._around(trainer, "evaluate", "evaluation")
         self._around(trainer, "_save_checkpoint", "save")
         self._around(trainer, "compute_loss", "forward")
@@ -331,7 +331,7 @@ class _Observer:
             self._name("weights" if outer in ("load", "resume") else "optimizer states", outer)
             is_inside = outer == "evaluation" and moment not in ("generation", "save")
             stays = outer == "resume" or is_inside
-            with self._at(outer if stays else moment):
+            with self._be_at(outer if stays else moment):
                 result = method(*args, **kwargs)
             if outer in ("load", "generation", "forward", "backward", "optimizer step"):
                 self._begin("optimizer step" if moment == "backward" else moment)
@@ -347,7 +347,7 @@ class _Observer:
             self._seen.names.append(self._namer.names_of(what))
 
     @contextmanager
-    def _at(self, moment: str) -> Iterator[None]:
+    def _be_at(self, moment: str) -> Iterator[None]:
         outer = self._moment
         self._enter(moment)
         try:

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from trainer_plugins.inside import observe
-from trainer_plugins.planner.launched import as_launched
+from trainer_plugins.planner.launched import complete_launch
 from trainer_plugins.planner.plan import NotPredicted
 from trainer_plugins.planner.rehearse import from_config, from_loop, from_trainer, rollout
 from trainer_plugins.planner.rehearse.arguments import arguments_of
-from trainer_plugins.planner.rehearse.planned import planned_of
-from trainer_plugins.planner.rehearse.refusals import as_plan_error, refuse_divided, refuse_trainer
+from trainer_plugins.planner.rehearse.planned import describe_run
+from trainer_plugins.planner.rehearse.refusals import (
+    make_plan_error,
+    refuse_divided,
+    refuse_trainer,
+)
 from trainer_plugins.planner.rehearse.rehearsal import Batch, Build, Rehearsed, loader
 from trainer_plugins.planner.rehearse.streamed import Streaming
 from trainer_plugins.planner.request import OPTIMIZER_STEPS, PlanRequest, TrainerSource
@@ -40,21 +44,21 @@ def main(path: str) -> None:
         raise
     except Exception as error:
         traceback.print_exc()
-        refused = as_plan_error(error)
+        refused = make_plan_error(error)
         is_predicted = not isinstance(refused, NotPredicted)
         Path(path).with_name("refused-plan").write_text(json.dumps([is_predicted, str(refused)]))
         raise SystemExit(1) from error
 
 
 def _train(request: PlanRequest) -> None:
-    request = _launched(request)
+    request = _launch(request)
     source, args = request.source, arguments_of(request.source)
     if isinstance(source, TrainerSource) and request.deepspeed and not args.deepspeed:
         args.deepspeed = request.deepspeed
     folder = str(Path(os.environ["TRAINER_PLUGINS_DRYCUDA"]) / "run")  # one of all ranks and runs
     streaming = Streaming(request) if request.resident_layers is not None else None
     build = Build(args, request.has_padding, folder, streaming)
-    rehearsed = _rehearsed(request, build)
+    rehearsed = _rehearse(request, build)
     trainer = rehearsed.trainer
     refuse_trainer(trainer)
     if isinstance(source, TrainerSource):
@@ -63,7 +67,7 @@ def _train(request: PlanRequest) -> None:
         streaming.count(trainer)
         observe.about["streamed"] = lambda: streaming.figures(trainer)
     observe.about |= {
-        "planned": planned_of(request, trainer, args),
+        "planned": describe_run(request, trainer, args),
         "notes": rehearsed.assumptions,
     }
     if rehearsed.make_evaluation_batch is not None:
@@ -73,9 +77,9 @@ def _train(request: PlanRequest) -> None:
     trainer.train()
 
 
-def _launched(request: PlanRequest) -> PlanRequest:
+def _launch(request: PlanRequest) -> PlanRequest:
     """Let this process be rank 0 of those that a launcher would start."""
-    request = as_launched(request)
+    request = complete_launch(request)
     os.environ.update(request.environment)
     if request.num_gpus > 1 or request.uses_deepspeed:  # it looks for its ranks by MPI else
         os.environ.update(
@@ -89,11 +93,11 @@ def _launched(request: PlanRequest) -> PlanRequest:
     return request
 
 
-def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
+def _rehearse(request: PlanRequest, build: Build) -> Rehearsed:
     source = request.source
     if isinstance(source, TrainerSource):
-        return from_trainer.rehearsed(source, build)
-    make = from_config.rehearsed if source.trainer is None else from_loop.rehearsed
+        return from_trainer.rehearse(source, build)
+    make = from_config.rehearse if source.trainer is None else from_loop.rehearse
     if build.streaming is None:
         return make(source, build)
     with build.streaming.instead_of_moving():
@@ -105,7 +109,7 @@ def _rehearsed(request: PlanRequest, build: Build) -> Rehearsed:
 def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
     trainer: Any = rehearsed.trainer  # mypy lets no method be replaced
     num_batches = (OPTIMIZER_STEPS + 1) * trainer.args.gradient_accumulation_steps
-    make = _padded if rehearsed.has_padding else lambda batch: batch
+    make = _pad if rehearsed.has_padding else lambda batch: batch
     for_training, for_evaluation = rehearsed.make_batch, rehearsed.make_evaluation_batch
     number = request.source.num_evaluation_batches
     trainer.get_train_dataloader = lambda: loader(
@@ -119,7 +123,7 @@ def _give_batches(rehearsed: Rehearsed, request: PlanRequest) -> None:
         rollout.prepare(trainer, request.card)
 
 
-def _padded(batch: Batch) -> Batch:
+def _pad(batch: Batch) -> Batch:
     """Let the first row be one token shorter than the others; prompts have their own lengths."""
     if isinstance(batch, Mapping) and isinstance(mask := batch.get("attention_mask"), torch.Tensor):
         mask[0, -1] = 0

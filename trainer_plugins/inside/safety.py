@@ -28,7 +28,7 @@ def save_no_bytes() -> None:
     save = torch.serialization.save
 
     @functools.wraps(save)
-    def saved(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save_holes(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         tensors = (each for each in tree_leaves(obj) if isinstance(each, torch.Tensor))
         is_small = sum(each.nbytes for each in tensors) < _SMALL_BYTES  # as states of generators
         if is_small or isinstance(f, io.BytesIO):  # what another process reads, or a pickle
@@ -41,7 +41,7 @@ def save_no_bytes() -> None:
     load = torch.serialization.load
 
     @functools.wraps(load)
-    def mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, (str, os.PathLike)) or not zipfile.is_zipfile(f):
             return load(f, *args, **kwargs)
         kwargs["mmap"] = True  # its bytes are not needed
@@ -51,12 +51,12 @@ def save_no_bytes() -> None:
         with torch.serialization.set_default_mmap_options(flags):
             return load(f, *args, **kwargs)
 
-    torch.save = torch.serialization.save = saved
-    torch.load = torch.serialization.load = mapped
+    torch.save = torch.serialization.save = save_holes
+    torch.load = torch.serialization.load = load_mapped
 
 
 def load_no_parts() -> None:
-    """Let torch.distributed.checkpoint read the tensors that it has written: `saved` wrote some."""
+    """Let torch.distributed.checkpoint read its own tensors: `save_holes` wrote the others."""
     if has_numbers():
         return
     from torch.distributed.checkpoint import default_planner, utils

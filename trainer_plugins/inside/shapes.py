@@ -33,10 +33,10 @@ def compute_on_the_host() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in _OPERATORS:
-        _library.impl(name, _computed(name), "CUDA", allow_override=True)
+        _library.impl(name, _compute_shape(name), "CUDA", allow_override=True)
 
 
-def _computed(name: str) -> Callable[..., Any]:
+def _compute_shape(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 

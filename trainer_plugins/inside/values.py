@@ -112,19 +112,19 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             made = func(*args, **kwargs)
             if packet not in _MOVES_STORAGE:
-                self._computed(func, args, kwargs)
+                self._compute(func, args, kwargs)
             return made
         made = func(*args, **kwargs)
         if packet in _UNSET:
             self._clear(made, given)
             return made
         if packet in _ASKS:
-            return self._computed(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         found = _tensors(made)
         homes = {each.untyped_storage().data_ptr() for each in given}
         is_new = not any(each.untyped_storage().data_ptr() in homes for each in found)
         if found and is_new and all(map(self._is_small, found)):
-            computed = _tensors(self._computed(func, args, kwargs))
+            computed = _tensors(self._compute(func, args, kwargs))
             if [each.shape for each in computed] != [own.shape for own in found]:
                 if self._all:
                     raise RuntimeError(f"dry CUDA: the CPU's {func} makes other shapes")
@@ -135,9 +135,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     (alias(own) if own.is_cuda else own).copy_(its)
         return made
 
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute an operator with the CPU's code; None if there is none (not all asked)."""
-        args, kwargs = tree_map(_moved, args), tree_map(_moved, kwargs)
+        args, kwargs = tree_map(_move, args), tree_map(_move, kwargs)
         with _disable_current_modes():
             try:
                 return func(*args, **kwargs)
@@ -210,11 +210,11 @@ def see_into_operators(values: Values) -> None:
             return implement(self, name, kernel, key, *args, **kwargs)
 
         @functools.wraps(kernel)
-        def seen(*given: Any, **named: Any) -> Any:
+        def run_seen(*given: Any, **named: Any) -> Any:
             with values:
                 return kernel(*given, **named)
 
-        return implement(self, name, seen, key, *args, **kwargs)
+        return implement(self, name, run_seen, key, *args, **kwargs)
 
     library.impl = impl
 
@@ -239,7 +239,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _moved(value: Any) -> Any:
+def _move(value: Any) -> Any:
     """Return the CPU's argument for one of the card."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return alias(value)
@@ -258,14 +258,14 @@ def _choose(packet: Any, made: Any, args: Any) -> None:
             choose(alias(own), args)
 
 
-def _balanced(indices: torch.Tensor, args: Any) -> None:
+def _choose_in_turn(indices: torch.Tensor, args: Any) -> None:
     """Choose each of n in turn: experts get as many tokens as the others."""
     dim = args[2] if len(args) > 2 else -1
     in_turn = _arange(indices.numel(), device="cpu") % args[0].shape[dim]
     indices.copy_(in_turn.reshape(indices.shape))
 
 
-def _in_order(indices: torch.Tensor, args: Any) -> None:
+def _sort_in_order(indices: torch.Tensor, args: Any) -> None:
     """Take what is sorted to be in order."""
     dim = args[-1] if isinstance(args[-1], int) and not isinstance(args[-1], bool) else -1
     size = indices.shape[dim]
@@ -273,7 +273,7 @@ def _in_order(indices: torch.Tensor, args: Any) -> None:
     indices.copy_(_arange(size, device="cpu").reshape(along).expand_as(indices))
 
 
-_CHOICES = {_aten.topk: _balanced, _aten.sort: _in_order}
+_CHOICES = {_aten.topk: _choose_in_turn, _aten.sort: _sort_in_order}
 """What is chosen from numbers that were not computed."""
 
 

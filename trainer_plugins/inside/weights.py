@@ -38,7 +38,7 @@ def make_those_that_are_missing() -> None:
             _wanted.reset(token)
 
     @functools.wraps(resolve)
-    def resolved(*args: Any, **kwargs: Any) -> Any:
+    def resolve_or_make(*args: Any, **kwargs: Any) -> Any:
         try:
             return resolve(*args, **kwargs)
         except OSError:
@@ -47,13 +47,13 @@ def make_those_that_are_missing() -> None:
                 raise
             return holes_for(*wanted)
 
-    # A checkpoint in one file could not be loaded again: see `_in_parts`.
+    # A checkpoint in one file could not be loaded again: see `_split`.
     save = modeling_utils.PreTrainedModel.save_pretrained
     modeling_utils.PreTrainedModel.save_pretrained = functools.partialmethod(
         save, max_shard_size=_PART_BYTES
     )
     modeling_utils.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    modeling_utils._get_resolved_checkpoint_files = resolved
+    modeling_utils._get_resolved_checkpoint_files = resolve_or_make
 
 
 def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -87,7 +87,7 @@ def holes_for(cls: Any, name: str, options: dict[str, Any]) -> tuple[list[str], 
     stem = f"{os.getpid()}-{len(list(folder.iterdir()))}"
     homes: dict[str, str] = {}
     files = []
-    for number, part in enumerate(_in_parts(tensors)):
+    for number, part in enumerate(_split(tensors)):
         files.append(str(folder / f"{stem}-{number}.safetensors"))
         write_holes(part, files[-1], {"format": "pt"})
         homes |= dict.fromkeys(part, Path(files[-1]).name)
@@ -106,7 +106,7 @@ def _dtype_of(options: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _in_parts(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+def _split(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield tensors for one file each: Linux maps no file that is larger than main memory."""
     part: dict[str, torch.Tensor] = {}
     held = 0

@@ -23,7 +23,7 @@ class MemoryPlugin(BasePlugin):
 
     def register(self, cfg: Mapping[str, object]) -> None:
         """Refuse a bad option with a ValueError before axolotl loads anything."""
-        memory_arguments(**_given(cfg))
+        memory_arguments(**_read_options(cfg))
 
     def get_input_args(self) -> str:
         """Return the name of the pydantic model of our keys, as axolotl asks for it."""
@@ -32,11 +32,11 @@ class MemoryPlugin(BasePlugin):
     def add_callbacks_post_trainer(
         self, cfg: Mapping[str, object], trainer: "Trainer"
     ) -> "list[TrainerCallback]":
-        protect(trainer, **_given(cfg))
+        protect(trainer, **_read_options(cfg))
         return []  # axolotl would add them after its trackers
 
 
-def _given(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def _read_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     # All keys with our prefix, so that a misspelt one is reported; axolotl itself has none.
     return {
         name.removeprefix(PREFIX): value

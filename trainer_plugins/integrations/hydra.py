@@ -35,7 +35,7 @@ class AttachToJob(Callback):
             callbacks_of(config)  # only to find errors: each Trainer gets its own
             self._job.enter_context(attached_callbacks(lambda: callbacks_of(config)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            sys.stderr.write(f"trainer_plugins: {_in_one_line(error)}\n")
+            sys.stderr.write(f"trainer_plugins: {_shorten(error)}\n")
             sys.exit(2)  # of an exception Hydra would only warn
         say_at_exit()
 
@@ -43,7 +43,7 @@ class AttachToJob(Callback):
         self._job.close()
 
 
-def _in_one_line(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """Describe an error and its entry without the layers that Hydra wraps around it."""
     entry = next((line for line in str(error).splitlines() if line.startswith("full_key: ")), "")
     return " ".join(f"{entry.removeprefix('full_key: ')} {error.__cause__ or error}".split())

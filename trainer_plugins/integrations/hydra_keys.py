@@ -36,7 +36,7 @@ def say_what_was_meant(words: Sequence[str]) -> None:
         )
     # Hydra refuses an override of an unknown key without a suggestion, and `+` creates any key.
     for word in words:
-        if (override := _OVERRIDE.match(word)) and override[1] not in _known():
+        if (override := _OVERRIDE.match(word)) and override[1] not in _list_known():
             line = f"our configs have no key {override[1]}.{_meant(override[1])}"
         elif (own := _OWN_KEY.match(word)) and own[1] != "trainer_plugins":
             line = f"+{own[1]} makes a key of your own.{nearest(own[1], ['trainer_plugins'])}"
@@ -79,13 +79,13 @@ def _strangers(entry: Any) -> Iterator[tuple[str, list[str]]]:
 
 def _meant(key: str) -> str:
     """Suggest a key: one with a similar end, else any."""
-    known, last = _known(), key.rpartition(".")[2]
+    known, last = _list_known(), key.rpartition(".")[2]
     ends = get_close_matches(last, {each.rpartition(".")[2] for each in known}, 1, 0.8)
     alike = [each for each in known if each.rpartition(".")[2] in ends]
     return nearest(f"trainer_plugins.{key.removeprefix('trainer_plugins.')}", alike or known)
 
 
-def _known() -> list[str]:
+def _list_known() -> list[str]:
     known = [_CALLBACKS]
     for file in sorted(_FOLDER.glob("*.yaml")):
         key = f"{_CALLBACKS}.{file.stem}"

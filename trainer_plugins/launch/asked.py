@@ -12,8 +12,8 @@ from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import (
     ConfigError,
     Document,
-    deepspeed_document,
     document_of,
+    read_deepspeed,
     read_mapping,
 )
 
@@ -65,8 +65,8 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
     environment counts. transformers lets `deepspeed` and `fsdp` override the launch file.
     """
     launcher = find_launcher()
-    asked = of_launcher(launcher) if launcher is not None else None
-    asked = asked or _of_environment(environ)
+    asked = read_launcher(launcher) if launcher is not None else None
+    asked = asked or _read_environment(environ)
     started = environ.get("WORLD_SIZE", "")
     num_started = int(started) if started.isdigit() else None
     asked = replace(
@@ -75,7 +75,7 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
         started=num_started,
         world_size=asked.world_size or num_started,
     )
-    own = _of_json(deepspeed)
+    own = _read_json(deepspeed)
     if own is None and not fsdp:
         return asked
     name = "fsdp" if own is None else "deepspeed"
@@ -94,7 +94,7 @@ def read_asked(environ: Mapping[str, str], deepspeed: object = None, fsdp: objec
     )
 
 
-def of_launcher(launcher: Launcher) -> Asked | None:
+def read_launcher(launcher: Launcher) -> Asked | None:
     """Read flags and file of `accelerate launch`; None if accelerate does not know the flags."""
     flags = launcher.flags()
     if flags is None:
@@ -106,7 +106,7 @@ def of_launcher(launcher: Launcher) -> Asked | None:
     if path is not None:
         with suppress(ConfigError):
             config, source = read_mapping(path)[0], path.name
-    misspelt = _corrected(config)
+    misspelt = _correct(config)
     for kind, flag in _KIND_FLAGS.items():
         if getattr(flags, flag, False):
             config["distributed_type"] = kind
@@ -119,7 +119,7 @@ def of_launcher(launcher: Launcher) -> Asked | None:
     for key in ("num_processes", "num_machines"):
         if key in given:
             config[key] = getattr(flags, key)
-    asked = _of_document(document_of(source, config, folder=launcher.folder))
+    asked = _read_document(document_of(source, config, folder=launcher.folder))
     # A flag that accelerate ignores was requested nevertheless.
     offload = dict(asked.offload)
     for what in ("optimizer", "param"):
@@ -139,7 +139,7 @@ def of_launcher(launcher: Launcher) -> Asked | None:
     )
 
 
-def _corrected(config: dict[str, Any]) -> dict[str, str]:
+def _correct(config: dict[str, Any]) -> dict[str, str]:
     """Correct likely slips in the keys of `deepspeed_config`; return them with the right keys."""
     section = config.get("deepspeed_config")
     if not isinstance(section, dict):
@@ -153,18 +153,18 @@ def _corrected(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _of_document(document: Document) -> Asked:
-    block = document.in_deepspeed("activation_checkpointing")
+def _read_document(document: Document) -> Asked:
+    block = document.get_deepspeed("activation_checkpointing")
     asked = Asked(
         zero_stage=document.zero_stage,
         offload=document.offload_devices,
-        bf16_master=document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True,
+        bf16_master=document.get_deepspeed("bf16.bf16_master_weights_and_grads") is True,
         checkpointing=isinstance(block, dict) and any(block.values()),
     )
     if document.accelerate is None:
         return asked
     kind = document.accelerate.get("distributed_type")
-    launcher = document.in_accelerate("deepspeed_config.deepspeed_multinode_launcher")
+    launcher = document.get_accelerate("deepspeed_config.deepspeed_multinode_launcher")
     return replace(
         asked,
         world_size=document.count("num_processes"),
@@ -179,20 +179,20 @@ def _of_document(document: Document) -> Asked:
     )
 
 
-def _of_environment(environ: Mapping[str, str]) -> Asked:
+def _read_environment(environ: Mapping[str, str]) -> Asked:
     """Read what a launcher exported (accelerate/utils/launch.py), if it cannot be found itself."""
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
-        asked = _of_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) or Asked()
+        asked = _read_json(environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) or Asked()
         return replace(asked, source="ACCELERATE_USE_DEEPSPEED", distributed_type="DEEPSPEED")
     if _is_true(environ.get("ACCELERATE_USE_FSDP")):
         return Asked(source="ACCELERATE_USE_FSDP", distributed_type="FSDP")
     return Asked(source="WORLD_SIZE" if environ.get("WORLD_SIZE") else "")
 
 
-def _of_json(given: object) -> Asked | None:
+def _read_json(given: object) -> Asked | None:
     """Read a DeepSpeed JSON given as a mapping, a path or text; None for anything else."""
-    document = deepspeed_document(given)  # the launch itself reports what is wrong with it
-    return _of_document(document) if document.deepspeed else None
+    document = read_deepspeed(given)  # the launch itself reports what is wrong with it
+    return _read_document(document) if document.deepspeed else None
 
 
 def _is_true(text: str | None) -> bool:

@@ -49,7 +49,7 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
     target = folder / f"{path(name).stem}.yaml"
     text = read(name).replace(f"configs/accelerate/{target.name}", printable(str(target)))
     for override in overrides:
-        text = _as_it_is_used(_overridden(text, override, name), override)
+        text = _update_comments(_overridden(text, override, name), override)
     if overrides:
         changed = printable(
             f"# Changed in this copy: {', '.join(overrides)}; figures are without it"
@@ -79,14 +79,14 @@ def _overridden(text: str, override: str, name: str) -> str:
         raise ConfigError(f"--set takes {takes}, got {override!r}")
     value, config = _value(written), yaml.safe_load(text)
     section, _, rest = key.partition(".")
-    in_sections = _dotted(keys.ACCELERATE_SECTIONS)
+    in_sections = _list_dotted(keys.ACCELERATE_SECTIONS)
     if key in in_sections and rest != "deepspeed_config_file":
         if section not in config:
             raise ConfigError(f"{name} has no {section}, so {key} would have no effect")
-        return _with_line(text, rest, value, section)
+        return _set_line(text, rest, value, section)
     if key in keys.ACCELERATE and key not in keys.ACCELERATE_SECTIONS:
-        return _with_line(text, key, value, None)
-    of_deepspeed = [*keys.DEEPSPEED, *_dotted(keys.BLOCKS)]
+        return _set_line(text, key, value, None)
+    of_deepspeed = [*keys.DEEPSPEED, *_list_dotted(keys.BLOCKS)]
     is_parameter = key.startswith(("optimizer.params.", "scheduler.params."))
     if key not in of_deepspeed and not is_parameter:
         choices = [*of_deepspeed, *keys.ACCELERATE, *in_sections]
@@ -96,10 +96,10 @@ def _overridden(text: str, override: str, name: str) -> str:
         raise ConfigError(f"--set {key}: there is no such key{hint}")
     if "deepspeed_config" not in config:
         raise ConfigError(f"{name} does not run DeepSpeed, so {key} would have no effect")
-    return _with_json(text, key, value)
+    return _set_json(text, key, value)
 
 
-def _as_it_is_used(text: str, override: str) -> str:
+def _update_comments(text: str, override: str) -> str:
     """Let the comments that say how to launch the file say the number that it now has."""
     name, _, value = override.partition("=")
     if not value.isdecimal():
@@ -111,7 +111,7 @@ def _as_it_is_used(text: str, override: str) -> str:
     return re.sub(rf"# Without --{name} .*\n", runs, text)
 
 
-def _dotted(blocks: Mapping[str, keys.Keys]) -> list[str]:
+def _list_dotted(blocks: Mapping[str, keys.Keys]) -> list[str]:
     return [f"{block}.{key}" for block, known in blocks.items() for key in known]
 
 
@@ -124,7 +124,7 @@ def _value(written: str) -> object:
     return int(value) if is_whole else value
 
 
-def _with_line(text: str, key: str, value: object, section: str | None) -> str:
+def _set_line(text: str, key: str, value: object, section: str | None) -> str:
     indent = "  " if section else ""
     line = f"{indent}{key}: {json.dumps(value)}"
     present = re.compile(rf"^{indent}{key}:.*$", re.MULTILINE)
@@ -134,7 +134,7 @@ def _with_line(text: str, key: str, value: object, section: str | None) -> str:
     return before.sub(lambda found: f"{found[0]}\n{line}", text, count=1)
 
 
-def _with_json(text: str, key: str, value: object) -> str:
+def _set_json(text: str, key: str, value: object) -> str:
     """Set one value of the DeepSpeed JSON, which is the last part of a file that has one."""
     head, marker, body = text.partition("  deepspeed_config_file: |\n")
     config = json.loads(body)

@@ -36,7 +36,7 @@ def launch_environment(environ: Mapping[str, str], with_vllm: bool = False) -> L
 
     `with_vllm`: vLLM will run inside the training process.
     """
-    variables, machine = Variables.of(environ), gather_machine(environ)
+    variables, machine = Variables.pick(environ), gather_machine(environ)
     machine = replace(machine, has_vllm=machine.has_vllm or with_vllm)
     choice = choose(variables, machine)
     why = choice.why

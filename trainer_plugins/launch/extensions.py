@@ -55,11 +55,13 @@ def read_locks(environ: Mapping[str, str]) -> tuple[ExtensionLock, ...]:
     return tuple(lock for lock in map(_read_lock, files) if lock is not None)
 
 
-def needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, ...]:
+def find_needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, ...]:
     """Return the extensions that DeepSpeed loads for what a launch offloads, and its optimizer.
 
-    >>> needed({"optimizer": "cpu", "param": "nvme"}), needed({}, "AdamW"), needed({})
-    (('cpu_adam', 'async_io'), ('fused_adam',), ())
+    >>> find_needed({"optimizer": "cpu", "param": "nvme"})
+    ('cpu_adam', 'async_io')
+    >>> find_needed({}, "AdamW"), find_needed({})
+    (('fused_adam',), ())
     """
     is_adam = "adam" in str(optimizer or "adam").lower()
     on_card = optimizer is not None and "optimizer" not in offload
@@ -71,11 +73,11 @@ def needed(offload: Mapping[str, str], optimizer: object = None) -> tuple[str, .
     return tuple(name for name, is_needed in wanted.items() if is_needed)
 
 
-def needed_of(document: Document) -> tuple[str, ...]:
+def find_needed_by(document: Document) -> tuple[str, ...]:
     """Return the extensions that DeepSpeed loads for a launch file."""
     if document.zero_stage is None:
         return ()
-    return needed(document.offload_devices, document.in_deepspeed("optimizer.type"))
+    return find_needed(document.offload_devices, document.get_deepspeed("optimizer.type"))
 
 
 def lock_findings(
@@ -118,15 +120,15 @@ def announce_builds() -> None:
     """Have torch say on stderr that it compiles an extension, or waits for another process."""
     from torch.utils import cpp_extension
 
-    def announced(load: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        if said := _what_comes_first(name):
+    def load_announced(load: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        if said := _describe_wait(name):
             sys.stderr.write(f"trainer_plugins: {printable(said)}\n")
         return load(name, *args, **kwargs)
 
-    Patches().wrap(cpp_extension, "load", announced)  # which DeepSpeed looks up at each use
+    Patches().wrap(cpp_extension, "load", load_announced)  # which DeepSpeed looks up at each use
 
 
-def _what_comes_first(name: str) -> str:
+def _describe_wait(name: str) -> str:
     """Say for what a process waits that loads an extension now; empty if for nothing."""
     lock = next((each for each in read_locks(os.environ) if each.path.parent.name == name), None)
     if lock is not None and lock.holder is not None:
@@ -217,7 +219,7 @@ def _read_lock(file: Path) -> ExtensionLock | None:
 
 def _holder(file: Path, found: os.stat_result) -> tuple[int | None, str]:
     """Return the process that has a file open, or why it may be invisible."""
-    unseen = _why_unseen(file)
+    unseen = _explain_unseen(file)
     for process in psutil.process_iter(["uids", "status"]):
         try:
             opened = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -248,7 +250,7 @@ def _same_file(opened: Path, file: Path, found: os.stat_result) -> bool:
         return False  # it was closed
 
 
-def _why_unseen(file: Path) -> str:
+def _explain_unseen(file: Path) -> str:
     """Say why processes that may use a folder are invisible here; empty if they are visible."""
     if not Path("/proc/self/fd").is_dir():
         return "this system does not list the open files of its processes"

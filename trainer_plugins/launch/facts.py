@@ -16,8 +16,8 @@ from trainer_plugins.accumulation.effect import judge_accumulation
 from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import Device
 from trainer_plugins.launch.launcher import launch_of
-from trainer_plugins.launch.masked import declared, masked_command, masked_fields, masked_text
-from trainer_plugins.launch.place import installed_versions, place
+from trainer_plugins.launch.masked import list_declared, mask_command, mask_fields, mask_text
+from trainer_plugins.launch.place import place, read_versions
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import PROCESS
 from trainer_plugins.strategy import Strategy
@@ -30,7 +30,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FEWEST_NAMES = 2  # a part of a Hydra config that has only one of them, as `seed`, may be anything
 
 
-def tried(read: Callable[[], T], default: T) -> T:
+def try_read(read: Callable[[], T], default: T) -> T:
     """Read one part of a record; if it fails, the others are still read."""
     try:
         return read()
@@ -39,12 +39,12 @@ def tried(read: Callable[[], T], default: T) -> T:
         return default
 
 
-def typed(arguments: list[str], given: list[str]) -> list[str]:
+def restore_command(arguments: list[str], given: list[str]) -> list[str]:
     """Return a command line as it was typed after `python`: a module by its name, not its file.
 
-    >>> typed(["/x/mine/train.py", "--bf16"], ["/bin/python3", "-m", "mine.train", "--bf16"])
+    >>> restore_command(["/x/mine/train.py", "--bf16"], ["python3", "-m", "mine.train", "--bf16"])
     ['-m', 'mine.train', '--bf16']
-    >>> typed(["train.py"], ["python", "-u", "train.py"])
+    >>> restore_command(["train.py"], ["python", "-u", "train.py"])
     ['train.py']
     """
     program = given[-len(arguments) - 1 :]
@@ -56,30 +56,30 @@ def facts_of_process(
 ) -> RunFacts:
     """Gather the facts of a run that need no Trainer; its device is None if it is unreadable."""
     name = "" if device is None else device.name
-    properties: Any = tried(lambda: _properties(name), None)
+    properties: Any = try_read(lambda: _properties(name), None)
     visible = {_VISIBLE: os.environ[_VISIBLE]} if _VISIBLE in os.environ else {}
-    allocator = {**Variables.of(os.environ).texts, **visible}
+    allocator = {**Variables.pick(os.environ).texts, **visible}
     return RunFacts(
         process=PROCESS,
         time_seconds=time_seconds,
         step=step,
         rank=rank,
         world_size=world_size,
-        command=masked_command(typed(sys.argv, sys.orig_argv)),
-        launch=tried(lambda: launch_of(os.environ), None),
+        command=mask_command(restore_command(sys.argv, sys.orig_argv)),
+        launch=try_read(lambda: launch_of(os.environ), None),
         device=name,
         card=str(getattr(properties, "name", "")),
-        capability=tried(lambda: (int(properties.major), int(properties.minor)), None),
-        device_bytes=0 if device is None else tried(lambda: device.read().total_bytes, 0),
+        capability=try_read(lambda: (int(properties.major), int(properties.minor)), None),
+        device_bytes=0 if device is None else try_read(lambda: device.read().total_bytes, 0),
         driver=_driver(),
         versions={
             "python": platform.python_version(),
             "system": platform.platform(),
-            **installed_versions(),
+            **read_versions(),
             "torch build": f"CUDA {torch.version.cuda}, HIP {torch.version.hip}",
         },
-        allocator={name: masked_text(text) for name, text in allocator.items()},
-        place=tried(place, None),
+        allocator={name: mask_text(text) for name, text in allocator.items()},
+        place=try_read(place, None),
     )
 
 
@@ -94,15 +94,15 @@ def facts_of_trainer(
         trainer=type(trainer).__name__,
         model=type(model).__name__,
         built_class=_built_class(base),
-        model_config=tried(lambda: _config(model), {}),
-        adapter=tried(lambda: _adapter(model), {}),
+        model_config=try_read(lambda: _config(model), {}),
+        adapter=try_read(lambda: _adapter(model), {}),
         dtype=str(getattr(base, "dtype", "")).removeprefix("torch."),
-        arguments=tried(lambda: masked_fields(args.to_dict(), declared(type(args))), {}),
-        override=tried(lambda: override_of(vars(args)), ""),
-        num_rows_a_step=tried(lambda: int(trainer.get_total_train_batch_size(args)), 0),
-        num_evaluation_batches=tried(lambda: _num_evaluation_batches(trainer), 0),
+        arguments=try_read(lambda: mask_fields(args.to_dict(), list_declared(type(args))), {}),
+        override=try_read(lambda: override_of(vars(args)), ""),
+        num_rows_a_step=try_read(lambda: int(trainer.get_total_train_batch_size(args)), 0),
+        num_evaluation_batches=try_read(lambda: _num_evaluation_batches(trainer), 0),
         has_metrics=trainer.compute_metrics is not None,
-        accumulation=tried(lambda: judge_accumulation(trainer), None),
+        accumulation=try_read(lambda: judge_accumulation(trainer), None),
         strategy=strategy,
     )
 
@@ -121,7 +121,7 @@ def _config(model: object) -> dict[str, object]:
         as_dict = {**as_dict, "attn_implementation": attention}  # which to_dict() leaves out
     # A config of texts and pictures holds one of each.
     configs = [config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))]
-    return masked_fields(as_dict, {name for each in configs for name in declared(type(each))})
+    return mask_fields(as_dict, {name for each in configs for name in list_declared(type(each))})
 
 
 def _adapter(model: Any) -> dict[str, object]:
@@ -129,7 +129,7 @@ def _adapter(model: Any) -> dict[str, object]:
     if not isinstance(configs, dict) or len(configs) != 1:
         return {}
     (config,) = configs.values()
-    fields = masked_fields(config.to_dict(), declared(type(config)))
+    fields = mask_fields(config.to_dict(), list_declared(type(config)))
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -149,7 +149,7 @@ def _properties(name: str) -> object:
 
 def _driver() -> str:
     with suppress(OSError):  # only Linux has it
-        return masked_text(Path("/proc/driver/nvidia/version").read_text().splitlines()[0])
+        return mask_text(Path("/proc/driver/nvidia/version").read_text().splitlines()[0])
     return ""
 
 

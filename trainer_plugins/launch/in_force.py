@@ -96,7 +96,7 @@ def _parameters(wrapper: nn.Module, stream: Stream | None) -> tuple[int, int, di
         elif type(p).__name__ == "Params4bit":
             numel = here = numel * 2 * p.element_size()
         if stream is not None:
-            where = stream.in_main_memory(p).device.type
+            where = stream.get_copy(p).device.type
         whole += numel
         partitioned += numel if divided else 0
         homes[where] += here

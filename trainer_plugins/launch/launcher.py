@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from trainer_plugins.launch.lint.document import deepspeed_document
-from trainer_plugins.launch.masked import masked_command, masked_fields, masked_text
+from trainer_plugins.launch.lint.document import read_deepspeed
+from trainer_plugins.launch.masked import mask_command, mask_fields, mask_text
 from trainer_plugins.record.run_facts import Launch
 
 _LAUNCHERS = {"torchrun": "torchrun", "torch.distributed.run": "torchrun", "deepspeed": "deepspeed"}
@@ -72,14 +72,14 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     # What accelerate exports counts even without a launcher, or if the file has changed since.
     exported = {name: text for name, text in environ.items() if name.startswith(_EXPORTED)}
     named = exported.pop(_DEEPSPEED_FILE, None)
-    document = deepspeed_document(named)
+    document = read_deepspeed(named)
     if document.json_path is not None:
         exported[_DEEPSPEED_FILE] = document.json_path
     return Launch(
-        file="" if file is None else masked_text(os.fspath(file)),
-        words=masked_command(words),
-        environment={name: str(text) for name, text in masked_fields(exported, exported).items()},
-        deepspeed=masked_fields(document.deepspeed or {}),
+        file="" if file is None else mask_text(os.fspath(file)),
+        words=mask_command(words),
+        environment={name: str(text) for name, text in mask_fields(exported, exported).items()},
+        deepspeed=mask_fields(document.deepspeed or {}),
     )
 
 

@@ -37,7 +37,7 @@ class HostLimits:
     pinned_bytes: int | None = None  # how much of it can be pinned, if that is less, as under WSL
 
     @classmethod
-    def of(
+    def read(
         cls, host_memory: str | None, pinned_memory: str | None, here_bytes: int | None
     ) -> "HostLimits":
         """Read the sizes that a user gave, as in "252GB"; `here_bytes` is the default."""

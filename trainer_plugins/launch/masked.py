@@ -66,24 +66,24 @@ _CHUNK = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _FEWEST_LETTERS_A_CHUNK = 3  # in names of transformers, torch and DeepSpeed
 
 
-def masked_text(text: str) -> str:
+def mask_text(text: str) -> str:
     """Hide what looks like a secret in a line of code or of an error, and the home folder.
 
-    >>> masked_text("login('hf_0123456789abcdef', password='x'), https://me:pass@host/x")
+    >>> mask_text("login('hf_0123456789abcdef', password='x'), https://me:pass@host/x")
     "login('(hidden)', password=(hidden)), https://(hidden)@host/x"
     """
     if webhook := os.environ.get(VARIABLE, "").strip():
         text = text.replace(webhook, HIDDEN)
-    text = _NAMED.sub(lambda found: found[1] + HIDDEN, _at_home(text)[:_LONGEST_TEXT])
+    text = _NAMED.sub(lambda found: found[1] + HIDDEN, _shorten_home(text)[:_LONGEST_TEXT])
     for pattern in (_USER, _QUERY, _FORMS):
         text = pattern.sub(HIDDEN, text)
     return _ATOM.sub(lambda found: HIDDEN if _is_drawn(found[0]) else found[0], text)
 
 
-def masked_command(command: Iterable[str]) -> tuple[str, ...]:
+def mask_command(command: Iterable[str]) -> tuple[str, ...]:
     """Hide all of a command line but its programs, the names of options, and harmless values.
 
-    >>> masked_command(["train.py", "--keys.api", "abc", "--lr=1", "++args.wandb_key=abc"])
+    >>> mask_command(["train.py", "--keys.api", "abc", "--lr=1", "++args.wandb_key=abc"])
     ('train.py', '--keys.api', '(hidden)', '--lr=1', '++args.wandb_key=(hidden)')
     """
     declared = _arguments()
@@ -94,11 +94,11 @@ def masked_command(command: Iterable[str]) -> tuple[str, ...]:
             shown.append(HIDDEN)
         elif word == "--" or _OPTION.fullmatch(word):
             option, num_values = word, 0
-            shown.append(masked_text(word))
+            shown.append(mask_text(word))
         elif assigned := _ASSIGNED.fullmatch(word):
-            shown.append(f"{masked_text(assigned[1])}={_value(assigned[1], assigned[2], declared)}")
+            shown.append(f"{mask_text(assigned[1])}={_value(assigned[1], assigned[2], declared)}")
         elif before == "-m" or not shown or _PROGRAM.fullmatch(word):
-            shown.append(masked_text(word) if _PLAIN.fullmatch(word) else HIDDEN)
+            shown.append(mask_text(word) if _PLAIN.fullmatch(word) else HIDDEN)
         else:
             shown.append(_value(option, word, declared, num_values))
             num_values += 1
@@ -106,7 +106,7 @@ def masked_command(command: Iterable[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def declared(kind: type) -> dict[str, Parameter]:
+def list_declared(kind: type) -> dict[str, Parameter]:
     """Return the fields that libraries have given a class of arguments or a config, by name."""
     found: dict[str, Parameter] = {}
     for base in reversed(kind.__mro__):
@@ -115,14 +115,14 @@ def declared(kind: type) -> dict[str, Parameter]:
     return found
 
 
-def masked_fields(
+def mask_fields(
     fields: Mapping[str, object], known: Collection[str] | None = None, depth: int = 0
 ) -> dict[str, object]:
     """Return a mapping as JSON has it; `known` names may have words, and alone have numbers.
 
     Below them, and without them, any name may have numbers.
 
-    >>> masked_fields({"hub_token": "abc", "seed": 1, "kwargs": {"model": "x", "mine": "y"}})
+    >>> mask_fields({"hub_token": "abc", "seed": 1, "kwargs": {"model": "x", "mine": "y"}})
     {'hub_token': '(hidden)', 'seed': 1, 'kwargs': {'model': 'x', 'mine': '(hidden)'}}
     """
     shown: dict[str, object] = {}
@@ -131,12 +131,12 @@ def masked_fields(
         has_numbers = has_words or known is None or depth > 0
         if secret := _SECRET.search(str(name)):
             has_words, has_numbers = False, has_numbers and bool(secret[1])  # a number of tokens
-        inner = partial(masked_fields, known=known, depth=depth + 1)
-        shown[masked_text(str(name))] = _masked(value, has_numbers, has_words, inner, depth)
+        inner = partial(mask_fields, known=known, depth=depth + 1)
+        shown[mask_text(str(name))] = _mask(value, has_numbers, has_words, inner, depth)
     return shown
 
 
-def _masked(
+def _mask(
     value: object, has_numbers: bool, has_words: bool, inner: Callable[..., object], depth: int
 ) -> object:
     if value is None or isinstance(value, bool) or (has_numbers and isinstance(value, int | float)):
@@ -146,7 +146,7 @@ def _masked(
     if isinstance(value, Mapping) and has_numbers:
         return inner(value)
     if isinstance(value, list | tuple | set | frozenset):
-        return [_masked(each, has_numbers, has_words, inner, depth + 1) for each in value]
+        return [_mask(each, has_numbers, has_words, inner, depth + 1) for each in value]
     return _word(str(value.value if isinstance(value, Enum) else value), has_numbers, has_words)
 
 
@@ -154,8 +154,8 @@ def _word(text: str, has_numbers: bool, has_words: bool) -> str:
     """Return a text that is a switch, a number, or a word or path without a secret's form."""
     if _SWITCH.fullmatch(text) or (has_numbers and _NUMBER.fullmatch(text)):
         return text
-    shown = _at_home(text)
-    return shown if has_words and _PLAIN.fullmatch(text) and masked_text(text) == shown else HIDDEN
+    shown = _shorten_home(text)
+    return shown if has_words and _PLAIN.fullmatch(text) and mask_text(text) == shown else HIDDEN
 
 
 def _value(
@@ -174,19 +174,19 @@ def _arguments() -> Mapping[str, Parameter]:
     """Return the arguments of all TrainingArguments that this process has imported."""
     module = sys.modules.get("transformers.training_args")
     found: dict[str, Parameter] = {}
-    for kind in _with_subclasses(module.TrainingArguments) if module else ():
-        found |= declared(kind)
+    for kind in _walk_subclasses(module.TrainingArguments) if module else ():
+        found |= list_declared(kind)
     return found
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _walk_subclasses(kind: type) -> Iterator[type]:
     yield kind
     each: type
     for each in kind.__subclasses__():
-        yield from _with_subclasses(each)
+        yield from _walk_subclasses(each)
 
 
-def _at_home(text: str) -> str:
+def _shorten_home(text: str) -> str:
     home = os.path.expanduser("~")
     return text.replace(home + os.sep, "~" + os.sep) if len(home) > 1 else text
 

@@ -17,7 +17,7 @@ from trainer_plugins.allocator.variables import Variables
 from trainer_plugins.devices import HostDevice
 from trainer_plugins.devices.nvml import NvmlError
 from trainer_plugins.devices.nvml_cards import cards_in_words, driver_version
-from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.record.run_facts import Place, RunFacts
 
 _LIMITS = (
@@ -45,7 +45,7 @@ def place() -> Place:
     """Describe where this process runs."""
     host = HostDevice()
     facts = host.facts()
-    limits = {name: masked_text(os.environ[name]) for name in _LIMITS if name in os.environ}
+    limits = {name: mask_text(os.environ[name]) for name in _LIMITS if name in os.environ}
     if gather_machine(os.environ).is_wsl:
         limits["WSL"] = platform.release()
     return Place(
@@ -63,7 +63,7 @@ def place() -> Place:
 def job(environ: Mapping[str, str]) -> str:
     """Name the scheduler's job that this process belongs to; empty without one."""
     found = (f"{name} {environ[each]}" for each, name in _JOBS.items() if each in environ)
-    return masked_text(next(found, ""))
+    return mask_text(next(found, ""))
 
 
 def kernel() -> str:
@@ -85,7 +85,7 @@ def is_running(facts: RunFacts, here: Place) -> bool:
         return False
 
 
-def about(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def describe_place(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return the facts in groups for a bug report: no paths, no names of people, no secrets."""
     try:
         driver, cards = driver_version(), Counter(cards_in_words())
@@ -101,16 +101,16 @@ def about(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
         around.append("a container")
     inside = ", ".join(around) or "none found"
     return {
-        "versions": {"python": platform.python_version(), **installed_versions()},
+        "versions": {"python": platform.python_version(), **read_versions()},
         "machine": {"system": platform.platform(), "inside": inside},
         "cards": of_cards,
         "allocator": {
-            name: masked_text(text) for name, text in Variables.of(environ).texts.items()
+            name: mask_text(text) for name, text in Variables.pick(environ).texts.items()
         },
     }
 
 
-def installed_versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of the packages that matter for memory, without importing them."""
     found = {}
     for package in _PACKAGES:

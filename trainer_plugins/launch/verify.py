@@ -22,7 +22,9 @@ def verify(asked: Asked, runs: Strategy) -> tuple[Finding, ...]:
     return (*_world(asked, runs), *_wrapper(asked, runs), *_zero(asked, runs))
 
 
-def summed_gradient(accumulation: Accumulation, num_steps: int, num_ranks: int) -> Finding | None:
+def judge_summed_gradient(
+    accumulation: Accumulation, num_steps: int, num_ranks: int
+) -> Finding | None:
     """Warn of a gradient that is a multiple of what was meant; None if it is not."""
     factor = accumulation.factor(num_steps, num_ranks)
     if factor == 1:
@@ -133,7 +135,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     if runs.family != asked.family or runs.family not in ("DeepSpeed", "FSDP"):
         return
     if asked.zero_stage is not None and asked.zero_stage != runs.zero_stage:
-        why, remedy = _why_lost(asked)
+        why, remedy = _explain_loss(asked)
         yield Finding.error(
             code="zero-stage-not-in-force",
             summary=f"ZeRO-{asked.zero_stage} was requested, but ZeRO-{runs.zero_stage} runs{why}",
@@ -166,7 +168,7 @@ def _zero(asked: Asked, runs: Strategy) -> Iterator[Finding]:
         )
 
 
-def _why_lost(asked: Asked) -> tuple[str, str]:
+def _explain_loss(asked: Asked) -> tuple[str, str]:
     """Say where a setting of the launch got lost: the end of a summary, and the remedy."""
     if asked.misspelt:
         wrong, right = next(iter(asked.misspelt.items()))
@@ -183,7 +185,7 @@ def _offload(asked: Asked, runs: Strategy) -> Iterator[Finding]:
     for what, where in asked.offload.items():
         in_force = runs.offload.get(what)
         if in_force != where:
-            why, remedy = _why_lost(asked)
+            why, remedy = _explain_loss(asked)
             summary = f"{what} offload to {where} was requested, but {in_force or 'none'} is in"
             summary += f" force{why}"
         elif what == "param" and where == "nvme" and not runs.homes.get("nvme"):

@@ -194,7 +194,7 @@ def _read(text: str, all_texts: list[str]) -> OutOfMemory | None:
     message = text[end - len(_head(text, end)) : end + _MESSAGE_CHARACTERS]
     lines = "\n".join(message.splitlines()[:_NUM_LINES])
     is_lost = any(_STICKY.search(one) for one in all_texts)
-    return _found(rule, lines, LOST_CONTEXT if is_lost else rule.fatal)
+    return _make_error(rule, lines, LOST_CONTEXT if is_lost else rule.fatal)
 
 
 def _first(rule: Rule, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -210,7 +210,7 @@ def _head(text: str, end: int) -> str:
     return text[max(start, text.rfind("\n", start, end) + 1) : end]
 
 
-def _found(rule: Rule, message: str, fatal: str) -> OutOfMemory:
+def _make_error(rule: Rule, message: str, fatal: str) -> OutOfMemory:
     holders = []
     for match in _HOLDER.finditer(message):
         pid = match[1] or match[4]

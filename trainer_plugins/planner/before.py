@@ -21,11 +21,11 @@ def remember(trainer: object, plan: MemoryPlan) -> None:
 def plan_before(trainer: object, folder: Path) -> Planned | None:
     """Return what `plan_run` predicted for this Trainer, else the plan in the run's folder."""
     if (plan := _plans.get(trainer)) is not None:
-        return _planned(plan, "plan_run")
+        return _make_planned(plan, "plan_run")
     with suppress(OSError, ValueError, TypeError):
-        return _planned(from_json(MemoryPlan, read_json(folder / FILE)), FILE)
+        return _make_planned(from_json(MemoryPlan, read_json(folder / FILE)), FILE)
     return None
 
 
-def _planned(plan: MemoryPlan, source: str) -> Planned:
+def _make_planned(plan: MemoryPlan, source: str) -> Planned:
     return from_json(Planned, {**asdict(plan), "source": source})

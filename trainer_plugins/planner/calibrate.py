@@ -228,7 +228,7 @@ def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
     return file
 
 
-def with_measured_context(card: Card) -> Card:
+def add_measured_context(card: Card) -> Card:
     """Return the card with the context measured on this machine, or unchanged if there is none."""
     file = context_file(card.name)
     try:

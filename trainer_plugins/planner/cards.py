@@ -64,7 +64,7 @@ NO_CARD = Card(name="a card without a limit", capacity_bytes=4096 * GIB)
 """Of a run that names none: it is asked what it needs, and not whether it fits."""
 
 
-def about_context(card: Card) -> str:
+def describe_context(card: Card) -> str:
     """Say in one line where the context of a plan comes from."""
     if card.context_source is not None:
         return f"the context of {size(card.context_bytes)} on {card.name}: {card.context_source}"
@@ -74,7 +74,7 @@ def about_context(card: Card) -> str:
     )
 
 
-def in_one_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, int]) -> int:
+def count_unified_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, int]) -> int:
     """Return what main memory takes of a card whose memory it is, after the load; else 0.
 
     The weights that are read from a file are given up when they are on the card.
@@ -85,10 +85,10 @@ def in_one_memory(card: Card, process_bytes: int, host_peaks: Mapping[Moment, in
     return process_bytes + max(later, default=0)
 
 
-def about_size(card: Card) -> str:
+def describe_size(card: Card) -> str:
     """Say how a size in GB was read; empty for a card with a name, and for GiB.
 
-    >>> about_size(card_of("24GB")).partition(";")[0]
+    >>> describe_size(card_of("24GB")).partition(";")[0]
     '24GB is read as 24,000,000,000 bytes, which are 22.35 GiB'
     """
     if not re.match(r"[\d.]+\s*[kmg]b\b", card.name.strip(), re.IGNORECASE):
@@ -283,7 +283,7 @@ def card_of(text: str) -> Card:
     )
     if sized:
         try:
-            return of_size(text, parse_size(sized[1]), sized[2] is not None, sized[3], sized[4])
+            return make_card(text, parse_size(sized[1]), sized[2] is not None, sized[3], sized[4])
         except ValueError as error:
             raise PlanError(f"--gpu: {error}") from error
     asked = _parts(text)
@@ -309,7 +309,7 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(sorted(re.findall(r"[a-z]+|\d+", text)))
 
 
-def of_size(
+def make_card(
     text: str, capacity_bytes: int, is_unified: bool = False, major: str = "", minor: str = ""
 ) -> Card:
     """Make a card of a size; without a capability, as the usual one of that size."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from trainer_plugins.allocator.machine import gather_machine
 from trainer_plugins.allocator.variables import Variables
-from trainer_plugins.checkpointing import spelled
+from trainer_plugins.checkpointing import spell
 from trainer_plugins.launch.main_memory import HostLimits
-from trainer_plugins.planner.calibrate import with_measured_context
+from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import card_of
 from trainer_plugins.planner.options import RunOptions
 from trainer_plugins.planner.plan import NotPredicted, PlanError
@@ -60,16 +60,16 @@ def request_of(trainer_or_config: object, run: RunOptions) -> PlanRequest:
     if run.num_gpus is not None and run.num_gpus < 1:
         raise PlanError(f"--num-gpus: a run needs at least one, got {run.num_gpus}")
     if hasattr(trainer_or_config, "training_step"):
-        request = _of_trainer(trainer_or_config, run)
+        request = _request_of_trainer(trainer_or_config, run)
     else:
-        request = _of_config(trainer_or_config, run)
+        request = _request_of_config(trainer_or_config, run)
     request = replace(request, host=_host_limits(run, request.host))
     if run.calibration and request.card is not None:
-        return replace(request, card=with_measured_context(request.card))
+        return replace(request, card=add_measured_context(request.card))
     return request
 
 
-def _of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
+def _request_of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
     for name, why in _OF_A_TRAINER.items():
         if getattr(run, name) is not None:
             raise PlanError(f"{name} is for the config of a model, and here is a Trainer: {why}")
@@ -79,7 +79,7 @@ def _of_trainer(trainer: object, run: RunOptions) -> PlanRequest:
     return gather.request_of(trainer, card, _settings(run), run.num_gpus)
 
 
-def _of_config(given: object, run: RunOptions) -> PlanRequest:
+def _request_of_config(given: object, run: RunOptions) -> PlanRequest:
     file, length = run.accelerate_config, run.seq_length
     usual = getattr(run.training_args, "max_length", None) or default_length(run.trainer)
     arguments = arguments_to_send(run.training_args)
@@ -89,7 +89,7 @@ def _of_config(given: object, run: RunOptions) -> PlanRequest:
         _check_flags(arguments)
     if run.stream_embeddings and run.stream_base is None:
         raise PlanError("--stream-embeddings belongs to --stream-base")
-    config = _changed(_config(given, run.from_hub), run)
+    config = _change_config(_config(given, run.from_hub), run)
     peft, quantisation = _fields(run.peft_config), _quantisation(run, config)
     if (peft or {}).get("use_dora") and (quantisation or config.get("quantization_config")):
         raise NotPredicted("DoRA (use_dora) on a quantised base, whose weights it makes whole")
@@ -155,7 +155,7 @@ def _quantisation(run: RunOptions, config: Mapping[str, object]) -> dict[str, ob
 
 def _host_limits(run: RunOptions, here: HostLimits) -> HostLimits:
     try:
-        return HostLimits.of(run.host_memory, run.pinned_memory, here.total_bytes)
+        return HostLimits.read(run.host_memory, run.pinned_memory, here.total_bytes)
     except ValueError as error:
         raise PlanError(str(error)) from error
 
@@ -164,7 +164,7 @@ def _settings(run: RunOptions) -> str:
     """Return the allocator settings: without any, those of the variable that this torch reads."""
     if run.allocator is not None:
         return run.allocator
-    variables = Variables.of(os.environ)
+    variables = Variables.pick(os.environ)
     name = variables.read_by(gather_machine(os.environ))
     return variables.texts[name] if name is not None else ""
 
@@ -223,7 +223,7 @@ def _config(given: object, from_hub: bool) -> dict[str, object]:
     raise PlanError(f"a plan needs a Trainer or the config of a model, got {type(given).__name__}")
 
 
-def _changed(config: dict[str, object], run: RunOptions) -> dict[str, object]:
+def _change_config(config: dict[str, object], run: RunOptions) -> dict[str, object]:
     """Return a config with the attention and the head of the run."""
     if run.attn_implementation is not None:
         config = {**config, "_attn_implementation": run.attn_implementation}
@@ -244,10 +244,10 @@ def arguments_to_send(given: Any) -> bytes | tuple[str, ...]:
     if isinstance(given, Mapping):
         from transformers import Seq2SeqTrainingArguments
 
-        fields = {spelled(name): value for name, value in given.items()}
+        fields = {spell(name): value for name, value in given.items()}
         return pickle.dumps((Seq2SeqTrainingArguments, fields))
     if isinstance(given, Sequence):
-        return tuple(spelled(word) if word.startswith("--") else word for word in given)
+        return tuple(spell(word) if word.startswith("--") else word for word in given)
     return pickle.dumps((type(given), fields_of(given)))
 
 

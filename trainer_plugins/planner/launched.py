@@ -8,7 +8,7 @@ from trainer_plugins.launch.lint.document import ConfigError, Document, read_doc
 from trainer_plugins.launch.lint.schema import schema_findings
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.request import PlanRequest, nodes_of, with_nodes
+from trainer_plugins.planner.request import PlanRequest, fill_in_nodes, nodes_of
 
 # Findings about the form of a file that stop a launch, or launch something else than was written.
 _MALFORMED = (
@@ -21,10 +21,10 @@ _PLANNED = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _FREE_PORT = "0"
 
 
-def as_launched(request: PlanRequest) -> PlanRequest:
+def complete_launch(request: PlanRequest) -> PlanRequest:
     """Complete a request by its launch file: cards, nodes, and all that accelerate exports."""
     if request.launch_file is None:
-        return with_nodes(request)
+        return fill_in_nodes(request)
     name = Path(request.launch_file).name
     document = _document(request.launch_file)
     config = document.accelerate or {}

@@ -108,7 +108,7 @@ def part_of(module: str) -> str:
 BUS_BYTES_PER_SECOND = 25_000_000_000
 
 
-def at_least(copy_seconds: float) -> str:
+def describe_least_seconds(copy_seconds: float) -> str:
     """Say how long a step takes at least because of its copies over the bus."""
     rate = f"{BUS_BYTES_PER_SECOND / 1e9:.0f} GB/s (PCIe 4.0 x16; 5.0 has twice that)"
     digits = 1 if copy_seconds >= 1 else 3
@@ -212,7 +212,7 @@ class MemoryPlan:
         """Return what the card has beside that, negative if short; None without a card."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.needed_bytes
 
-    def needed_with(self, proposal: Proposal) -> int:
+    def count_needed(self, proposal: Proposal) -> int:
         """Return what a card has to have with a proposal for the one that is named."""
         return (self.capacity_bytes or 0) - proposal.margin_bytes
 

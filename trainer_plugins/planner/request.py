@@ -78,16 +78,16 @@ class ConfigSource:
 
         It does by default, whatever the TrainingArguments say: a flag that the user typed counts.
         """
-        return str(self.typed("gradient_checkpointing")).lower() not in ("false", "0", "no")
+        return str(self.find_flag("gradient_checkpointing")).lower() not in ("false", "0", "no")
 
     @property
     def deepspeed(self) -> object:
         """Return what the arguments say of DeepSpeed: a path, a text, a mapping; None: nothing."""
         if isinstance(self.arguments, tuple):
-            return self.typed("deepspeed")
+            return self.find_flag("deepspeed")
         return pickle.loads(self.arguments)[1].get("deepspeed")
 
-    def typed(self, name: str) -> str | None:
+    def find_flag(self, name: str) -> str | None:
         """Return the text of a flag of TrainingArguments; None if it is not on the command line."""
         flags = self.arguments if isinstance(self.arguments, tuple) else ()
         found = None  # of a flag given twice, the last one counts
@@ -192,7 +192,7 @@ class PlanRequest:
 
     @property
     def gpus_per_node(self) -> int:
-        """Return the cards in each node, once `with_nodes` has filled in both numbers."""
+        """Return the cards in each node, once `fill_in_nodes` has filled in both numbers."""
         return self.num_gpus // self.num_nodes
 
     @property
@@ -214,7 +214,7 @@ def default_length(trainer: str | None) -> int:
     return TRL_LENGTH if cuts else DEFAULT_SEQUENCE_LENGTH
 
 
-def with_nodes(request: PlanRequest) -> PlanRequest:
+def fill_in_nodes(request: PlanRequest) -> PlanRequest:
     """Fill in the number of cards and of nodes, where they are unknown."""
     num_gpus = max(1, request.num_gpus)
     num_nodes = request.num_nodes or nodes_of(num_gpus)

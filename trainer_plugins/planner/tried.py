@@ -34,7 +34,7 @@ def margin_bytes(reserved_bytes: int, is_quantised: bool = False) -> int:
     return int(reserved_bytes * error)
 
 
-def installed() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the installed versions of the packages on which a plan depends. Imports torch."""
     import torch
 
@@ -53,7 +53,7 @@ def is_transformers_4() -> bool:
     return version("transformers").startswith("4.")
 
 
-def known_error(is_quantised: bool = False) -> str:
+def describe_error(is_quantised: bool = False) -> str:
     """Say how far plans were from published figures."""
     if is_quantised:
         rows = "allocated within 1.1 % of 41 published runs of QLoRA, reserved -12.6 to +15.3 %"
@@ -62,10 +62,10 @@ def known_error(is_quantised: bool = False) -> str:
     return f"{rows} (docs/plan_measured.md)"
 
 
-def untried(versions: Mapping[str, str]) -> list[str]:
+def name_untried(versions: Mapping[str, str]) -> list[str]:
     """Name the packages whose version the planner was not tested with, each in a line.
 
-    >>> untried({"torch": "2.13.0+cpu", "transformers": "5.24.1"})
+    >>> name_untried({"torch": "2.13.0+cpu", "transformers": "5.24.1"})
     ['the planner was not tested with transformers 5.24.1, only with 4.57 and 5.23']
     """
     return [

@@ -71,7 +71,7 @@ def insert(trainer: "Trainer", callbacks: "Iterable[TrainerCallback]") -> "list[
     for each in missing:
         _inserted[id(each)] = ref(each, functools.partial(_inserted.pop, id(each)))
         if isinstance(each, RunCallback):
-            each.given_to(trainer.callback_handler, was_inserted)
+            each.note_insertion(trainer.callback_handler, was_inserted)
     # Not by `add_callback`: that adds them last, after the trackers, and a subclass may refuse.
     present[behind:behind] = missing
     for each in missing:
@@ -206,7 +206,7 @@ def _attach(make: "Callable[[], list[TrainerCallback]]") -> None:
         _wrap()
     elif not _state.waits_for_import:
         _state.waits_for_import = True
-        on_import.when_imported(_TRAINER_MODULE, _wrap)
+        on_import.call_when_imported(_TRAINER_MODULE, _wrap)
 
 
 def _wrap() -> None:
@@ -219,7 +219,7 @@ def _wrap() -> None:
         if ours is None or inspect.unwrap(method, stop=functools.partial(is_, ours)) is not ours:
             if name == "__init__":
                 _warn_of_those_built(trainer)
-            _wrappers[name] = on_import.passed_over_by_warnings(around(method))
+            _wrappers[name] = on_import.hide_from_warnings(around(method))
             setattr(trainer, name, _wrappers[name])
 
 

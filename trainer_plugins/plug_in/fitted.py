@@ -42,20 +42,20 @@ def give_adapters() -> None:
     """
     from transformers.trainer import Trainer
 
-    def of_subclass(cls: Any, /, **kwargs: Any) -> None:
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
         super(Trainer, cls).__init_subclass__(**kwargs)
         if "__init__" in vars(cls) and "peft_config" in signature(cls.__init__).parameters:
-            cls.__init__ = _with_adapter(cls.__init__)
+            cls.__init__ = _adapt_init(cls.__init__)
 
-    Trainer.__init__ = _with_adapter(Trainer.__init__)
-    Trainer.__init_subclass__ = classmethod(of_subclass)
+    Trainer.__init__ = _adapt_init(Trainer.__init__)
+    Trainer.__init_subclass__ = classmethod(init_subclass)
 
 
-def _with_adapter(init: Callable[..., None]) -> Callable[..., None]:
+def _adapt_init(init: Callable[..., None]) -> Callable[..., None]:
     names = list(signature(init).parameters)
 
     @functools.wraps(init)
-    def made(*args: Any, **kwargs: Any) -> None:
+    def init_adapted(*args: Any, **kwargs: Any) -> None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         asked = getattr(given.get("args"), "peft_config", None)
         if not asked or hasattr(given.get("model"), "peft_config"):
@@ -66,13 +66,13 @@ def _with_adapter(init: Callable[..., None]) -> Callable[..., None]:
             begin = given["model_init"]
             # wrapped: the Trainer counts its parameters
             given["model_init"] = functools.wraps(begin)(
-                lambda *trial: _adapted(begin(*trial), asked, given)
+                lambda *trial: _adapt(begin(*trial), asked, given)
             )
         else:
-            given["model"] = _adapted(given["model"], asked, given)
+            given["model"] = _adapt(given["model"], asked, given)
         return init(**given)
 
-    return made
+    return init_adapted
 
 
 def _config(asked: dict[str, Any], given: dict[str, Any]) -> Any:
@@ -92,7 +92,7 @@ def _config(asked: dict[str, Any], given: dict[str, Any]) -> Any:
     return peft.get_peft_config({**asked, "task_type": task})
 
 
-def _adapted(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Any:
+def _adapt(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Any:
     import peft
 
     if is_asked(given["args"]):

@@ -31,7 +31,7 @@ BEFORE_A_COMMAND: dict[str, Any] = {
 PRESETS_IN_WORDS = "\n\n".join(f"{preset.name}: {preset.summary}." for preset in PRESETS)
 
 
-def assigned(words: Sequence[str]) -> list[str]:
+def assign_variables(words: Sequence[str]) -> list[str]:
     """Set the variables that a pasted command begins with, as a shell would; return the rest."""
     rest = [*words]
     while rest and re.match(r"[A-Za-z_]\w*=", rest[0]):
@@ -79,7 +79,7 @@ class CommandInFront(Command):
         sys.exit(exit_code)
 
     @staticmethod
-    def given(params: Mapping[str, Any]) -> dict[str, Any]:
+    def select_given(params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that differ from their defaults, as `attach` takes them."""
         return {
             option.name.removeprefix(PREFIX): params[option.name]
@@ -88,7 +88,7 @@ class CommandInFront(Command):
         }
 
 
-def with_options(
+def take_options(
     first: str = "", shown: Container[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command take dataclasses: each field with metadata is an option.
@@ -108,13 +108,13 @@ def with_options(
             else:
                 options.append(each.replace(kind=Parameter.KEYWORD_ONLY))
 
-        def called(**given: Any) -> None:
+        def call_with_options(**given: Any) -> None:
             command(**{each.name: _value_of(each, given) for each in own})
 
-        update_wrapper(called, command)
+        update_wrapper(call_with_options, command)
         options.sort(key=lambda option: _panel(option) != first)
-        called.__signature__ = Signature(options)  # type: ignore[attr-defined]
-        return called
+        call_with_options.__signature__ = Signature(options)  # type: ignore[attr-defined]
+        return call_with_options
 
     return decorate
 

@@ -150,7 +150,7 @@ def _value(value: object, kind: Any) -> object:
     """Return a JSON value as its field has it: a list as a tuple, an object as a dataclass."""
     # Python 3.10 takes `tuple[int, ...]` for a type.
     if get_origin(kind) is not None or not isinstance(kind, type):
-        return _composed(value, kind)
+        return _compose(value, kind)
     if is_dataclass(kind):
         return value if isinstance(value, kind) else from_json(kind, value)
     if issubclass(kind, Enum):
@@ -166,7 +166,7 @@ def _value(value: object, kind: Any) -> object:
     return value
 
 
-def _composed(value: object, kind: Any) -> object:
+def _compose(value: object, kind: Any) -> object:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Literal:
         if type(value) is type(parts[0]) and value in parts:

@@ -89,7 +89,7 @@ class History:
     num_passed_over: Mapping[int, int]  # lines that are no entries: cut off, damaged, later
     cut_off: frozenset[int] = frozenset()  # the ranks whose last entries the disk had no room for
 
-    def of_rank(self, rank: int) -> "History":
+    def select_rank(self, rank: int) -> "History":
         """Return the history of one rank, or raise ValueError."""
         if rank not in self.files:
             known = ", ".join(map(str, self.files))
@@ -164,7 +164,7 @@ def read_history(run_dir: Path) -> History:
         runs += [(rank, run) for run in _runs_of([line for line in lines if line is not None])]
     spans = [(rank, run[0].time_seconds, run[-1].time_seconds, run) for rank, run in runs]
     cut_off = {rank for rank, path in files if path.with_suffix(CUT_OFF).exists()}
-    joined = [Run(each) for each in joined_by_time(spans)]
+    joined = [Run(each) for each in join_by_time(spans)]
     return History(joined, dict(files), num_passed_over, frozenset(cut_off))
 
 
@@ -229,7 +229,7 @@ def _runs_of(lines: Iterable[tuple[str, Entry]]) -> list[list[Entry]]:
     return [run for _, runs in by_process.values() for run in runs]
 
 
-def joined_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
+def join_by_time(runs: Iterable[tuple[int, float, float, T]]) -> list[dict[int, T]]:
     """Join parts (rank, times of first and last entry, content) that overlap in time, or nearly."""
     joined: list[dict[int, T]] = []
     last_seconds = 0.0
@@ -334,7 +334,7 @@ class Follower:
         for file in self._files.values():
             with suppress(FileNotFoundError):  # removed after it was listed
                 file.read_on()
-        runs = joined_by_time(
+        runs = join_by_time(
             (rank, run.began_seconds, run.last.time_seconds, run)
             for rank, file in self._files.items()
             for run in file.runs

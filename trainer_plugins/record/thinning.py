@@ -40,7 +40,7 @@ def thin(path: Path) -> int:
         num_old_bytes = os.fstat(file.fileno()).st_size * 3 // 4
         while lines := _lines(file, min(num_old_bytes, _AT_ONCE_BYTES)):
             num_old_bytes -= sum(map(len, lines))
-            thinned.writelines(_thinned(lines))
+            thinned.writelines(_thin(lines))
         shutil.copyfileobj(file, thinned)
         shutil.copymode(path, thinned.name)
         thinned.flush()
@@ -57,7 +57,7 @@ def _lines(file: BinaryIO, num_bytes: int) -> list[bytes]:
     return lines
 
 
-def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
+def _thin(lines: Sequence[bytes]) -> Iterator[bytes]:
     stay: list[bytes | None] = [*lines]
     groups: dict[object, list[tuple[int, re.Match[bytes]]]] = {}
     pending: int | None = None
@@ -71,7 +71,7 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
                 _halve(stay, group)
                 group.clear()
         elif line.startswith(_RELEASE):
-            if pending is not None and (total := _added(lines[pending], line)):
+            if pending is not None and (total := _add(lines[pending], line)):
                 stay[pending], stay[number], pending = None, total, None
             else:
                 pending = number
@@ -82,7 +82,7 @@ def _thinned(lines: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]]) -> None:
-    columns = zip(*(_compared(match) for _, match in group), strict=True)
+    columns = zip(*(_read_compared(match) for _, match in group), strict=True)
     highest = [max(range(_TOGETHER), key=column.__getitem__) for column in columns]
     wanted = dict.fromkeys([*highest, 7, 5, 3, 1, 6, 4, 2, 0])
     chosen = sorted([*wanted][: _TOGETHER // 2])
@@ -96,13 +96,13 @@ def _halve(stay: list[bytes | None], group: Sequence[tuple[int, re.Match[bytes]]
         stay[number] = match["told"] + b', "num_readings": %d}\n' % num
 
 
-def _compared(match: re.Match[bytes]) -> tuple[int, ...]:
+def _read_compared(match: re.Match[bytes]) -> tuple[int, ...]:
     """Return peak, reserved, used, and `MemoryReading.pressure` in bytes: a group has one total."""
     total, free, reserved, peak = map(int, match.group("total", "free", "reserved", "peak"))
     return peak, reserved, total - free, peak + max(0, total - free - reserved)
 
 
-def _added(first: bytes, second: bytes) -> bytes | None:
+def _add(first: bytes, second: bytes) -> bytes | None:
     """Add up two releases, dated as the second; None if they differ in run or reason."""
     try:
         one, other = json.loads(first), json.loads(second)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_plugins.check import Checklist
-from trainer_plugins.check.facts import Line
+from trainer_plugins.check.facts import CheckLine
 from trainer_plugins.finding import Severity
 from trainer_plugins.printable import printable
 
@@ -32,7 +32,7 @@ def check_report(checklist: Checklist, verbose: bool = False) -> RenderableType:
     return Group(table, total) if table.rows else total
 
 
-def _rows(line: Line) -> Iterator[tuple[Text, Text, Text]]:
+def _rows(line: CheckLine) -> Iterator[tuple[Text, Text, Text]]:
     if not line.findings:
         yield Text("ok", style="green"), Text(line.name), Text(line.seen, style="dim")
     for number, finding in enumerate(line.findings):

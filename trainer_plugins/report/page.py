@@ -23,9 +23,11 @@ def show(page: RenderableType) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     width = console.width if console.is_terminal else _WIDE
     for part in _parts(page):
-        console.width = max(width, _needed(part, console)) if isinstance(part, Table) else width
+        console.width = (
+            max(width, _measure_width(part, console)) if isinstance(part, Table) else width
+        )
         is_one_line = isinstance(part, Text) and part.no_wrap
-        console.print(_Shown(part), soft_wrap=is_one_line)
+        console.print(_ShownPart(part), soft_wrap=is_one_line)
 
 
 def plain_table(first: str, *others: str, left: Container[str] = ()) -> Table:
@@ -72,7 +74,7 @@ def _parts(page: RenderableType) -> Iterator[RenderableType]:
         yield page
 
 
-def _needed(table: Table, console: Console) -> int:
+def _measure_width(table: Table, console: Console) -> int:
     """Return the width that keeps numbers whole; the other columns may be folded."""
     options = console.options.update(width=_WIDE)
     for column in table.columns:
@@ -85,7 +87,7 @@ def _needed(table: Table, console: Console) -> int:
     return Measurement.get(console, options, table).minimum
 
 
-class _Shown:
+class _ShownPart:
     def __init__(self, part: RenderableType) -> None:
         self.part = part
 

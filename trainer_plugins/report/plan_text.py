@@ -11,7 +11,7 @@ from trainer_plugins.planner.plan import (
     MemoryPlan,
     Proposal,
     TensorsAtPeak,
-    at_least,
+    describe_least_seconds,
     peak_until_resume,
 )
 from trainer_plugins.report.page import Indented, plain_table, to_paste
@@ -26,20 +26,20 @@ def brief_report(plan: MemoryPlan) -> RenderableType:
     """Render the answer: the verdict, what was planned, what fills the card, what to do."""
     parts = [*_verdicts(plan), *map(Text, _weights_alone(plan))]
     if shown := {name: plan.planned[name] for name in _SHOWN if name in plan.planned}:
-        parts.append(_labelled("Planned", _listed(shown)))
-    parts.append(_labelled("Peak", filled_by(plan)))
-    parts += _what_to_do(plan)
+        parts.append(_label("Planned", _list(shown)))
+    parts.append(_label("Peak", name_largest(plan)))
+    parts += _render_remedy(plan)
     num = len(plan.assumptions) + len(plan.not_reliable)
     assumed = f"{num} assumption{'s' if num != 1 else ''}: --verbose" if num else "all: --verbose"
     sure = f"{plan.known_error}; {assumed}" if plan.known_error else assumed
-    return Group(*parts, _labelled("Sure", sure))
+    return Group(*parts, _label("Sure", sure))
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
     """Render the verdict, the figures, the peak by category, moments, tensors and caveats."""
     parts = [*_verdicts(plan), *map(Text, details(plan))]
     if plan.planned:
-        parts.append(Text(f"Planned: {planned(plan)}"))
+        parts.append(Text(f"Planned: {describe_planned(plan)}"))
     if "command" in plan.planned:
         parts.append(to_paste(f"Again: {plan.planned['command']}"))
     parts += [_figures(plan), _breakdown(plan), _moments(plan), _tensors(plan)]
@@ -60,7 +60,7 @@ def _verdicts(plan: MemoryPlan) -> list[RenderableType]:
     return [Text(verdict(plan), style=style), *host]
 
 
-def _labelled(label: str, text: str) -> Indented:
+def _label(label: str, text: str) -> Indented:
     return Indented(Text(text), 8, Text(label, "bold"))
 
 
@@ -90,7 +90,7 @@ def _verdict_of_card(plan: MemoryPlan) -> str:
     return f"Does not fit on {card}: {short}, in the {moment_of(plan)}"
 
 
-def filled_by(plan: MemoryPlan) -> str:
+def name_largest(plan: MemoryPlan) -> str:
     """Name the three categories that take most of the peak."""
     most = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])[:3]
     named = ", ".join(f"{size(num)} {name}" for name, num in most if num >= _SHOWN_BYTES)
@@ -100,7 +100,7 @@ def filled_by(plan: MemoryPlan) -> str:
     return f"{named}; with the cache and CUDA's context {size(held)}"
 
 
-def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:
+def _render_remedy(plan: MemoryPlan) -> list[RenderableType]:
     """Render the first change that makes it fit, or the most rows at once if it fits already."""
     if plan.proposals:
         first, *others = plan.proposals
@@ -109,17 +109,17 @@ def _what_to_do(plan: MemoryPlan) -> list[RenderableType]:
         if first.host_ram_bytes_per_node > plan.host_ram_bytes_per_node + _MUCH_MAIN_MEMORY:
             words += f", {size(first.host_ram_bytes_per_node)} of main memory"
         return [
-            _labelled("Change", f"{words}. Price: {first.price}{more}"),
+            _label("Change", f"{words}. Price: {first.price}{more}"),
             to_paste(f"        {first.flags}"),
-            *_for_the_run(first, 8),
+            *_render_for_the_run(first, 8),
         ]
     if plan.tried_without_success:
         tried = "; ".join(plan.tried_without_success)
-        return [_labelled("Change", f"nothing that was tried fits: {tried}")]
+        return [_label("Change", f"nothing that was tried fits: {tried}")]
     return []
 
 
-def _for_the_run(proposal: Proposal, indent: int) -> list[Text]:
+def _render_for_the_run(proposal: Proposal, indent: int) -> list[Text]:
     """Render how a change is typed in the run itself, if not as for its plan."""
     if proposal.in_the_run == proposal.flags:
         return []
@@ -155,7 +155,7 @@ def details(plan: MemoryPlan) -> list[str]:
             f"The frozen base, {size(base.num_bytes)} in {base.num_layers} layers, is streamed:"
             f" {base.resident_layers} of them are on the card. Each step copies"
             f" {size(base.copied_bytes_per_step)} over the bus:"
-            f" {at_least(base.copy_seconds_per_step)}"
+            f" {describe_least_seconds(base.copy_seconds_per_step)}"
         )
     return lines
 
@@ -173,12 +173,12 @@ def moment_of(plan: MemoryPlan) -> str:
     return f"{plan.moment} pass" if plan.moment in ("forward", "backward") else plan.moment
 
 
-def planned(plan: MemoryPlan) -> str:
+def describe_planned(plan: MemoryPlan) -> str:
     """Say in one line what was planned, without the command."""
-    return _listed({name: text for name, text in plan.planned.items() if name != "command"})
+    return _list({name: text for name, text in plan.planned.items() if name != "command"})
 
 
-def _listed(named: Mapping[str, str]) -> str:
+def _list(named: Mapping[str, str]) -> str:
     return "; ".join(f"{name} {text}" for name, text in named.items())
 
 
@@ -189,11 +189,11 @@ def _proposals(plan: MemoryPlan) -> list[Text]:
         rows = "the rows between optimizer steps stay the same"
         lines.append(Text(f"These would fit; {rows}:", style="bold"))
     for each in plan.proposals:
-        numbers = f"{size(plan.needed_with(each))}, {size(each.margin_bytes)} to spare"
+        numbers = f"{size(plan.count_needed(each))}, {size(each.margin_bytes)} to spare"
         host = f", {size(each.host_ram_bytes_per_node)} of main memory"
         lines.append(Text(f"- {', '.join(each.changes)}: {numbers}{host}", style="green"))
         lines += [Text(f"  Price: {each.price}"), to_paste(f"  {each.flags}")]
-        lines += _for_the_run(each, 2)
+        lines += _render_for_the_run(each, 2)
     if plan.tried_without_success:
         heading = "Too little" if plan.proposals else "Nothing that was tried fits"
         lines.append(Text(f"{heading}: {'; '.join(plan.tried_without_success)}"))

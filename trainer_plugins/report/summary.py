@@ -24,7 +24,7 @@ SLACK_SECONDS = 1.0  # how far the clocks of ranks may be apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentPeak:
+class RankPeaks:
     """Holds the peak of one moment on the fullest rank, and on the least full one."""
 
     moment: str
@@ -50,7 +50,7 @@ class Releases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
+class RepeatedFinding:
     """Holds the worst of similar findings, and where they were found."""
 
     finding: Finding  # the worst of them, by its amount
@@ -73,9 +73,9 @@ class RunSummary:
     has_end: bool  # whether all ranks noted the end of training
     failures: tuple[Failure, ...]
     failed_ranks: tuple[int, ...]  # the rank of each failure
-    peaks: tuple[MomentPeak, ...]
+    peaks: tuple[RankPeaks, ...]
     releases: Releases
-    findings: tuple[Repeated, ...]
+    findings: tuple[RepeatedFinding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +91,14 @@ class Summary:
 def summary(history: History, ending: Finding | None) -> Summary:
     """Sum up a folder."""
     return Summary(
-        runs=tuple(map(_summed_up, history.runs)),
+        runs=tuple(map(_sum_up, history.runs)),
         ending=ending,
         files=history.files,
         skipped_lines=history.num_passed_over,
     )
 
 
-def _summed_up(run: Run) -> RunSummary:
+def _sum_up(run: Run) -> RunSummary:
     timelines = run.timelines
     failures = [*entries_of(timelines, Failure)]
     return RunSummary(
@@ -113,7 +113,7 @@ def _summed_up(run: Run) -> RunSummary:
         failed_ranks=tuple(rank for rank, _ in failures),
         peaks=tuple(peaks(timelines)),
         releases=releases(timelines),
-        findings=tuple(repeated(timelines)),
+        findings=tuple(merge_findings(timelines)),
     )
 
 
@@ -145,7 +145,7 @@ def steps_in_words(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def peaks(timelines: Timelines) -> list[MomentPeak]:
+def peaks(timelines: Timelines) -> list[RankPeaks]:
     """Return the peak of each moment, in the order in which the moments came."""
     moments: dict[str, dict[int, list[Sample]]] = {}
     for rank, sample in entries_of(timelines, Sample):
@@ -153,7 +153,7 @@ def peaks(timelines: Timelines) -> list[MomentPeak]:
     return [_peak(moment, by_rank) for moment, by_rank in moments.items()]
 
 
-def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> MomentPeak:
+def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> RankPeaks:
     readings = {rank: [each.reading for each in samples] for rank, samples in by_rank.items()}
     highest = {rank: max(some, key=attrgetter("pressure")) for rank, some in readings.items()}
     peak_bytes = {
@@ -161,7 +161,7 @@ def _peak(moment: str, by_rank: Mapping[int, Sequence[Sample]]) -> MomentPeak:
     }
     worst = max(highest, key=lambda rank: highest[rank].pressure)
     least = min(highest, key=lambda rank: highest[rank].pressure)
-    return MomentPeak(
+    return RankPeaks(
         moment=moment,
         rank=worst,
         device=highest[worst].device,
@@ -190,7 +190,7 @@ def releases(timelines: Timelines) -> Releases:
     )
 
 
-def repeated(timelines: Timelines) -> list[Repeated]:
+def merge_findings(timelines: Timelines) -> list[RepeatedFinding]:
     """Merge findings that differ only in their figures, those of the first step first."""
     same: dict[tuple[str, int, str], list[tuple[int, Remark]]] = {}
     for rank, remark in entries_of(timelines, Remark):
@@ -198,7 +198,7 @@ def repeated(timelines: Timelines) -> list[Repeated]:
         key = (found.code, found.severity, re.sub(r"\d+(?:[.,]\d+)*", "", found.summary))
         same.setdefault(key, []).append((rank, remark))
     merged = [
-        Repeated(
+        RepeatedFinding(
             finding=max((remark.finding for _, remark in some), key=attrgetter("amount")),
             times=len(some),
             ranks=tuple(sorted({rank for rank, _ in some})),
@@ -210,10 +210,10 @@ def repeated(timelines: Timelines) -> list[Repeated]:
     return sorted(merged, key=attrgetter("first_step"))
 
 
-def with_last_readings(history: History, folder: Path) -> History:
+def add_last_readings(history: History, folder: Path) -> History:
     """Add the readings at an out-of-memory error to each run of a folder."""
     records = read_oom_records(folder)
-    runs = [with_records(run, records_of(run, records)) for run in history.runs]
+    runs = [add_records(run, records_of(run, records)) for run in history.runs]
     return replace(history, runs=runs)
 
 
@@ -228,7 +228,7 @@ def records_of(run: Run, records: Sequence[OomRecord]) -> list[OomRecord]:
     ]
 
 
-def with_records(run: Run, records: Sequence[OomRecord]) -> Run:
+def add_records(run: Run, records: Sequence[OomRecord]) -> Run:
     """Give each out-of-memory error its own time, and add the reading at that time."""
     timelines = {rank: [*entries] for rank, entries in run.timelines.items()}
     for record in records:

@@ -22,10 +22,10 @@ from trainer_plugins.record.history import (
 from trainer_plugins.report.page import STYLES
 from trainer_plugins.report.summary import (
     failures_of,
+    merge_findings,
     peaks,
     places_of,
     releases,
-    repeated,
     steps_in_words,
     strategies_of,
 )
@@ -40,7 +40,7 @@ def history_report(history: History, ending: Finding | None = None) -> Renderabl
         parts.append(Text(f"{num_runs} runs wrote into this folder; the last one comes first"))
     for number, run in reversed([*enumerate(history.runs, start=1)]):
         if num_runs > 1:
-            parts.append(Text(f"\nRun {number} of {num_runs}: {when(run)}", style="bold"))
+            parts.append(Text(f"\nRun {number} of {num_runs}: {describe_steps(run)}", style="bold"))
         if ending is not None and number == num_runs:
             parts.append(Text(str(ending), style=STYLES[ending.severity]))
         else:
@@ -86,7 +86,7 @@ def memory_report(timelines: Timelines) -> RenderableType:
     return Group(*strategies, table, _releases(timelines), *_findings(timelines))
 
 
-def when(run: Run) -> str:
+def describe_steps(run: Run) -> str:
     """Say which steps a run had, and when."""
     began, ended = (datetime.fromtimestamp(each).isoformat(" ", "seconds") for each in run.seconds)
     return f"{steps_in_words(*run.steps)}, {began} to {ended}"
@@ -120,7 +120,7 @@ def _releases(timelines: Timelines) -> Text:
 
 def _findings(timelines: Timelines) -> list[Text]:
     """Render each finding once; having none is good news only if the run ended well."""
-    found = repeated(timelines)
+    found = merge_findings(timelines)
     if not found:
         in_order = all(has_end(each) and not has_failed(each) for each in timelines.values())
         return [Text(f"{ranks_in_words([*timelines])}: no findings", "green" if in_order else "")]

@@ -79,7 +79,7 @@ def _growth(run: RankRun) -> Growth | None:
     last = run.recent[-1].reading
     is_host = last.device == "cpu"
     window = [
-        Footprint.of(each.step, each.reading, each.reading.allocated_bytes if is_host else 0)
+        Footprint.take(each.step, each.reading, each.reading.allocated_bytes if is_host else 0)
         for each in run.recent
     ]
     fatal = (growth for growth in growths(window, last, last) if growth.ends_the_run)
@@ -96,7 +96,7 @@ class TopPage:
     now_seconds: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        def drawn(text: str) -> str:
+        def draw(text: str) -> str:
             return text.translate(_PLAIN) if options.ascii_only else text
 
         num = len(self.ranks)
@@ -105,7 +105,7 @@ class TopPage:
         yield Text(f"{printable(self.run_dir)}: {num}{of_all} {ranks}")
         yield from self._news()
         yield Text("  ").join(
-            Text(f"{drawn(sign)} {part}", style) for sign, part, style in (*_PARTS, _FREE)
+            Text(f"{draw(sign)} {part}", style) for sign, part, style in (*_PARTS, _FREE)
         )
         has_sizes = options.max_width >= _WIDTH_WITH_SIZES
         has_trend = options.max_width >= _WIDTH_WITH_TREND
@@ -125,7 +125,7 @@ class TopPage:
         table.add_column("seen", justify="right", no_wrap=True)
         for line in self.ranks:
             reading, found = line.reading, line.remark.finding if line.remark else None
-            bar = ((drawn(part), style) for part, style in _bar(reading, bar_width))
+            bar = ((draw(part), style) for part, style in _bar(reading, bar_width))
             cells: list[str | Text] = [
                 str(line.rank),
                 printable(reading.device) if reading else "",
@@ -136,7 +136,7 @@ class TopPage:
             if has_sizes:
                 cells.append(_sizes(reading))
             if has_trend:
-                cells.append(drawn(_heights(line.trend)))
+                cells.append(draw(_heights(line.trend)))
             cells += [
                 Text(f"~{line.growth.steps_left}" if line.growth else "", "red"),
                 Text(printable(found.code), STYLES[found.severity]) if found else "",

@@ -13,7 +13,7 @@ from trainer_plugins.snapshot.pickled import (
     NotReadableError,
     load,
     load_own,
-    no_collection,
+    pause_collection,
 )
 from trainer_plugins.units import GIB
 
@@ -41,7 +41,7 @@ class Event(NamedTuple):
     stream: int
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """Holds one line of a stack, of Python's or of C++'s."""
 
     file: str
@@ -49,7 +49,7 @@ class Frame(NamedTuple):
     name: str
 
 
-Stack = tuple[Frame, ...]  # the innermost first; empty if none were recorded
+Stack = tuple[StackFrame, ...]  # the innermost first; empty if none were recorded
 
 
 class Wait(NamedTuple):
@@ -60,7 +60,7 @@ class Wait(NamedTuple):
     until: int  # the number of events before it was free; more than there are if it never was
 
 
-class Block(NamedTuple):
+class SnapshotBlock(NamedTuple):
     """Holds a piece of a segment at the end."""
 
     address: int
@@ -79,11 +79,11 @@ class Segment(NamedTuple):
     is_small: bool
     is_expandable: bool
     is_private: bool  # it belongs to a CUDA graph or to a pool that the program made
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class SnapshotCard:
     """Holds the segments of one card at the end, and the last events before."""
 
     index: int
@@ -116,11 +116,11 @@ class Snapshot:
     """Holds what one file states."""
 
     name: str
-    cards: tuple[Card, ...]
+    cards: tuple[SnapshotCard, ...]
     stacks: tuple[Stack, ...]  # each different stack once; number 0 is the empty one
     settings: Mapping[str, Any]
 
-    def main_card(self) -> Card:
+    def main_card(self) -> SnapshotCard:
         """Choose the card to explain: one that ran out of memory, else the busiest."""
         return max(
             self.cards, key=lambda one: (one.num_ooms > 0, len(one.events), one.reserved_bytes)
@@ -134,7 +134,7 @@ def read(path: Path, *, is_own: bool = False) -> Snapshot:
         path: the file.
         is_own: whether this package has just written it, so that it need not be mistrusted.
     """
-    with no_collection():
+    with pause_collection():
         raw = load_own(path) if is_own else load(path)
         if isinstance(raw, list):  # torch.cuda.memory_snapshot()
             raw = {"segments": raw}
@@ -166,7 +166,7 @@ class _Reader:
         self._stacks: list[Stack] = [()]
         self._numbers: dict[Stack, int] = {(): 0}
         self._known: dict[tuple[int, ...], int] = {}  # by the identities of frames
-        self._frames: dict[int, Frame] = {}
+        self._frames: dict[int, StackFrame] = {}
 
     def snapshot(self, raw: Mapping[str, Any], name: str) -> Snapshot:
         segments: dict[int, list[Segment]] = {}
@@ -182,7 +182,9 @@ class _Reader:
         settings = settings if isinstance(settings, dict) else {}
         return Snapshot(name, cards, tuple(self._stacks), settings)
 
-    def _card(self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]) -> Card:
+    def _card(
+        self, index: int, segments: list[Segment], raw: Sequence[Mapping[str, Any]]
+    ) -> SnapshotCard:
         events: list[Event] = []
         stacks: list[int] = []
         indices: list[int] = []
@@ -207,7 +209,7 @@ class _Reader:
             indices.append(number)
             times.append(_number(each.get("time_us", 0)))
         waits += [Wait(address, since, len(events) + 1) for address, since in released.items()]
-        return Card(
+        return SnapshotCard(
             index,
             tuple(sorted(segments)),
             tuple(events),
@@ -241,10 +243,10 @@ class _Reader:
             blocks,
         )
 
-    def _block(self, raw: Mapping[str, Any]) -> Block:
+    def _block(self, raw: Mapping[str, Any]) -> SnapshotBlock:
         address, num_bytes = _number(raw["address"]), _number(raw["size"], _LARGEST)
         is_active = raw["state"].startswith("active")
-        return Block(address, num_bytes, is_active, self._stack(raw.get("frames")))
+        return SnapshotBlock(address, num_bytes, is_active, self._stack(raw.get("frames")))
 
     def _stack(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
         if not frames:
@@ -260,13 +262,13 @@ class _Reader:
             self._known[key] = number
         return number
 
-    def _frame(self, raw: Mapping[str, Any]) -> Frame:
+    def _frame(self, raw: Mapping[str, Any]) -> StackFrame:
         if known := self._frames.get(id(raw)):
             return known
         file, line, name = raw.get("filename") or "", raw.get("line") or 0, raw.get("name") or ""
         if not (isinstance(file, str) and isinstance(line, int) and isinstance(name, str)):
             raise TypeError("a frame holds other things than texts and a line")
-        frame = self._frames[id(raw)] = Frame(file, line, name)
+        frame = self._frames[id(raw)] = StackFrame(file, line, name)
         return frame
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from trainer_plugins.snapshot.cards import Card, Snapshot
+from trainer_plugins.snapshot.cards import Snapshot, SnapshotCard
 from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.stacks import NOWHERE, Meaning, Work, meaning_of
 from trainer_plugins.units import MIB
@@ -44,7 +44,7 @@ _LEAST_LOGITS_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InUse:
     """Holds what was in use after one event; sizes in bytes."""
 
     position: int
@@ -68,7 +68,7 @@ class Sorter:
     """Sorts a card's blocks into categories; frees after `end`, an OOM, only unwind the error."""
 
     def __init__(
-        self, snapshot: Snapshot, card: Card, lives: Sequence[Life], end: int | None = None
+        self, snapshot: Snapshot, card: SnapshotCard, lives: Sequence[Life], end: int | None = None
     ) -> None:
         self._card, self.lives = card, lives
         self._end = len(card.events) if end is None else end
@@ -99,7 +99,7 @@ class Sorter:
     def alive_at(self, position: int) -> list[Life]:
         return [life for life in self.lives if life.is_alive_after(position)]
 
-    def held_at(self, position: int) -> Held:
+    def find_held(self, position: int) -> InUse:
         """Say what is in use after an event."""
         waiting = {wait.address for wait in self._card.waits if wait.since <= position < wait.until}
         categories: Counter[Category] = Counter()
@@ -112,7 +112,7 @@ class Sorter:
             bytes_from[place] += life.num_bytes
             blocks_from[place] += 1
         lines = ((place, most, blocks_from[place]) for place, most in bytes_from.most_common())
-        return Held(position, dict(categories.most_common()), tuple(lines))
+        return InUse(position, dict(categories.most_common()), tuple(lines))
 
     def place(self, life: Life) -> str:
         """Name the line that asked for a block."""
@@ -158,7 +158,7 @@ class Sorter:
         else:
             self.passes.append(Pass(birth, birth, kind))
 
-    def _known_death(self, life: Life) -> int | None:
+    def _find_death(self, life: Life) -> int | None:
         return life.death if life.death is not None and life.death < self._end else None
 
     def _pass_at(self, position: int) -> Pass | None:
@@ -167,7 +167,7 @@ class Sorter:
 
     def _fate(self, life: Life) -> bool | None:
         """Say whether a block went within its pass; None if the run ended before that was known."""
-        its, death = self._pass_at(life.birth), self._known_death(life)
+        its, death = self._pass_at(life.birth), self._find_death(life)
         if its is None or life.birth == BEFORE:
             return False
         is_last = its is self.passes[-1]
@@ -186,7 +186,7 @@ class Sorter:
         return {stack: num_bytes > 0 for stack, num_bytes in balance.items()}
 
     def _dies_in_backward(self, life: Life) -> bool:
-        death = self._known_death(life)
+        death = self._find_death(life)
         its = self._pass_at(death) if death is not None else None
         return its is not None and its.kind == "backward" and life.birth != BEFORE
 

@@ -11,9 +11,9 @@ from trainer_plugins.allocator.model import (
     FirstOfASize,
     round_size,
 )
-from trainer_plugins.snapshot.cards import Card, Snapshot
+from trainer_plugins.snapshot.cards import Snapshot, SnapshotCard
 from trainer_plugins.snapshot.replay import ModelCard, Outcome, replay
-from trainer_plugins.snapshot.trace import NotModelledError, Trace, known_from, trace_of
+from trainer_plugins.snapshot.trace import NotModelledError, Trace, find_first_known, trace_of
 
 BEFORE = -1  # the birth of a block that was there before the first event
 
@@ -34,7 +34,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedTrace:
     """Holds the result of a trace that was repeated on the allocator's model."""
 
     trace: Trace
@@ -43,7 +43,9 @@ class Repeated:
     block_bytes: tuple[int, ...]  # the size of the block that each allocation got
 
 
-def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> Repeated:
+def repeat(
+    card: SnapshotCard, snapshot: Snapshot, likely: FirstOfASize = "address"
+) -> RepeatedTrace:
     """Repeat the events of a card, or raise NotModelledError.
 
     Which torch has written a snapshot it does not say: what is `likely` is tried first.
@@ -53,7 +55,7 @@ def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> 
     split = snapshot.settings.get("max_split_size")  # as torch 2.13 writes it; -1 is no limit
     if isinstance(split, int) and split > 0:
         rules = replace(rules, max_split_bytes=split)
-    found: list[Repeated] = []
+    found: list[RepeatedTrace] = []
     for first in sorted(FIRST_OF_A_SIZE, key=lambda each: each != likely):
         found.append(_repeat(trace, replace(rules, first_of_a_size=first)))
         if found[-1].outcome.is_same:
@@ -61,7 +63,7 @@ def repeat(card: Card, snapshot: Snapshot, likely: FirstOfASize = "address") -> 
     return max(found, key=lambda each: each.outcome.same_address)
 
 
-def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
+def _repeat(trace: Trace, rules: AllocatorRules) -> RepeatedTrace:
     model = ModelCard(trace, rules=rules)
     try:
         outcome = replay(trace, model)
@@ -72,16 +74,16 @@ def _repeat(trace: Trace, rules: AllocatorRules) -> Repeated:
         raise NotModelledError("its events contradict each other") from None
     if len(model.block_bytes) != sum(event.action == "alloc" for event in trace.events):
         raise NotModelledError(outcome.first_difference or "its events contradict each other")
-    return Repeated(trace, rules, outcome, tuple(model.block_bytes))
+    return RepeatedTrace(trace, rules, outcome, tuple(model.block_bytes))
 
 
-def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
+def lives_of(card: SnapshotCard, repeated: RepeatedTrace | None) -> list[Life]:
     """Follow each block; without a replay, sizes are what was asked for, rounded up."""
     blocks = [block for segment in card.segments for block in segment.blocks if block.is_active]
     sizes = iter(repeated.block_bytes) if repeated is not None else None
     segments = repeated.trace.segments if repeated is not None else ()
     at_start = dict(used for segment in segments for used in segment.used())
-    first = known_from(card)
+    first = find_first_known(card)
     lives: list[Life] = []
     alive: dict[int, Life] = {}
     for position, event in enumerate(card.events[first:], first):
@@ -105,7 +107,7 @@ def lives_of(card: Card, repeated: Repeated | None) -> list[Life]:
     return lives
 
 
-def peak_of(card: Card, lives: Sequence[Life]) -> int:
+def peak_of(card: SnapshotCard, lives: Sequence[Life]) -> int:
     """Return the event after which most bytes are in use; the last one if nothing is recorded."""
     changes: Counter[int] = Counter()
     for life in lives:

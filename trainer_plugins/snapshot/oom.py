@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer_plugins.allocator.model import first_of_a_size
-from trainer_plugins.snapshot.cards import Card, Snapshot, read
-from trainer_plugins.snapshot.held import Category, Held, Sorter
-from trainer_plugins.snapshot.lives import Repeated, lives_of, peak_of, repeat
+from trainer_plugins.snapshot.cards import Snapshot, SnapshotCard, read
+from trainer_plugins.snapshot.held import Category, InUse, Sorter
+from trainer_plugins.snapshot.lives import RepeatedTrace, lives_of, peak_of, repeat
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.snapshot.stacks import Meaning
 from trainer_plugins.snapshot.trace import NotModelledError
@@ -34,15 +34,15 @@ class SnapshotCase:
     """Holds one card of a snapshot at the moment that matters."""
 
     snapshot: Snapshot
-    card: Card
+    card: SnapshotCard
     sorter: Sorter
-    held: Held  # at the last OOM, else where most was in use
-    at_end: Held
+    held: InUse  # at the last OOM, else where most was in use
+    at_end: InUse
     reserved_bytes: int  # what the process held of the card at that moment
     peak_reserved_bytes: int  # the highest that was recorded
     oom: Oom | None  # the last one
     oom_stack: int
-    repeated: Repeated | None
+    repeated: RepeatedTrace | None
     why_not_repeated: str
 
     @property
@@ -94,14 +94,14 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
     end = max((at for at, event in enumerate(card.events) if event.action == "oom"), default=None)
     sorter = Sorter(snapshot, card, lives, end)
     position = end if end is not None else peak_of(card, lives)
-    reserved = reserved_after(card)
+    reserved = sum_reserved(card)
     refused = card.events[end] if end is not None else None
     return SnapshotCase(
         snapshot=snapshot,
         card=card,
         sorter=sorter,
-        held=sorter.held_at(position),
-        at_end=sorter.held_at(len(card.events)),
+        held=sorter.find_held(position),
+        at_end=sorter.find_held(len(card.events)),
         reserved_bytes=reserved[position + 1],
         peak_reserved_bytes=max(reserved),
         oom=Oom(refused.num_bytes, refused.address, refused.stream) if refused else None,
@@ -111,7 +111,7 @@ def case_of(path: Path, *, own_torch: str = "") -> SnapshotCase:
     )
 
 
-def reserved_after(card: Card) -> list[int]:
+def sum_reserved(card: SnapshotCard) -> list[int]:
     """Return what was reserved before the first event, and after each."""
     reserved = [card.reserved_bytes]
     for event in reversed(card.events):

@@ -151,7 +151,7 @@ class _Program:
         elif code in _PUTS and int.from_bytes(operand, "little") == len(self._memo):
             self._memo.append(self._made[-1])
         elif code != _FRAME:  # a place behind the next one of the memo: it has room up to there
-            raise NotReadableError(_no_value(code))
+            raise NotReadableError(_refuse_value(code))
 
     def _compose(self, code: int) -> None:
         made = self._made
@@ -169,7 +169,7 @@ class _Program:
         elif code == 0x86 and set(map(type, made[-2:])) == {int}:  # TUPLE2
             made[-2:] = [tuple(made[-2:])]
         else:
-            raise NotReadableError(_no_value(code))
+            raise NotReadableError(_refuse_value(code))
 
 
 def _fill(container: Any, items: list[Any], *, is_dict: bool) -> None:
@@ -183,7 +183,7 @@ def _fill(container: Any, items: list[Any], *, is_dict: bool) -> None:
         )
 
 
-def _no_value(code: int) -> str:
+def _refuse_value(code: int) -> str:
     names = {ord(each.code): each.name for each in pickletools.opcodes}
     return (
         f"it holds more than plain values (instruction {names.get(code, f'0x{code:02x}')}), so it "
@@ -192,7 +192,7 @@ def _no_value(code: int) -> str:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Keep the garbage collector from looking at all objects again for each few new ones."""
     was_on = gc.isenabled()
     gc.disable()

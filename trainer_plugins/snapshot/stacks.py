@@ -6,7 +6,7 @@ from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple
 
 from trainer_plugins.printable import printable
-from trainer_plugins.snapshot.cards import Frame, Stack
+from trainer_plugins.snapshot.cards import Stack, StackFrame
 from trainer_plugins.snapshot.owners import OF_TORCH, is_ours, is_users
 
 Work = Literal[
@@ -80,24 +80,24 @@ def lines_of(stack: Stack) -> list[str]:
     return own[:_MOST_LINES] or [_place(frames, python)]
 
 
-def line_of(frame: Frame) -> str:
+def line_of(frame: StackFrame) -> str:
     """Name a frame: its folder, file, line and function."""
     return printable(f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.name}")
 
 
-def is_python(frame: Frame) -> bool:
+def is_python(frame: StackFrame) -> bool:
     """Return whether it is a frame of Python, and not of C++."""
     return _PYTHON.search(frame.file) is not None
 
 
-def _read(stack: Stack) -> tuple[list[Frame], list[Frame]]:
+def _read(stack: Stack) -> tuple[list[StackFrame], list[StackFrame]]:
     """Return all frames, and those of Python, without this package's if there are others."""
     frames = [frame._replace(file=frame.file.replace("\\", "/")) for frame in stack]
     python = [frame for frame in frames if is_python(frame)]
     return frames, [frame for frame in python if not is_ours(frame.file)] or python
 
 
-def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
+def _work(frames: Sequence[StackFrame], python: Sequence[StackFrame]) -> Work:
     if not frames:
         return "unknown"
     for work, file, name in _RULES:
@@ -114,7 +114,7 @@ def _work(frames: Sequence[Frame], python: Sequence[Frame]) -> Work:
     return "parameters" if makes else "other"
 
 
-def _is_head(python: Sequence[Frame]) -> bool:
+def _is_head(python: Sequence[StackFrame]) -> bool:
     """Return whether it is the head's: by its name, or called by the outermost module itself."""
     of_layer = takewhile(lambda frame: frame.name != "_call_impl", python)
     inner = [frame.name for frame in of_layer if not OF_TORCH.search(frame.file)]
@@ -125,13 +125,13 @@ def _is_head(python: Sequence[Frame]) -> bool:
     return bool(of_model and _LINEAR.search(python[0].file)) and of_model.count(of_model[0]) == 1
 
 
-def _is_engine(frame: Frame) -> bool:
+def _is_engine(frame: StackFrame) -> bool:
     return frame.name.startswith(("torch::autograd::Engine", "torch::autograd::python::")) or (
         frame.name in ("_engine_run_backward", "backward") and "/torch/" in frame.file
     )
 
 
-def _is_function_backward(python: Sequence[Frame]) -> bool:
+def _is_function_backward(python: Sequence[StackFrame]) -> bool:
     """Return whether it is the backward of a function that a library or the user wrote."""
     return any(
         inner.name == "backward" and outer.file.endswith("/torch/autograd/function.py")
@@ -139,13 +139,13 @@ def _is_function_backward(python: Sequence[Frame]) -> bool:
     )
 
 
-def _makes_parameters(frame: Frame) -> bool:
+def _makes_parameters(frame: StackFrame) -> bool:
     if frame.file.endswith("/torch/nn/modules/module.py"):
         return frame.name in ("_apply", "to", "cuda", "to_empty")
     return _PARAMETERS.search(frame.file) is not None
 
 
-def _place(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
+def _place(frames: Sequence[StackFrame], python: Sequence[StackFrame]) -> str:
     own = next((frame for frame in python if is_users(frame.file)), None)
     # A model of transformers is not the user's code, but tells more than `trainer.train()`.
     innermost = next((frame for frame in python if not OF_TORCH.search(frame.file)), own)

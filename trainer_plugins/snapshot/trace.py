@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from trainer_plugins.allocator.model import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, round_size
-from trainer_plugins.snapshot.cards import Card, Event
+from trainer_plugins.snapshot.cards import Event, SnapshotCard
 from trainer_plugins.units import MIB
 
 _CHANGES = ("alloc", "free")
@@ -46,12 +46,12 @@ class NotModelledError(ValueError):
     """Says in one line why a trace cannot be repeated on the allocator's model."""
 
 
-def known_from(card: Card) -> int:
+def find_first_known(card: SnapshotCard) -> int:
     """Return the first event after which all are known."""
-    return 0 if has_lost_its_end(card) else _after_gap(card)
+    return 0 if has_lost_its_end(card) else _undo_to_gap(card)
 
 
-def _after_gap(card: Card) -> int:
+def _undo_to_gap(card: SnapshotCard) -> int:
     """Undo the events back to the first gap: a program stopped recording, and began again."""
     live = {
         block.address for segment in card.segments for block in segment.blocks if block.is_active
@@ -65,9 +65,9 @@ def _after_gap(card: Card) -> int:
     return 0
 
 
-def has_lost_its_end(card: Card) -> bool:
+def has_lost_its_end(card: SnapshotCard) -> bool:
     """Return whether recording was stopped before the dump: most events do not fit the segments."""
-    if _after_gap(card) <= len(card.events) / 2:
+    if _undo_to_gap(card) <= len(card.events) / 2:
         return False
     last: dict[int, str] = {}  # what happened at an address
     for event in card.events:
@@ -78,7 +78,7 @@ def has_lost_its_end(card: Card) -> bool:
     return True
 
 
-def trace_of(card: Card, source: str) -> Trace:
+def trace_of(card: SnapshotCard, source: str) -> Trace:
     """Undo the events of a card, as far as all are known, or raise NotModelledError."""
     if any(segment.is_private for segment in card.segments):
         raise NotModelledError("it has private pools (of CUDA graphs), which are not modelled")
@@ -86,13 +86,13 @@ def trace_of(card: Card, source: str) -> Trace:
     has_others = card.has_taken or not all(each.is_expandable for each in card.segments)
     if has_expandable and has_others:
         raise NotModelledError("some of its segments are expandable and others not")
-    events = card.events[known_from(card) :]
+    events = card.events[find_first_known(card) :]
     segments = _Start(card, events, has_expandable).segments()
     return Trace(source, has_expandable, tuple(segments), events)
 
 
 class _Start:
-    def __init__(self, card: Card, events: Sequence[Event], expandable: bool) -> None:
+    def __init__(self, card: SnapshotCard, events: Sequence[Event], expandable: bool) -> None:
         self._expandable = expandable
         self._events = events
         self._live: dict[int, int | None] = {}  # sizes of blocks; None if only the request is known
@@ -129,7 +129,7 @@ class _Start:
 
     def segments(self) -> Iterator[StartSegment]:
         if self._expandable:
-            yield from self._of_ranges()
+            yield from self._cut_ranges()
             return
         addresses = sorted(self._live)
         behind = self._first_behind(addresses)
@@ -180,9 +180,9 @@ class _Start:
         if position < end:
             yield "free", end - position
 
-    def _of_ranges(self) -> Iterator[StartSegment]:
+    def _cut_ranges(self) -> Iterator[StartSegment]:
         """Cut each range of addresses into pieces; there is one for a stream and a pool."""
-        addresses, mapped = sorted(self._live), self._mapped.joined()
+        addresses, mapped = sorted(self._live), self._mapped.join()
         known = sorted(self._ranges.items())
         starts = known[:1] + [after for before, after in pairwise(known) if before[1] != after[1]]
         edges = [start for start, _ in starts[1:]] + [1 << 62]
@@ -222,7 +222,7 @@ class _Ranges:
     def apart(self) -> list[tuple[int, int]]:
         return [(low, self._highs[low]) for low in self._lows]
 
-    def joined(self) -> list[tuple[int, int]]:
+    def join(self) -> list[tuple[int, int]]:
         """Return the ranges in order; those that touch are one."""
         joined: list[tuple[int, int]] = []
         for low, high in self.apart():
@@ -232,7 +232,7 @@ class _Ranges:
         return joined
 
 
-def ranges_after(card: Card, position: int) -> list[tuple[int, int]]:
+def ranges_after(card: SnapshotCard, position: int) -> list[tuple[int, int]]:
     """Return where memory was reserved after an event: first and last address of each segment."""
     ranges = _Ranges()
     for segment in card.segments:
@@ -242,7 +242,7 @@ def ranges_after(card: Card, position: int) -> list[tuple[int, int]]:
             ranges.remove(event.address, event.address + event.num_bytes)
         elif event.action == "segment_free":
             ranges.add(event.address, event.address + event.num_bytes)
-    return ranges.joined() if card.has_mapped else ranges.apart()
+    return ranges.join() if card.has_mapped else ranges.apart()
 
 
 def _within(addresses: list[int], low: int, high: int) -> list[int]:

@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from trainer_plugins.devices import open_device
 from trainer_plugins.finding import Finding, Severity
-from trainer_plugins.streaming.layers import frozen_weights, repeated_layers
+from trainer_plugins.streaming.layers import find_repeated_layers, frozen_weights
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.units import size
 from trainer_plugins.wrapped import is_compiled, will_be_compiled
@@ -58,7 +58,7 @@ def refusals(
     trainer: Trainer, model: nn.Module, resident_layers: int, allow_generation: bool
 ) -> list[str]:
     """List every reason why the base of a run cannot be streamed; empty if it can."""
-    return [*_of_the_run(trainer, allow_generation), *model_refusals(model, resident_layers)]
+    return [*_find_refusals(trainer, allow_generation), *model_refusals(model, resident_layers)]
 
 
 def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
@@ -74,7 +74,7 @@ def model_refusals(model: nn.Module, resident_layers: int) -> Iterator[str]:
         yield "the model is spread over several cards (hf_device_map)"
     if is_compiled(model):
         yield "parts of the model are compiled: torch.compile reads weights where they were"
-    layers = repeated_layers(model)
+    layers = find_repeated_layers(model)
     units = [weights for _, weights in frozen_weights(model)]
     if not layers:
         yield "the model has no repeated layers (no list of modules of one class)"
@@ -105,7 +105,7 @@ def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
     ]
 
 
-def begun(stream: Stream, why: str = "") -> Finding:
+def report_begin(stream: Stream, why: str = "") -> Finding:
     """Say that a base is streamed, what that costs, and `why` it began if the user did not ask."""
     once = stream.num_bytes - stream.resident_bytes
     return Finding(
@@ -122,7 +122,7 @@ def begun(stream: Stream, why: str = "") -> Finding:
     )
 
 
-def _of_the_run(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
+def _find_refusals(trainer: Trainer, allow_generation: bool) -> Iterator[str]:
     args = trainer.args
     if args.device.type == "cpu":
         yield "training runs on the CPU: there is no card to save memory on"

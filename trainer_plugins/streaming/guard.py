@@ -65,7 +65,7 @@ class Guarded:
         return copy
 
 
-def guarded(kind: type, keeper: Any) -> type:
+def make_guarded(kind: type, keeper: Any) -> type:
     """Return a subclass that guards weights, with the same name: libraries recognise it."""
     return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__, "keeper": keeper})
 
@@ -83,7 +83,7 @@ def _answer(
     weights = {id(one): keeper.weight_of(one) for one in guarded_ones}
     if _OF_THE_SHAPE.fullmatch(name):
         there = {key: weight.on_card for key, weight in weights.items()}
-        return func(*_replaced(args, there), **_replaced(kwargs, there))
+        return func(*_replace(args, there), **_replace(kwargs, there))
     if keeper.is_computing:
         keeper.bring(weights.values())
         return func(*args, **kwargs)
@@ -96,7 +96,7 @@ def _answer(
         return None
     keeper.bring(weights.values())
     theirs = {key: weight.on_card.detach() for key, weight in weights.items()}
-    result = func(*_replaced(args, theirs), **_replaced(kwargs, theirs))
+    result = func(*_replace(args, theirs), **_replace(kwargs, theirs))
     if any(result is one for one in theirs.values()):  # of a function in place
         result = args[0]
     del theirs
@@ -142,12 +142,12 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     return is_in_place or is_operator or name == "__setitem__" or "out" in kwargs
 
 
-def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+def _replace(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, Guarded):
         return by[id(value)]
     if isinstance(value, (tuple, list)):
-        each = [_replaced(one, by) for one in value]
+        each = [_replace(one, by) for one in value]
         return type(value)(each) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
-        return {name: _replaced(one, by) for name, one in value.items()}
+        return {name: _replace(one, by) for name, one in value.items()}
     return value

@@ -11,7 +11,7 @@ from torch import nn
 _KINDS = ("Parameter", "Params4bit")
 
 
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
+def find_repeated_layers(model: nn.Module) -> list[nn.Module]:
     """Return the members of the outermost lists of modules in which a class comes twice."""
     found: list[nn.Module] = []
     for child in model.children():
@@ -20,7 +20,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(child, nn.ModuleList) and kinds and kinds.most_common(1)[0][1] > 1:
             found += members
         else:
-            found += repeated_layers(child)
+            found += find_repeated_layers(child)
     return found
 
 
@@ -32,9 +32,12 @@ def frozen_weights(
     Untied embeddings and head come first and last, if asked for. Vectors stay on the card. The
     scales of a matrix of 4 bits are no parameter, and go with it.
     """
-    layers = repeated_layers(model)
+    layers = find_repeated_layers(model)
     if with_embeddings and layers:
-        first, last = _of(model, "get_input_embeddings"), _of(model, "get_output_embeddings")
+        first, last = (
+            _get_embeddings(model, "get_input_embeddings"),
+            _get_embeddings(model, "get_output_embeddings"),
+        )
         layers = [*first, *layers, *last]
     inside = {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
     owners: dict[int, set[int]] = {}
@@ -48,7 +51,7 @@ def frozen_weights(
             yield layer, [*own, *_scales(own)]
 
 
-def _of(model: Any, getter: str) -> list[nn.Module]:
+def _get_embeddings(model: Any, getter: str) -> list[nn.Module]:
     """Return the embeddings, or the head, of a model that has some."""
     found = getattr(model, getter)() if hasattr(model, getter) else None
     return [found] if isinstance(found, nn.Module) else []

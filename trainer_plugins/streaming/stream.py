@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_plugins.streaming.guard import Guarded, guarded
+from trainer_plugins.streaming.guard import Guarded, make_guarded
 from trainer_plugins.streaming.layers import frozen_weights
-from trainer_plugins.streaming.weight import Weight
+from trainer_plugins.streaming.weight import StreamedWeight
 from trainer_plugins.wrapped import tensors_in
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def stream_of(model: nn.Module) -> "Stream | None":
 class _Layer:
     """Holds the frozen weights of one layer."""
 
-    def __init__(self, weights: list[Weight]) -> None:
+    def __init__(self, weights: list[StreamedWeight]) -> None:
         self.weights = weights
         self.num_bytes = sum(weight.num_bytes for weight in weights)
         self.is_written = False
@@ -108,7 +108,7 @@ class Stream:
         self._side = torch.cuda.Stream() if is_cuda else None  # type: ignore[no-untyped-call]
         self._guards: dict[type, type] = {}
         self._layers: list[_Layer] = []
-        self._weights: dict[int, Weight] = {}
+        self._weights: dict[int, StreamedWeight] = {}
         pins = is_cuda and _can_pin()
         try:
             for module, shown in frozen_weights(model, with_embeddings):
@@ -158,11 +158,11 @@ class Stream:
         """Leave it out of a copy, and of a pickle, of the model: they are not streamed."""
         return type(None), ()
 
-    def weight_of(self, shown: torch.Tensor) -> Weight:
+    def weight_of(self, shown: torch.Tensor) -> StreamedWeight:
         """Return the weight behind a streamed parameter."""
         return self._weights[id(shown)]
 
-    def in_main_memory(self, shown: torch.Tensor) -> torch.Tensor:
+    def get_copy(self, shown: torch.Tensor) -> torch.Tensor:
         """Return the copy of a streamed tensor; any other tensor is returned unchanged."""
         weight = self._weights.get(id(shown))
         return shown if weight is None else weight.host
@@ -175,14 +175,14 @@ class Stream:
         if self.resident_layers > 1 and 0 <= following < len(self._layers):
             self._bring([following, number])
 
-    def bring(self, weights: Iterable[Weight]) -> None:
+    def bring(self, weights: Iterable[StreamedWeight]) -> None:
         """Bring the layers of these weights to the card, all at once."""
         numbers = list({weight.layer for weight in weights})
         self._bring(numbers)
         for number in numbers:
             self._layers[number].wait()
 
-    def lend(self, weights: Iterable[Weight], is_written: bool) -> None:
+    def lend(self, weights: Iterable[StreamedWeight], is_written: bool) -> None:
         """Remember that other code may write to these weights, or has just done so."""
         for weight in weights:
             layer = self._layers[weight.layer]
@@ -244,11 +244,11 @@ class Stream:
     def _add(self, module: nn.Module, shown: list[torch.Tensor], pins: bool) -> None:
         number = len(self._layers)
         for one in shown:
-            self._weights[id(one)] = Weight(one, number, self._device, pins)
+            self._weights[id(one)] = StreamedWeight(one, number, self._device, pins)
             kind = type(one)
             if isinstance(one, nn.Parameter):
                 if kind not in self._guards:
-                    self._guards[kind] = guarded(kind, self)
+                    self._guards[kind] = make_guarded(kind, self)
                 one.__class__ = self._guards[kind]
         self._layers.append(_Layer([self._weights[id(one)] for one in shown]))
         hooked: Any = module  # torch's hooks are not typed
@@ -257,8 +257,8 @@ class Stream:
             hooked.register_forward_hook(
                 _Hook(self._leave, number), with_kwargs=True, always_call=True
             ),
-            hooked.register_state_dict_pre_hook(_Hook(self._before_state_dict, number)),
-            hooked.register_state_dict_post_hook(_Hook(self._after_state_dict, number)),
+            hooked.register_state_dict_pre_hook(_Hook(self._prepare_state_dict, number)),
+            hooked.register_state_dict_post_hook(_Hook(self._fill_state_dict, number)),
         ]
 
     def _enter(self, number: int, *_: object) -> None:
@@ -280,14 +280,14 @@ class Stream:
             if one.grad_fn is not None and id(one) not in passed_on:
                 one.register_hook(_Hook(self.need, number))
 
-    def _before_state_dict(self, number: int, *_: object) -> None:
+    def _prepare_state_dict(self, number: int, *_: object) -> None:
         layer = self._layers[number]
         if not all(isinstance(weight.shown, nn.Parameter) for weight in layer.weights):
             self.bring(layer.weights)  # bitsandbytes writes its scales, too
         layer.write_back()
         self.is_saving = True
 
-    def _after_state_dict(
+    def _fill_state_dict(
         self, number: int, _: object, state: dict[str, Any], prefix: str, *__: object
     ) -> None:
         """Return the copies in main memory: a file would get no bytes of an absent weight."""

@@ -3,7 +3,7 @@
 import torch
 
 
-class Weight:
+class StreamedWeight:
     """Keeps a copy of a tensor in main memory, and one storage on the card, empty or full.
 
     The storage stays the same, so whatever autograd or a custom Function kept of the weight reads

@@ -26,7 +26,7 @@ from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.refusals import refusals
 from trainer_plugins.survival.training_run import Attached
-from trainer_plugins.survival.words import not_attached
+from trainer_plugins.survival.words import report_not_attached
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def survive_oom(
         return Survival(trainer, Engine(attached))
     if on_refusal == "error":
         raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
-    SurvivalMemo().remark(trainer.args, 0, not_attached(reasons))
+    SurvivalMemo().remark(trainer.args, 0, report_not_attached(reasons))
     return Survival(trainer, None)
 
 

@@ -16,12 +16,12 @@ from trainer_plugins.checkpointing import is_checkpointing, options, switch_on
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.state import RestorePoint
 from trainer_plugins.survival.training_run import Attached
-from trainer_plugins.survival.words import in_parts
+from trainer_plugins.survival.words import report_in_parts
 
 Method = Callable[..., Any]
 
 
-class Completions:
+class DividedCompletions:
     """Divides the two methods of a TRL trainer that make completions and score them."""
 
     def __init__(self, attached: Attached) -> None:
@@ -66,7 +66,7 @@ class Completions:
             self._say(
                 "completions to generate", len(parts), failures, "sampling draws in another order"
             )
-        return _joined(parts)
+        return _join(parts)
 
     def _score(
         self,
@@ -95,19 +95,19 @@ class Completions:
     def _say(self, what: str, num: int, failures: list[DidNotFit], so: str) -> None:
         summary = f"{what} did not fit at once, and were divided into {num} parts: {so}"
         self._attached.say(
-            in_parts(summary, failures, "the loss that follows is divided by itself.")
+            report_in_parts(summary, failures, "the loss that follows is divided by itself.")
         )
 
 
 def _fewer(num: int, failure: DidNotFit, least: str) -> int:
     if num < 2:
-        raise failure.as_error(f"there is nothing smaller to try than {least}")
+        raise failure.make_error(f"there is nothing smaller to try than {least}")
     return (num + 1) // 2
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> Any:
     """Concatenate lists of rows, or of each place of tuples of them, as GRPO returns."""
     if not isinstance(parts[0], tuple):
         return [row for part in parts for row in part]
     places = zip(*parts, strict=True)
-    return tuple(_joined(list(one)) if one[0] else one[0] for one in places)
+    return tuple(_join(list(one)) if one[0] else one[0] for one in places)

@@ -6,7 +6,7 @@ alone, in which TRL's trainers generate, slice and count. Its invariants, and wh
 * The gradient of a micro-batch is the weighted sum of its pieces' gradients: `losses.py` lists
   which losses are, `certificate.py` measures it.
 * No parameter receives the gradient of an example twice: `Piece.final`, from
-  `GradientMark.changed`.
+  `GradientMark.find_changed`.
 * A failed attempt leaves no tensor (`attempt.py`), no drawn number and no metric (`state.py`).
 * The loss is scaled between the two methods as the Trainer does it: `_scale`, and `Handed`.
 * If everything fits, nothing is copied, computed or waited for.
@@ -21,8 +21,8 @@ from torch import nn
 
 from trainer_plugins.hf_trainer import HfAccelerator
 from trainer_plugins.patched import Patches
-from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt, collected_once
-from trainer_plugins.survival.completions import Completions
+from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt, collect_once
+from trainer_plugins.survival.completions import DividedCompletions
 from trainer_plugins.survival.evaluation import Evaluation
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
 from trainer_plugins.survival.exact.losses import Family, family_of
@@ -31,14 +31,14 @@ from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import Handed, MicroBatch, Piece
 from trainer_plugins.survival.ranks.alone import HowToRecover
 from trainer_plugins.survival.refusals import refusals
-from trainer_plugins.survival.training.planned import Planned, Replay
+from trainer_plugins.survival.training.planned import PlannedPieces, Replay
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training.rehearsal import divide_from_the_start, rehearse
 from trainer_plugins.survival.training_run import Attached, TrainingRun
 
 _RECOVERIES: dict[HowToRecover, type[Recovery]] = {
     HowToRecover.ALONE: Recovery,
-    HowToRecover.PLANNED: Planned,
+    HowToRecover.PLANNED: PlannedPieces,
     HowToRecover.AGAIN: Replay,
 }
 
@@ -53,7 +53,7 @@ class Engine:
         self._attached = attached
         self._begin_unpatched()
         self._evaluation = Evaluation(attached)
-        self._completions = Completions(attached)
+        self._completions = DividedCompletions(attached)
 
     def attach(self) -> None:
         trainer = self._attached.trainer
@@ -136,8 +136,8 @@ class Engine:
             if not isinstance(outcome, DidNotFit):
                 return self._hand_out(run, micro, outcome)
             recovery = _recovery(run, micro)
-            with collected_once():
-                recovery.failed(whole, micro.start, outcome, "forward")
+            with collect_once():
+                recovery.recover(whole, micro.start, outcome, "forward")
                 total = recovery.finish()
         else:
             total = recovery.finish()
@@ -149,7 +149,7 @@ class Engine:
 
     def _hand_out(self, run: TrainingRun, micro: MicroBatch, loss: torch.Tensor) -> torch.Tensor:
         if run.memo.pace is not None:
-            run.memo.pace.computed(micro.whole.num_cells, is_divided=False)
+            run.memo.pace.note_computed(micro.whole.num_cells, is_divided=False)
         if run.refuse_what_moves():
             return loss
         # `detach_` in `backward` takes no view.
@@ -172,9 +172,9 @@ class Engine:
         self, run: TrainingRun, micro: MicroBatch, loss: torch.Tensor, options: dict[str, object]
     ) -> None:
         assert micro.handed is not None
-        found: str | DidNotFit = micro.handed.added(loss)
+        found: str | DidNotFit = micro.handed.find_added(loss)
         if not found and (micro.is_finished or not run.is_scale_seen):
-            found = attempt(partial(micro.handed.scaled, loss))
+            found = attempt(partial(micro.handed.find_scaled, loss))
             run.is_scale_seen |= not isinstance(found, DidNotFit)
         changed = "" if isinstance(found, DidNotFit) else found
         run.is_refused |= bool(changed)
@@ -194,8 +194,8 @@ class Engine:
         failure = run.ranks.attempt(work, release=partial(_cut_off, loss))
         if isinstance(failure, DidNotFit):
             recovery = _recovery(run, micro, **options)
-            with collected_once():
-                recovery.failed(micro.whole, micro.start, failure, "backward")
+            with collect_once():
+                recovery.recover(micro.whole, micro.start, failure, "backward")
                 recovery.finish()
 
     def _follow_accelerator(self) -> None:
@@ -295,7 +295,7 @@ def _check_finished(
     found: str | DidNotFit, options: dict[str, object], expected: Mapping[str, object]
 ) -> None:
     if isinstance(found, DidNotFit):
-        raise found.as_error("there was no room to measure how training_step scales the loss")
+        raise found.make_error("there was no room to measure how training_step scales the loss")
     if found:
         raise RuntimeError(f"{found}, {_WRONG_STEP}")
     if options != expected:
@@ -316,5 +316,5 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_off(loss: torch.Tensor) -> None:
-    if not loss._is_view():  # torch refuses a view; `left_over` finds what stays
+    if not loss._is_view():  # torch refuses a view; `judge_left_over` finds what stays
         loss.detach_()

@@ -26,14 +26,14 @@ from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks
 from trainer_plugins.survival.training_run import Attached
-from trainer_plugins.survival.words import in_parts, part_raised
+from trainer_plugins.survival.words import part_raised, report_in_parts
 
 R = TypeVar("R")
 
 _ONLY_TRAINING = "with this loss only training divides"
 
 
-def why_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
+def explain_whole(trainer: HfTrainer, family: Family | NoFamily) -> str:
     """Say why no evaluation batch of a Trainer is computed in parts; empty if they are."""
     if isinstance(family, NoFamily):
         return family.why
@@ -67,7 +67,7 @@ class Parts:
         in_parts: Callable[[list[DidNotFit]], R],
         before: RestorePoint,
     ) -> R:
-        """Compute a batch whole, or by `in_parts`, which gets the failures so far."""
+        """Compute a batch whole, or by `compute_in_parts`, which gets the failures so far."""
         if cells(inputs) > self.limit:
             try:
                 return in_parts([])
@@ -80,9 +80,9 @@ class Parts:
         try:
             return in_parts([result])
         except IndivisibleError as error:
-            raise result.as_error(str(error)) from None
+            raise result.make_error(str(error)) from None
 
-    def failed(self, num: int, num_cells: int) -> None:
+    def note_failure(self, num: int, num_cells: int) -> None:
         limit = lower(num, num_cells, self.limit, 1)
         if limit is None:
             raise IndivisibleError("there is nothing smaller to try than one example")
@@ -109,7 +109,7 @@ class Parts:
                 before.restore()
                 failures.append(result)
                 num_cells = cells(part.inputs)
-                self.failed(part.num, num_cells)
+                self.note_failure(part.num, num_cells)
                 spans.extendleft(reversed(self._spans(start, part.num, num_cells)))
             else:
                 yield part, result
@@ -121,7 +121,7 @@ class Parts:
 def say_survived(trainer: HfTrainer, what: str, failures: list[DidNotFit], nums: list[int]) -> None:
     """Log that a batch was finished in parts of that many examples, and write it down."""
     smaller = SMALLER_EVAL_BATCH.flag(Door.ARGUMENTS, rows=max(nums))
-    finding = in_parts(
+    finding = report_in_parts(
         f"an evaluation batch of {what} did not fit, and was computed in {len(nums)} parts",
         failures,
         "loss and outputs are those of the undivided batch. "
@@ -157,11 +157,11 @@ class Generated:
             step: Predicted = self._attached.prediction_step(model, dict(some), False, *args, **kw)
             return step
 
-        def in_parts(failures: list[DidNotFit]) -> Predicted:
+        def compute_in_parts(failures: list[DidNotFit]) -> Predicted:
             layout = find_layout(self._attached.family.layouts, inputs)
             num = layout.count(inputs)
             if failures:
-                self._parts.failed(num, cells(inputs))
+                self._parts.note_failure(num, cells(inputs))
 
             parts = self._parts.each(layout, inputs, failures, before, lambda p: predict(p.inputs))
             nums, results = zip(*((part.num, result) for part, result in parts), strict=True)
@@ -173,11 +173,11 @@ class Generated:
                 # The Trainer's own step calls `compute_loss`, and the batch is divided there.
                 loss = self._trainer.prediction_step(model, inputs, True)[0]
             _, tokens, labels = zip(*results, strict=True)
-            return loss, self._joined(tokens), self._joined(labels)
+            return loss, self._join(tokens), self._join(labels)
 
-        return self._parts.compute(inputs, partial(predict, inputs), in_parts, before)
+        return self._parts.compute(inputs, partial(predict, inputs), compute_in_parts, before)
 
-    def _joined(self, parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    def _join(self, parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
         values = [part for part in parts if part is not None]
         if not values:
             return None
@@ -230,57 +230,59 @@ class Evaluation:
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items}
 
         def compute(some: Inputs) -> Result:
-            with self._gathers.held():  # trainers take labels out of their inputs
+            with self._gathers.hold():  # trainers take labels out of their inputs
                 result: Result = self._attached.compute_loss(model, dict(some), **options)
             return result
 
         self._gathers.begin()
         self._is_over_items = num_items is not None
-        whole, in_parts = partial(compute, inputs), partial(self._in_parts, compute, inputs)
-        return self._parts.compute(inputs, whole, in_parts, self._before())
+        whole, in_parts = partial(compute, inputs), partial(self._compute_in_parts, compute, inputs)
+        return self._parts.compute(inputs, whole, in_parts, self._mark_start())
 
-    def _in_parts(self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]) -> Result:
+    def _compute_in_parts(
+        self, compute: Compute, inputs: Inputs, failures: list[DidNotFit]
+    ) -> Result:
         family = self._attached.family
         if family.coupling is not None:
             raise IndivisibleError(_ONLY_TRAINING)
         layout = find_layout(family.layouts, inputs)
-        num, before = layout.count(inputs), self._before()
+        num, before = layout.count(inputs), self._mark_start()
         if failures:
-            self._parts.failed(num, cells(inputs))
+            self._parts.note_failure(num, cells(inputs))
         elif num == 1:
             raise IndivisibleError("it is one example")
         weight = self._weight(layout, inputs, compute, before)
-        whole, whole_share = weight.of(inputs, num), family.share.of(inputs, num)
+        whole, whole_share = weight.weigh(inputs, num), family.share.weigh(inputs, num)
 
         def work(part: Part) -> Result:
-            share = family.share.share(family.share.of(part.inputs, part.num), whole_share)
+            share = family.share.share(family.share.weigh(part.inputs, part.num), whole_share)
             with self._gathers.piece(share, part.is_last):
                 result = compute(part.inputs)
             self._attached.check_loss_of_part()
             if isinstance(result, tuple):
                 loss, outputs = result
-                return loss, self._kept(outputs)
+                return loss, self._select_kept(outputs)
             return result
 
         results, nums = [], []
         for part, result in self._parts.each(layout, inputs, failures, before, work):
-            results.append((result, weight.share(weight.of(part.inputs, part.num), whole)))
+            results.append((result, weight.share(weight.weigh(part.inputs, part.num), whole)))
             nums.append(part.num)
             if not part.is_last:
                 before.begin_next()  # the metrics of the last part are those of the whole
         if failures:
             what = f"{num} {layout.unit} ({cells(inputs)} cells)"
             say_survived(self._attached.trainer, what, failures, nums)
-        return _joined(layout, results)
+        return _join(layout, results)
 
-    def _before(self) -> RestorePoint:
+    def _mark_start(self) -> RestorePoint:
         return RestorePoint(self._attached.trainer, "eval", State(self._roots))
 
     @cached_property
     def _roots(self) -> Roots:
         return roots_of_state(self._attached.trainer.model)
 
-    def _kept(self, outputs: object) -> Outputs:
+    def _select_kept(self, outputs: object) -> Outputs:
         """Return what the Trainer keeps of the outputs: no caches, and nothing for a mere loss."""
         if not isinstance(outputs, dict):
             raise IndivisibleError(
@@ -330,7 +332,7 @@ class Evaluation:
         return certificate.weight(layout, kind)
 
 
-def _joined(layout: Layout, results: list[tuple[Result, float]]) -> Result:
+def _join(layout: Layout, results: list[tuple[Result, float]]) -> Result:
     losses = [result[0] if isinstance(result, tuple) else result for result, _ in results]
     # What weighs nothing is left out: a mean over no token is not a number.
     loss: Any = sum(
@@ -339,16 +341,14 @@ def _joined(layout: Layout, results: list[tuple[Result, float]]) -> Result:
     outputs = [result[1] for result, _ in results if isinstance(result, tuple)]
     if not outputs:
         return torch.as_tensor(loss)
-    joined = {name: _joined_values(layout, [one[name] for one in outputs]) for name in outputs[0]}
+    joined = {name: _join_values(layout, [one[name] for one in outputs]) for name in outputs[0]}
     return loss, type(outputs[0])(loss=loss, **joined)
 
 
-def _joined_values(layout: Layout, values: list[Any]) -> object:
+def _join_values(layout: Layout, values: list[Any]) -> object:
     first = values[0]
     if isinstance(first, list | tuple):
-        return type(first)(
-            _joined_values(layout, list(parts)) for parts in zip(*values, strict=True)
-        )
+        return type(first)(_join_values(layout, list(parts)) for parts in zip(*values, strict=True))
     if torch.is_tensor(first) and first.dim():
         return layout.join(values)
     if first is None:

@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from trainer_plugins.callbacks._run import RunCallback, callback_of, move_before_trackers
 from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.hf_trainer import HfArguments, HfState, HfTrainer
-from trainer_plugins.survival.attempt.attempt import Card, card_of
+from trainer_plugins.survival.attempt.attempt import CardReader, card_of
 from trainer_plugins.survival.limit.ladder import climb
 from trainer_plugins.survival.limit.limit import Pace
 from trainer_plugins.survival.limit.optimizer_states import create_states
@@ -35,12 +35,12 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         self._num_logged = 0
         self._switched_on: list[str] = []  # those of the rungs that we switched on in this process
         self.pace: Pace | None = None  # changes a limit of this rank; None: it is one of all ranks
-        self._card: Card | None = None
+        self._card: CardReader | None = None
         self.is_in_step = False  # what is computed between steps is left alone
         self.roll_call = RollCall("survive_oom")  # answered at the first micro-batch
 
-    def at_rest(self) -> None:
-        super().at_rest()
+    def reset(self) -> None:
+        super().reset()
         self.listener: Any = None  # the engine, told when a step begins and training ends
 
     def state(self) -> dict[str, dict[str, object]]:
@@ -78,7 +78,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
         with self.harmless():
             reading = self.card_for(args).read()
             num_retries = reading.num_alloc_retries if reading else 0
-            self.limit, is_thrashing = self.pace.after_step(self.limit, num_retries)
+            self.limit, is_thrashing = self.pace.adapt(self.limit, num_retries)
             if is_thrashing:
                 self.remark(args, state.global_step, thrashing(self.limit))
 
@@ -116,7 +116,7 @@ class SurvivalMemo(RunCallback, ExportableState):  # type: ignore[misc]
                 self.pace = Pace(has_failed=True, num_retries=self.pace.num_retries)
         return rung
 
-    def card_for(self, args: HfArguments) -> Card:
+    def card_for(self, args: HfArguments) -> CardReader:
         self._card = self._card or card_of(args.device)
         return self._card
 

@@ -43,13 +43,13 @@ class Piece:
         self, layout: Layout, sizes: list[int], weight: Weight, share: Weight
     ) -> list["Piece"]:
         """Divide it into parts of these sizes; one that weighs nothing may have no mean."""
-        whole, whole_share = weight.of(self.inputs, self.num), share.of(self.inputs, self.num)
+        whole, whole_share = weight.weigh(self.inputs, self.num), share.weigh(self.inputs, self.num)
         parts, start = [], 0
         for num in sizes:
             inputs = layout.take(self.inputs, start, start + num)
-            factor = self.factor * weight.share(weight.of(inputs, num), whole)
+            factor = self.factor * weight.share(weight.weigh(inputs, num), whole)
             if factor or weight.is_finite:
-                part_share = self.share * share.share(share.of(inputs, num), whole_share)
+                part_share = self.share * share.share(share.weigh(inputs, num), whole_share)
                 parts.append(Piece(inputs, num, factor, part_share, set(self.final)))
             start += num
         return parts
@@ -77,7 +77,7 @@ class Handed:
         self._scale, self._dtype = scale, loss.dtype
         self._arrived: list[torch.Tensor] = []  # at the loss that came back, and that handed out
 
-    def added(self, loss: torch.Tensor) -> str:
+    def find_added(self, loss: torch.Tensor) -> str:
         """Look for other terms in the loss that came back, in the graph that was added."""
         if self._is_untouched(loss):
             return ""
@@ -92,30 +92,30 @@ class Handed:
             nodes.extend(following for following, _ in node.next_functions)
         return ""
 
-    def scaled(self, loss: torch.Tensor) -> str:
+    def find_scaled(self, loss: torch.Tensor) -> str:
         """Compare the derivative of what came back with the factor. It reads the device."""
         if self._edge is None or self._is_untouched(loss):
-            return self._compared(1.0, loss.dtype)
+            return self._compare(1.0, loss.dtype)
         if loss.grad_fn is None:
-            return self._compared(0.0, loss.dtype)
+            return self._compare(0.0, loss.dtype)
         edges = (self._edge,)
         (found,) = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
-        return self._compared(0.0 if found is None else float(found), loss.dtype)
+        return self._compare(0.0 if found is None else float(found), loss.dtype)
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Let the backward pass of what came back leave its derivative for `seen`."""
+        """Let the backward pass of what came back leave its derivative for `judge_seen`."""
         if self._edge is None or loss.grad_fn is None or self._is_untouched(loss):
             return
         arrived, place = self._arrived, self._edge.output_nr
         loss.grad_fn.register_prehook(lambda gradients: arrived.append(gradients[0]))
         self._edge.node.register_prehook(lambda gradients: arrived.append(gradients[place]))
 
-    def seen(self) -> str:
+    def judge_seen(self) -> str:
         """Compare the derivative that a watched backward pass has left. It reads the device."""
         if len(self._arrived) < 2:
             return ""
         begun, come = (float(gradient) for gradient in self._arrived[:2])
-        return self._compared(come / begun if begun else math.nan, self._arrived[0].dtype)
+        return self._compare(come / begun if begun else math.nan, self._arrived[0].dtype)
 
     def drop_graph(self) -> None:
         self._edge = None
@@ -127,7 +127,7 @@ class Handed:
             and loss.output_nr == self._edge.output_nr
         )
 
-    def _compared(self, got: float, dtype: torch.dtype) -> str:
+    def _compare(self, got: float, dtype: torch.dtype) -> str:
         # IEEE 754 rounds correctly: a factor that the types hold comes out unchanged, and each of
         # two roundings of another adds at most half a unit in the last place.
         types = (dtype, self._dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer_plugins.accumulation.modules import coupled_modules
+from trainer_plugins.accumulation.modules import find_coupled_modules
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.users_code import names_in
 from trainer_plugins.survival.exact.finality import hooks_of_gradients
@@ -25,9 +25,9 @@ def refusals(trainer: HfTrainer, family: Family | NoFamily) -> list[str]:
     """List why OOM errors of this Trainer cannot be survived; `losses.py` judges the loss."""
     reasons = [
         *_parallel(trainer),
-        *_compiled(trainer),
-        *_consumed_gradients(trainer),
-        *_coupled_rows(trainer),
+        *_judge_compiled(trainer),
+        *_judge_consumed_gradients(trainer),
+        *_judge_coupled_rows(trainer),
         *_step_without_compute_loss(trainer),
         *_rivals(trainer),
     ]
@@ -52,7 +52,7 @@ def _parallel(trainer: HfTrainer) -> Iterator[str]:
         yield "tensor, context and sequence parallelism are not supported"
 
 
-def _compiled(trainer: HfTrainer) -> Iterator[str]:
+def _judge_compiled(trainer: HfTrainer) -> Iterator[str]:
     plugin = trainer.accelerator.state.dynamo_plugin
     if not compiles(trainer.model):
         return
@@ -67,15 +67,15 @@ def _compiled(trainer: HfTrainer) -> Iterator[str]:
         yield "compiled_autograd hides which gradients a failed backward pass has finished"
 
 
-def _consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
+def _judge_consumed_gradients(trainer: HfTrainer) -> Iterator[str]:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in optim or "layerwise" in optim:
         yield f"optim={optim} applies gradients inside the backward, which a retry repeats"
     yield from hooks_of_gradients(trainer.model)
 
 
-def _coupled_rows(trainer: HfTrainer) -> Iterator[str]:
-    yield from coupled_modules(trainer.model)
+def _judge_coupled_rows(trainer: HfTrainer) -> Iterator[str]:
+    yield from find_coupled_modules(trainer.model)
     config: Any = getattr(base_model(trainer.model), "config", None)
     configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     has_router_loss = any(getattr(c, "output_router_logits", False) for c in configs)

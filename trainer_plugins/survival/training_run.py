@@ -10,12 +10,12 @@ from torch import nn
 
 from trainer_plugins.finding import Finding
 from trainer_plugins.hf_trainer import HfTrainer
-from trainer_plugins.survival.attempt.attempt import left_over
+from trainer_plugins.survival.attempt.attempt import judge_left_over
 from trainer_plugins.survival.attempt.state import (
     RestorePoint,
     State,
+    explain_not_divided,
     roots_of_state,
-    why_not_divided,
 )
 from trainer_plugins.survival.attempt.users_code import is_users_function
 from trainer_plugins.survival.certificate.certificate import Certificate
@@ -31,7 +31,7 @@ from trainer_plugins.survival.memo import memo_of
 from trainer_plugins.survival.micro_batch import Start
 from trainer_plugins.survival.ranks import kind_of
 from trainer_plugins.survival.ranks.alone import Ranks
-from trainer_plugins.survival.words import not_attached
+from trainer_plugins.survival.words import report_not_attached
 from trainer_plugins.wrapped import is_compiled
 
 
@@ -64,7 +64,7 @@ class Attached:
     def refuse(self, reasons: list[str]) -> None:
         if self.is_strict:
             raise ValueError(f"survive_oom cannot help this run: {'; '.join(reasons)}")
-        self.say(not_attached(reasons))
+        self.say(report_not_attached(reasons))
 
     def say(self, finding: Finding) -> None:
         step = self.trainer.state.global_step + 1
@@ -107,8 +107,8 @@ class TrainingRun:
             RestorePoint(
                 self.attached.trainer, state=State(self._roots), notes=self.certificate.notes
             ),
-            GradientMark(self.ranks.kept(self._parameters)),
-            self.card.allocated_bytes(),
+            GradientMark(self.ranks.select_kept(self._parameters)),
+            self.card.read_allocated_bytes(),
         )
 
     def num_graphs(self) -> int:
@@ -138,7 +138,7 @@ class TrainingRun:
         expected_bytes = start.allocated_bytes + start.mark.new_bytes()
         optimizer = self.attached.trainer.optimizer
         with self.memo.harmless():
-            if finding := left_over(self.card, expected_bytes, self.model, optimizer):
+            if finding := judge_left_over(self.card, expected_bytes, self.model, optimizer):
                 self.leftover_is_said = True
                 self.attached.say(finding)
 
@@ -156,13 +156,13 @@ class TrainingRun:
         attached = self.attached
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
         state = self.full_state() if self.what_moved is None and model.training else None
-        with self.gathers.held(), self._kept_by_loss(model):
+        with self.gathers.hold(), self._give_to_loss(model):
             loss: torch.Tensor = attached.compute_loss(
                 model, without_numbers, num_items_in_batch=num_items
             )
         if state is not None:
-            moved = state.moved()
-            self.what_moved = why_not_divided(moved.values())
+            moved = state.find_moved()
+            self.what_moved = explain_not_divided(moved.values())
             if moved:  # checkpointing computes passes again, and would count those
                 attached.ladder = tuple(rung for rung in attached.ladder if rung != CHECKPOINTING)
         if why := attached.why_own_loss:
@@ -170,7 +170,7 @@ class TrainingRun:
         return loss
 
     @contextmanager
-    def _kept_by_loss(self, model: nn.Module) -> Iterator[None]:
+    def _give_to_loss(self, model: nn.Module) -> Iterator[None]:
         """Give this model to a loss that keeps the wrapped one, as sentence-transformers' do."""
         losses: Any = getattr(self.attached.trainer, "loss", None)
         keepers = [
@@ -195,7 +195,7 @@ class TrainingRun:
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)
-        with self.gathers.held(), self.attached.trainer.compute_loss_context_manager():
+        with self.gathers.hold(), self.attached.trainer.compute_loss_context_manager():
             loss = self.attached.compute_loss(self.model, tiny, num_items_in_batch=num_items)
         self.attached.backward(loss)
 

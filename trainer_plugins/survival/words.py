@@ -34,29 +34,29 @@ class Story:
     def count(self, num: int) -> str:
         return f"{num} {self.unit}" if num != 1 else f"1 {self.unit[:-1]}"
 
-    def what(self, piece: Piece) -> str:
+    def describe(self, piece: Piece) -> str:
         tokens = f" ({piece.num_cells} tokens with padding)" if self.has_tokens else ""
         return self.count(piece.num) + tokens
 
-    def failed(self, failure: DidNotFit, piece: Piece, phase: str) -> None:
+    def note_failure(self, failure: DidNotFit, piece: Piece, phase: str) -> None:
         if not self.failures:
-            self.tried, self.phase = self.what(piece), phase
+            self.tried, self.phase = self.describe(piece), phase
         self.failures.append(failure)
 
-    def divided(self, whole: Piece, limit: str) -> Finding:
+    def report_divided(self, whole: Piece, limit: str) -> Finding:
         return Finding.warning(
             code="micro-batches-divided",
             summary="micro-batches that do not fit are computed in pieces: "
-            f"{self.what(whole)} in {self._pieces()}",
+            f"{self.describe(whole)} in {self._pieces()}",
             evidence=f"a rehearsal, an earlier failure or rows_at_once set the limit, {limit}"
-            + self._compiled()
-            + self._vouched(),
+            + self._describe_compiled()
+            + self._describe_vouched(),
             remedy=f"{UNCHANGED} A step takes as long as with the smaller micro-batch. "
             "memory/divided_micro_batches in the logs counts them.",
             amount=float(len(self.pieces)),
         )
 
-    def survived(self, whole: Piece, limit: str) -> Finding:
+    def report_survived(self, whole: Piece, limit: str) -> Finding:
         seconds = sum(failure.seconds for failure in self.failures)
         evidence = [
             f"{_num_failed(self.failures)}, {seconds:.2f} s",
@@ -68,27 +68,27 @@ class Story:
         remedy = UNCHANGED
         if sum(self.pieces) > 1:
             remedy += f" To avoid the failed attempts, {SMALLER_MICRO_BATCH}."
-        what = self.what(whole)
+        what = self.describe(whole)
         which = "the micro-batch" if what == self.tried else f"the micro-batch of {what}"
         how = "".join(f", with {rung} switched on" for rung in self.switched_on)
         return Finding.warning(
             code="out-of-memory-survived",
-            summary=f"{self._failed()}; {which} was computed in {self._pieces()}{how}",
-            evidence="; ".join(evidence) + self._compiled() + self._vouched(),
+            summary=f"{self._name_failure()}; {which} was computed in {self._pieces()}{how}",
+            evidence="; ".join(evidence) + self._describe_compiled() + self._describe_vouched(),
             remedy=remedy,
             amount=float(len(self.failures)),
         )
 
-    def refused(self, whole: Piece, why: str, remedy: str) -> Finding:
+    def report_refused(self, whole: Piece, why: str, remedy: str) -> Finding:
         return Finding.error(
             code="out-of-memory-refused",
-            summary=f"{self._failed()}, and the micro-batch of {self.what(whole)} cannot be "
-            f"finished: {why}",
+            summary=f"{self._name_failure()}, and the micro-batch of {self.describe(whole)} cannot "
+            f"be finished: {why}",
             evidence=f"{_num_failed(self.failures)}; {self.failures[0].first_line}",
             remedy=remedy,
         )
 
-    def _failed(self) -> str:
+    def _name_failure(self) -> str:
         if not self.failures[0].is_here:
             return "what another rank computed did not fit"
         return f"{self.tried} did not fit in the {self.phase} pass"
@@ -97,15 +97,15 @@ class Story:
         num, largest = len(self.pieces), max(self.pieces)
         return "one piece" if num == 1 else f"{num} pieces of at most {self.count(largest)}"
 
-    def _compiled(self) -> str:
+    def _describe_compiled(self) -> str:
         graphs = "1 graph" if self.num_graphs == 1 else f"{self.num_graphs} graphs"
         return f"; torch.compile compiled {graphs} for pieces" if self.num_graphs else ""
 
-    def _vouched(self) -> str:
+    def _describe_vouched(self) -> str:
         return f"; you vouched for the loss: it was measured as {self.loss}" if self.loss else ""
 
 
-def in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:
+def report_in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:
     """Report what was finished in parts besides micro-batches of a training."""
     seconds = sum(failure.seconds for failure in failures)
     return Finding.warning(
@@ -117,7 +117,7 @@ def in_parts(summary: str, failures: list[DidNotFit], remedy: str) -> Finding:
     )
 
 
-def what_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
+def suggest_else(*, is_divisible: bool, is_checkpointing: bool) -> str:
     """Say what is left to do when an example, or an indivisible micro-batch, does not fit."""
     ways = [SMALLER_MICRO_BATCH] if is_divisible else []
     if not is_checkpointing:
@@ -130,7 +130,7 @@ def _num_failed(failures: list[DidNotFit]) -> str:
     return "1 failed attempt" if len(failures) == 1 else f"{len(failures)} failed attempts"
 
 
-def not_attached(reasons: list[str]) -> Finding:
+def report_not_attached(reasons: list[str]) -> Finding:
     """Report a Trainer that cannot be helped, before training."""
     return Finding.warning(
         code="out-of-memory-refused",
@@ -166,7 +166,7 @@ def thrashing(limit: float) -> Finding:
     )
 
 
-def in_doubt(first: int, last: int, why: str) -> Finding:
+def report_doubt(first: int, last: int, why: str) -> Finding:
     """Report a later measurement that failed: what was divided since step `first` may be wrong."""
     steps = f"step {first}" if last <= first else f"steps {first} to {last}"
     return Finding.error(

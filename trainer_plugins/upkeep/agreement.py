@@ -45,21 +45,21 @@ class Agreement:
         if not has_peers():
             return list(values)
         votes = torch.tensor(values)
-        is_agreed = self._met(lambda group: dist.all_reduce(votes, dist.ReduceOp.MAX, group=group))
+        is_agreed = self._meet(lambda group: dist.all_reduce(votes, dist.ReduceOp.MAX, group=group))
         return [int(vote) for vote in votes] if is_agreed else None
 
-    def gathered(self, value: torch.Tensor) -> list[torch.Tensor] | None:
+    def gather(self, value: torch.Tensor) -> list[torch.Tensor] | None:
         """Return the tensors of all ranks, on the CPU and of one shape; None as `highest` does."""
         if not has_peers():
             return [value]
         # As bytes: gloo does not know every type.
         here = value.contiguous().reshape(-1).view(torch.uint8)
         found = [torch.empty_like(here) for _ in range(dist.get_world_size())]
-        if not self._met(lambda group: dist.all_gather(found, here, group=group)):
+        if not self._meet(lambda group: dist.all_gather(found, here, group=group)):
             return None
         return [one.view(value.dtype).reshape(value.shape) for one in found]
 
-    def _met(self, meet: Callable[[dist.ProcessGroup], object]) -> bool:
+    def _meet(self, meet: Callable[[dist.ProcessGroup], object]) -> bool:
         """Tell whether all ranks took part in a collective, and in all those before."""
         if self._world is not dist.group.WORLD:
             self._world, self._group, self._broken = dist.group.WORLD, None, False
@@ -241,12 +241,12 @@ class RollCall:
         return ranks_store().add(f"{self._name}/turn", 0)
 
     def _absent(self, turn: int) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if self._signed(turn, rank) < 1]
+        return [rank for rank in range(dist.get_world_size()) if self._sign(turn, rank) < 1]
 
-    def _signed(self, turn: int, rank: int, more: int = 0) -> int:
+    def _sign(self, turn: int, rank: int, more: int = 0) -> int:
         return ranks_store().add(f"{self._name}/{turn}/{rank}", more)
 
     def _put(self, signed: int) -> None:
         assert self._turn is not None
         rank = dist.get_rank()
-        self._signed(self._turn, rank, signed - self._signed(self._turn, rank))
+        self._sign(self._turn, rank, signed - self._sign(self._turn, rank))

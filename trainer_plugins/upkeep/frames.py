@@ -13,7 +13,7 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
-from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.record.oom_record import Frame, Moment, Part, Shape
 
 
@@ -72,14 +72,14 @@ def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
     return [frame for frame, _ in walk_tb(traceback)][1:]
 
 
-def told_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
+def render_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
     """Render the innermost 80 frames of a traceback, with paths that begin at a package."""
     frames = []
     for running, line in walk_tb(traceback):
         path = running.f_code.co_filename
         file, source = public_path(path), linecache.getline(path, line).strip()
         if file not in _OURS:
-            function, code = running.f_code.co_name, masked_text(source)
+            function, code = running.f_code.co_name, mask_text(source)
             frames.append(Frame(file=file, line=line, function=function, code=code))
     return tuple(frames[-_MOST_FRAMES:])
 
@@ -114,7 +114,7 @@ def is_of_project(code: object) -> bool:
     return not is_installed and root not in {*sys.stdlib_module_names, "trainer_plugins"}
 
 
-def what_ran(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
+def find_moment(frames: list[FrameType], trainer_class: type | None) -> tuple[Moment, Part]:
     """Say what the run was doing, and in which part of a step it was."""
     part = _part(frames)
     codes = [frame.f_code for frame in frames]

@@ -36,7 +36,7 @@ _guards: WeakKeyDictionary[nn.Module, list[_Guard]] = WeakKeyDictionary()
 def inference_mode_of(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode without gradient checkpointing, then restore every module."""
     modes = [(module, module.training) for module in model.modules()]
-    checkpointed = list(_checkpointed(model))
+    checkpointed = list(_find_checkpointed(model))
     was_training = model.training
     try:
         # Use the model's own methods first: some adapters override them to merge their weights.
@@ -134,7 +134,7 @@ def forbid_training_cache(model: nn.Module) -> Callable[[], None]:
     base = base_model(model)
     if "use_cache" not in inspect.signature(base.forward).parameters:
         return lambda: None
-    handle: RemovableHandle = base.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    handle: RemovableHandle = base.register_forward_pre_hook(_drop_cache, with_kwargs=True)
     return handle.remove
 
 
@@ -145,16 +145,16 @@ def inside_training() -> bool:
     return is_running(Trainer.train)
 
 
-def _checkpointed(model: nn.Module) -> Iterator[Any]:
+def _find_checkpointed(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True)
 
 
-def _without_cache(
+def _drop_cache(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     if torch.compiler.is_compiling() or not module.training or not inside_training():
         return None  # compiled code cannot look at the stack, and is not worth a graph break
-    is_checkpointed = next(_checkpointed(module), None) is not None
+    is_checkpointed = next(_find_checkpointed(module), None) is not None
     return (args, {**kwargs, "use_cache": False}) if is_checkpointed else None
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import Trainer
 
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.facts import tried
+from trainer_plugins.launch.facts import try_read
 from trainer_plugins.upkeep.frames import batch_of, drop_variables, frames_above
-from trainer_plugins.upkeep.holders import owned_by, storage_of, tracked, users_holder
+from trainer_plugins.upkeep.holders import list_owned, list_tracked, storage_of, users_holder
 from trainer_plugins.watch.leak import LOOKS_TO_NAME
 
 _MOST_TRIED = 6  # things whose holders are sought: each link of a chain walks over all objects
@@ -58,7 +58,7 @@ class GrowthTeller:
         # A watch may outlive a run that died.
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._dataset_words = tried(partial(_words_of_dataset, dataset), ("", ""))
+        self._dataset_words = try_read(partial(_words_of_dataset, dataset), ("", ""))
         self._batches: list[tuple[str, tuple[int, ...]]] = []
         self._before: dict[str, Counter[_Kind]] = {}
         self._old: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -67,17 +67,17 @@ class GrowthTeller:
 
     def begin(self) -> None:
         """Remember what is alive now."""
-        tried(self._begin, None)
+        try_read(self._begin, None)
 
     def look(self) -> None:
         """See the largest tensor of this step's batch."""
-        if (seen := tried(_largest_of_batch, None)) is not None:
+        if (seen := try_read(_largest_of_batch, None)) is not None:
             self._batches.append(seen)
 
     def tell(self, finding: Finding, step: int, unit: str = "step") -> Finding:
         """Add to a leak what has grown since `begin`, its holder and the cure; never raise."""
         since = partial(_since, step=step, unit=unit)
-        named = tried(partial(self._name, finding, since), _Named())
+        named = try_read(partial(self._name, finding, since), _Named())
         if named.grew:
             self._named[finding.code] = named._replace(grew=f"at step {step} {named.grew}")
         else:  # nothing of it came in these two looks
@@ -98,9 +98,11 @@ class GrowthTeller:
 
     def _begin(self) -> None:
         gc.collect()
-        tensors = tracked(torch.Tensor)
+        tensors = list_tracked(torch.Tensor)
         for device_type in {self._device_type, "cpu"}:
-            self._before[device_type] = Counter(map(_kind, self._not_owned(tensors, device_type)))
+            self._before[device_type] = Counter(
+                map(_kind, self._find_unowned(tensors, device_type))
+            )
         self._old = {id(each): weakref.ref(each) for each in tensors}
         self._lengths = {id(each): len(each) for each in _containers()}
         self._batches.clear()
@@ -121,9 +123,9 @@ class GrowthTeller:
             else self._container(float(finding.data["bytes_a_step"]) * LOOKS_TO_NAME, since)
         )
 
-    def _not_owned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
+    def _find_unowned(self, tensors: list[torch.Tensor], device_type: str) -> list[torch.Tensor]:
         """Return those on a device that neither the model nor its optimizer owns."""
-        owner = owned_by(self._model(), self._optimizer())
+        owner = list_owned(self._model(), self._optimizer())
         places = (storage_of(each, device_type) for each in owner)
         owned = {place[0] for place in places if place is not None}
         found = []
@@ -135,7 +137,7 @@ class GrowthTeller:
 
     def _tensors(self, device_type: str, since: _Since) -> _Named:
         gc.collect()
-        found = self._not_owned(tracked(torch.Tensor), device_type)
+        found = self._find_unowned(list_tracked(torch.Tensor), device_type)
         alive = Counter(map(_kind, found))
         kind_bytes = Counter[_Kind]()
         for each in found:
@@ -148,7 +150,7 @@ class GrowthTeller:
             if not self._is_old(each) and (_has_graph(each) or grown[_kind(each)] >= LOOKS_TO_NAME)
         ]
         found.clear()  # or it would count as a holder
-        new = _held_in_python(new)
+        new = _select_held_in_python(new)
         new.sort(key=lambda each: (grown[_kind(each)] < LOOKS_TO_NAME, -each.nbytes))
         tried_kinds: Counter[_Kind] = Counter()
         for tensor in new:
@@ -157,7 +159,7 @@ class GrowthTeller:
             if tried_kinds[kind] > 2 or len(tried_kinds) > _MOST_TRIED:
                 continue
             if holder := users_holder(tensor, new):
-                named = _told(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
+                named = _describe(tensor, alive[kind], grown[kind] / LOOKS_TO_NAME, since, holder)
                 return named._replace(held_bytes=0 if kind.has_graph else kind_bytes[kind])
         return _Named()
 
@@ -190,7 +192,7 @@ class GrowthTeller:
         return _Named()
 
 
-def _held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _select_held_in_python(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Leave out what only a graph holds, or a frame of this step."""
     running = {id(frame) for frame in frames_above()}
     inside: set[int] = set()
@@ -238,7 +240,9 @@ def _has_graph(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _told(tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str) -> _Named:
+def _describe(
+    tensor: torch.Tensor, alive: int, a_step: float, since: _Since, holder: str
+) -> _Named:
     """Return what has grown, its holder, and the cure as a line of code."""
     kind, place = _kind(tensor), _place(holder)
     what = f"{kind.name} {list(tensor.shape)} {str(kind.dtype).partition('.')[2]}"

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer_plugins.devices import Device
 from trainer_plugins.finding import Finding
-from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Alive, Held, LiveModel
 from trainer_plugins.units import size
@@ -59,7 +59,7 @@ def leftover(
     )
 
 
-def tracked(kind: type[T]) -> list[T]:
+def list_tracked(kind: type[T]) -> list[T]:
     """Return all objects of a class that Python tracks, which takes 0.1 to 1 s."""
     # isinstance would ask other libraries' objects for their __class__.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
@@ -67,7 +67,7 @@ def tracked(kind: type[T]) -> list[T]:
 
 def root_modules() -> list[nn.Module]:
     """Return the modules that are alive and not part of another one."""
-    modules = tracked(nn.Module)
+    modules = list_tracked(nn.Module)
     children = (child for module in modules for child in vars(module).get("_modules", {}).values())
     inner = {id(child) for child in children}
     return [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
@@ -88,11 +88,11 @@ def storage_of(tensor: torch.Tensor, device_type: str) -> tuple[int, int] | None
 
 def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -> list[Held]:
     """Return the largest tensors that neither a model nor the optimizer owns, and their holders."""
-    owned = {id(tensor) for tensor in owned_by(model, optimizer)}
-    for module in tracked(nn.Module):  # other models too, a teacher's or a reference's
+    owned = {id(tensor) for tensor in list_owned(model, optimizer)}
+    for module in list_tracked(nn.Module):  # other models too, a teacher's or a reference's
         owned |= {id(buffer) for buffer in vars(module).get("_buffers", {}).values()}
     found: dict[int, tuple[int, torch.Tensor]] = {}
-    for tensor in tracked(torch.Tensor):
+    for tensor in list_tracked(torch.Tensor):
         if issubclass(type(tensor), nn.Parameter) or id(tensor) in owned:
             continue
         place = storage_of(tensor, device_type)
@@ -103,17 +103,17 @@ def tensors_held(device_type: str, model: nn.Module | None, optimizer: object) -
     found.clear()  # or it would count as a holder
     tensors = [tensor for _, tensor in ranked]
     del ranked
-    return held_by(tensors)
+    return name_holders(tensors)
 
 
-def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
+def list_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     """Return the largest allocations on a device with their holders: tensors, models, graphs."""
     if not allocated_bytes:
         return ()
     held = [each for each in tensors_held(device_type, None, None) if each.holder != _UNKNOWN]
     models = root_modules()
     for model in models:
-        places = (storage_of(tensor, device_type) for tensor in owned_by(model, None))
+        places = (storage_of(tensor, device_type) for tensor in list_owned(model, None))
         sizes = dict(place for place in places if place is not None)
         if sizes:
             holder = f"{_holder(model, models)} ({type(model).__name__})"
@@ -125,7 +125,7 @@ def what_is_held(device_type: str, allocated_bytes: int) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.num_bytes)[:_MOST_HELD])
 
 
-def held_by(tensors: list[torch.Tensor]) -> list[Held]:
+def name_holders(tensors: list[torch.Tensor]) -> list[Held]:
     """Name what holds each of these tensors, apart from this list and the frames of this folder."""
     return [
         Held(
@@ -142,7 +142,7 @@ def graphs_held(device_type: str, oldest: bool = False) -> list[Held]:
     # During a step, which makes a graph of its own, the oldest are those that other code keeps.
     ends = [
         tensor
-        for tensor in tracked(torch.Tensor)
+        for tensor in list_tracked(torch.Tensor)
         if tensor.grad_fn is not None and tensor.device.type == device_type
     ]
     inner: set[torch.autograd.graph.Node] = set()
@@ -168,7 +168,7 @@ def _order_of_creation(end: torch.Tensor) -> int:
     return sequence() if sequence is not None else 0
 
 
-def owned_by(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
+def list_owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Tensor]:
     """Yield parameters, buffers, gradients and states."""
     if model is not None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -212,7 +212,7 @@ def _holder(
             break
         seen.add(id(owner))
         thing = owner
-    return masked_text(text) or _UNKNOWN
+    return mask_text(text) or _UNKNOWN
 
 
 def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
@@ -256,7 +256,7 @@ def _is_function(thing: object) -> TypeGuard[FunctionType]:
 
 
 def _error_through(frame: FrameType) -> BaseException | None:
-    errors = tracked(BaseException)
+    errors = list_tracked(BaseException)
     return next((e for e in errors if any(f is frame for f, _ in walk_tb(e.__traceback__))), None)
 
 
@@ -269,11 +269,11 @@ def count_alive(reading: MemoryReading) -> Alive:
     device_type = reading.device.split(":")[0]
     ledger = _Ledger(device_type)
     models = _models_counted(ledger)
-    for optimizer in tracked(torch.optim.Optimizer):
+    for optimizer in list_tracked(torch.optim.Optimizer):
         ledger.add_optimizer(optimizer)
     others = ledger.others()
     hidden_bytes = reading.allocated_bytes - sum(ledger.category_bytes.values())
-    largest = tuple(held_by(others))
+    largest = tuple(name_holders(others))
     graphs = graphs_held(device_type, oldest=True)
     return Alive(
         category_bytes=dict(ledger.category_bytes),
@@ -334,7 +334,7 @@ class _Ledger:
     def others(self) -> list[torch.Tensor]:
         """Count all other tensors, and return the largest that are not part of a graph."""
         found = []
-        for tensor in tracked(torch.Tensor):
+        for tensor in list_tracked(torch.Tensor):
             if issubclass(type(tensor), nn.Parameter):
                 self._add("parameter", tensor)
             elif tensor.grad_fn is not None:

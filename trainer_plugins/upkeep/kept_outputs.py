@@ -24,7 +24,7 @@ ROOM = 0.5  # the fraction of free memory that kept outputs may take; forward pa
 _FILLER = -100  # pads rows and logits of unequal length (transformers, evaluation_loop)
 
 
-def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
+def count_kept_bytes(outputs: object, as_arrays: bool = False) -> int:
     """Return the bytes of the tensors in nested outputs, or of the numpy arrays made from them."""
     if isinstance(outputs, torch.Tensor):
         # numpy has no bfloat16, so nested_numpify makes float32.
@@ -33,7 +33,7 @@ def kept_bytes(outputs: object, as_arrays: bool = False) -> int:
     if isinstance(outputs, Mapping):
         outputs = tuple(outputs.values())
     if isinstance(outputs, (list, tuple)):
-        return sum(kept_bytes(each, as_arrays) for each in outputs)
+        return sum(count_kept_bytes(each, as_arrays) for each in outputs)
     return 0
 
 
@@ -86,7 +86,7 @@ class Argmaxed:
         raise TypeError("of these logits only the argmax over the last axis was kept")
 
 
-def why_not_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
+def explain_no_argmax(metrics: Metrics, outputs: object, labels: object) -> str:
     """Say why the argmax cannot replace the logits; empty if both give the same metrics."""
     if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
         return f"the model returns {type(outputs).__name__}, not just logits"

@@ -15,8 +15,8 @@ from time import time
 import torch
 
 from trainer_plugins.devices import Device, HostDevice, open_device
-from trainer_plugins.launch.facts import facts_of_process, tried
-from trainer_plugins.launch.masked import masked_text
+from trainer_plugins.launch.facts import facts_of_process, try_read
+from trainer_plugins.launch.masked import mask_text
 from trainer_plugins.oom import OutOfMemory, classify
 from trainer_plugins.printable import printable
 from trainer_plugins.reading import MemoryReading
@@ -34,7 +34,7 @@ from trainer_plugins.record.oom_record import (
 )
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Sample, from_line
-from trainer_plugins.upkeep.frames import batch_of, told_frames, traceback_frames, what_ran
+from trainer_plugins.upkeep.frames import batch_of, find_moment, render_frames, traceback_frames
 from trainer_plugins.upkeep.holders import count_alive
 
 logger = logging.getLogger(__name__)
@@ -94,19 +94,19 @@ def record_oom(error: BaseException, found: OutOfMemory, scene: Scene) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its message, without secrets."""
-    lines = masked_text(str(error)).strip().splitlines() or [""]
+    lines = mask_text(str(error)).strip().splitlines() or [""]
     return printable(f"{type(error).__name__}: {lines[0][:300]}".rstrip(": "))
 
 
 def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord:
     frames = traceback_frames(error.__traceback__)
     unknown: tuple[Moment, Part] = ("other", "")
-    moment, part = tried(lambda: what_ran(frames, scene.trainer_class), unknown)
+    moment, part = try_read(lambda: find_moment(frames, scene.trainer_class), unknown)
     batch: dict[str, Shape] = {}
     if moment in ("train", "eval", "predict", "generate"):
-        batch = tried(lambda: batch_of(frames, scene.trainer_class), batch)
+        batch = try_read(lambda: batch_of(frames, scene.trainer_class), batch)
     frames.clear()  # or they would count as holders of tensors
-    reading = None if scene.device is None else tried(scene.device.read, None)
+    reading = None if scene.device is None else try_read(scene.device.read, None)
     return OomRecord(
         time_seconds=time(),
         rank=scene.run.rank,
@@ -115,15 +115,15 @@ def _record(error: BaseException, found: OutOfMemory, scene: Scene) -> OomRecord
         moment=moment,
         part=part,
         error_class=type(error).__name__,
-        error=replace(found, text=masked_text(found.text)),
-        frames=tried(lambda: told_frames(error.__traceback__), ()),
+        error=replace(found, text=mask_text(found.text)),
+        frames=try_read(lambda: render_frames(error.__traceback__), ()),
         batch=batch,
         reading=reading,
         readings=scene.readings[-_NUM_READINGS:],
-        alive=None if reading is None else tried(partial(count_alive, reading), None),
-        processes=tried(lambda: _processes(scene.device), None),
-        peers=tried(lambda: _peers(scene.folder, scene.run.rank), ()),
-        host=tried(_host, None),
+        alive=None if reading is None else try_read(partial(count_alive, reading), None),
+        processes=try_read(lambda: _processes(scene.device), None),
+        peers=try_read(lambda: _peers(scene.folder, scene.run.rank), ()),
+        host=try_read(_host, None),
         snapshot=scene.snapshot,
         plan=scene.plan,
         run=scene.run,
@@ -143,7 +143,7 @@ def _processes(device: Device | None) -> tuple[Process, ...] | None:
         Process(
             pid=each.pid,
             used_bytes=each.used_bytes,
-            name=None if each.name is None else masked_text(each.name),
+            name=None if each.name is None else mask_text(each.name),
             is_own=each.pid == os.getpid(),
             is_of_user=_is_of_user(each.pid),
         )
@@ -167,7 +167,7 @@ def _host() -> Host:
         num_oom_kills=facts.num_oom_kills,
         shm_total_bytes=facts.shm_total_bytes,
         shm_free_bytes=facts.shm_free_bytes,
-        worker_bytes=tried(host.worker_bytes, ()),
+        worker_bytes=try_read(host.worker_bytes, ()),
     )
 
 
@@ -195,7 +195,7 @@ def _peers(folder: Path, rank: int) -> tuple[Peer, ...]:
 def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = tried(partial(open_device, accelerator), None)
+    device = try_read(partial(open_device, accelerator), None)
     return Scene(
         folder=folder,
         call="report_oom",
@@ -207,14 +207,14 @@ def _scene_without_trainer(folder: Path, began_seconds: float) -> Scene:
 MAX_ENTRIES = 100_000  # how many allocations torch keeps; by default without limit
 
 
-class _State:
+class _SnapshotState:
     """Holds what torch's own snapshot of a CUDA error needs."""
 
     draft: Path | None = None  # where the next snapshot goes
     is_attached = False  # torch cannot detach an observer, so ours does nothing without a draft
 
 
-_state = _State()
+_state = _SnapshotState()
 
 
 def record_history(folder: Path, rank: int) -> bool:

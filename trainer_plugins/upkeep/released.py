@@ -15,7 +15,7 @@ from trainer_plugins.record.oom_record import Held
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import size
 from trainer_plugins.upkeep.frames import code_of
-from trainer_plugins.upkeep.holders import GROWTH_FRACTION, what_is_held
+from trainer_plugins.upkeep.holders import GROWTH_FRACTION, list_held
 
 
 def released(trainer: HfTrainer) -> "Released":
@@ -90,7 +90,7 @@ class Released:
         kind = self._device.name.split(":")[0]
         # Main memory holds far more than tensors.
         if kind != "cpu" and self.left_bytes > GROWTH_FRACTION * after.total_bytes:
-            self.held = what_is_held(kind, self.left_bytes)
+            self.held = list_held(kind, self.left_bytes)
 
 
 class _ComesBack:

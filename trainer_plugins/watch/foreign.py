@@ -36,7 +36,7 @@ def foreign_memory(
     if any(pid in known_bytes for pid in own_pids) or (listed and not own_pids):
         used_bytes = reading.total_bytes - reading.free_bytes
         foreign_bytes = used_bytes - sum(known_bytes.get(pid, 0) for pid in own_pids)
-        others = [_described(each) for each in listed if each.pid not in own_pids]
+        others = [_describe(each) for each in listed if each.pid not in own_pids]
         who = ", ".join(others) or "held by a process that the driver does not list"
     else:
         foreign_bytes, others = reading.non_torch_bytes - ours_outside_torch_bytes, []
@@ -61,7 +61,7 @@ def helpers(processes: tuple[GpuProcess, ...] | None, own_pids: Collection[int])
     """Name the other processes of this run on its card; empty if the driver lists none."""
     # DCP's helpers do, and ranks that open a context on the first card (pytorch#151030).
     return ", ".join(
-        _described(each)
+        _describe(each)
         for each in processes or ()
         if each.pid in own_pids and each.pid != os.getpid()
     )
@@ -74,9 +74,9 @@ def _remedy(device: str, is_listed: bool) -> str:
         f" process if it is yours ({advice.END_PROCESS.flag(Door.SHELL)}). Do not empty the cache:"
         " it reserves memory for this run."
     )
-    return vendor_of(device, version("torch")).translated(remedy if is_listed else find + remedy)
+    return vendor_of(device, version("torch")).translate(remedy if is_listed else find + remedy)
 
 
-def _described(process: GpuProcess) -> str:
+def _describe(process: GpuProcess) -> str:
     held = "size unknown" if process.used_bytes is None else size(process.used_bytes)
     return f"pid {process.pid} ({process.name or 'name unknown'}): {held}"

@@ -39,7 +39,7 @@ class Footprint:
     workers: int = 0
 
     @classmethod
-    def of(cls, step: int, reading: MemoryReading, host: int) -> "Footprint":
+    def take(cls, step: int, reading: MemoryReading, host: int) -> "Footprint":
         """Take from a reading what is on its card; main memory has a kind of its own."""
         is_card = reading.device != "cpu"
         tensors = reading.allocated_bytes if is_card else 0
@@ -175,7 +175,7 @@ def leaks(
     return found
 
 
-def _with_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
+def _count_gaps(rising: list[Growth], card: MemoryReading) -> list[Growth]:
     """Count a cache that rises less than live tensors as theirs: the gaps beside what is kept."""
     rates = {each.kind: each.bytes_a_step for each in rising}
     tensors, gaps = rates.get("tensors", 0.0), rates.get("cache", 0.0)
@@ -237,4 +237,4 @@ def growths(window: Sequence[Footprint], card: MemoryReading, host: MemoryReadin
         )
         if slope > 0:
             found.append(Growth(kind, slope, risen_bytes, max(0, int(left_bytes / slope))))
-    return _with_gaps(found, card)
+    return _count_gaps(found, card)

@@ -34,7 +34,13 @@ from trainer_plugins.watch.leak import (
     leaks,
     looks_to_name,
 )
-from trainer_plugins.watch.pressure import Budget, host_pressure, oom_kills, pressure, shared_memory
+from trainer_plugins.watch.pressure import (
+    Budget,
+    host_pressure,
+    judge_shared_memory,
+    oom_kills,
+    pressure,
+)
 
 HOST_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 10.0
@@ -86,7 +92,7 @@ class MemoryWatch:
         generated = self.generations.sample(step)
         if generated is not None:
             self.timeline.add(generated)
-        reading = self.generations.with_earlier_peak(self.device.read())
+        reading = self.generations.add_earlier_peak(self.device.read())
         self.device.reset_peak()
         self._excuse_survival(reading)
         self.timeline.add(
@@ -177,7 +183,7 @@ class MemoryWatch:
         return (
             host_pressure(self._host_reading, self.budget),
             oom_kills(self._host_facts, facts),
-            shared_memory(facts),
+            judge_shared_memory(facts),
         )
 
     def _judge_growth(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
@@ -195,7 +201,7 @@ class MemoryWatch:
                 if moment == "end" or self._num_waited >= looks_to_name(each.code)
             ]
             self._unnamed = [each for each in self._unnamed if each not in due]
-            return self._told(due, step)
+            return self._report(due, step)
         if moment == "end" or self._unnamed:
             return []
         self._num_train_looks += 1
@@ -203,7 +209,7 @@ class MemoryWatch:
             self._warm = reading
         if self._num_train_looks <= WARM_UP_LOOKS or self._host_reading is None:
             return []
-        self._footprints.append(Footprint.of(step, reading, self._host.resident_bytes()))
+        self._footprints.append(Footprint.take(step, reading, self._host.resident_bytes()))
         # Judge once a quarter of the window is new: it costs 0.2 ms, and leaks are slow.
         if self._num_train_looks % (WINDOW // 4):
             return []
@@ -213,7 +219,7 @@ class MemoryWatch:
             found = [each for each in found if each.code != "leak-tensors"]
         news = [each for each in found if self._is_news(each)]
         if self.teller is None or not news:
-            return self._told(news, step)
+            return self._report(news, step)
         self.teller.begin()
         self._unnamed, self._num_waited = news, 0
         return []
@@ -227,7 +233,7 @@ class MemoryWatch:
         took = monotonic() - began  # the kernel walks each worker's page table
         self._ask_workers_at = began + max(HOST_EVERY_SECONDS, took / WORKERS_SHARE)
         found = leaks(self._of_workers, reading, self._host_reading)
-        return self._told([each for each in found if self._is_news(each)], step)
+        return self._report([each for each in found if self._is_news(each)], step)
 
     def _judge_moment(self, reading: MemoryReading, step: int, moment: str) -> list[Finding]:
         rises = self._at_moments.rises(moment, reading.total_bytes)
@@ -251,13 +257,13 @@ class MemoryWatch:
         self._growing_at.add(moment)
         return [self.teller.tell(found, step, moment) if self.teller else found]
 
-    def _told(self, found: list[Finding], step: int) -> list[Finding]:
+    def _report(self, found: list[Finding], step: int) -> list[Finding]:
         told = [self.teller.tell(each, step) for each in found] if self.teller else found
         return [
-            self._with_helpers(each) if each.code == "leak-non-torch" else each for each in told
+            self._name_helpers(each) if each.code == "leak-non-torch" else each for each in told
         ]
 
-    def _with_helpers(self, leak: Finding) -> Finding:
+    def _name_helpers(self, leak: Finding) -> Finding:
         if not (named := helpers(self.device.processes(), own_pids())):
             return leak
         return replace(leak, evidence=f"{leak.evidence}; also of this run, on this card: {named}")
@@ -304,7 +310,7 @@ class GenerationPeaks:
             num_readings=num,
         )
 
-    def with_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
+    def add_earlier_peak(self, reading: MemoryReading) -> MemoryReading:
         peak_bytes = max(self._around_bytes, reading.peak_allocated_bytes)
         self._around_bytes = 0
         return replace(reading, peak_allocated_bytes=peak_bytes)

@@ -113,7 +113,7 @@ def oom_kills(before: HostFacts, now: HostFacts) -> Finding | None:
     )
 
 
-def shared_memory(facts: HostFacts) -> Finding | None:
+def judge_shared_memory(facts: HostFacts) -> Finding | None:
     """Judge /dev/shm: when it is full, a dataloader worker dies of a bus error (SIGBUS)."""
     total_bytes, free_bytes = facts.shm_total_bytes, facts.shm_free_bytes
     if not total_bytes or free_bytes >= SHM_FREE_FRACTION * total_bytes:

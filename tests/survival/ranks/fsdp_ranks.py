@@ -52,7 +52,7 @@ from tests.survival.ranks.half_full import HalfFull
 from tests.survival.test_sweep import ForgetsEachStep
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import Survival
-from trainer_plugins.survival.attempt.attempt import Card as RealCard
+from trainer_plugins.survival.attempt.attempt import CardReader as RealCard
 from trainer_plugins.survival.memo import SurvivalMemo, memo_of
 from trainer_plugins.survival.ranks.sharded import Sharded
 from trainer_plugins.upkeep.agreement import Agreement, RollCall

@@ -12,7 +12,7 @@ class HalfFull:
             device="cpu", total_bytes=10**9, peak_allocated_bytes=5 * 10**8, **half
         )
 
-    def allocated_bytes(self) -> int:
+    def read_allocated_bytes(self) -> int:
         return self.read().allocated_bytes
 
     def reset_peak(self) -> None:

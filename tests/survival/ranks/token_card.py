@@ -23,7 +23,7 @@ class TokenCard:
             device="cpu", total_bytes=self.total_bytes, peak_allocated_bytes=self.peak_bytes, **held
         )
 
-    def allocated_bytes(self) -> int:
+    def read_allocated_bytes(self) -> int:
         return self.read().allocated_bytes
 
     def reset_peak(self) -> None:

@@ -37,7 +37,7 @@ from tests.survival.ranks.token_card import TokenCard
 from tests.wanted import read_wanted
 from trainer_plugins import survive_oom
 from trainer_plugins.survival import memo as survival_memo
-from trainer_plugins.survival.attempt.attempt import Card as RealCard
+from trainer_plugins.survival.attempt.attempt import CardReader as RealCard
 from trainer_plugins.survival.certificate.certificate import Certificate
 from trainer_plugins.survival.memo import SurvivalMemo
 from trainer_plugins.survival.ranks import zero

@@ -12,13 +12,13 @@ from elftools.common.exceptions import ELFError
 from trainer_plugins.compiled import (
     CompileError,
     cache_folder,
-    compiled_once,
+    compile_once,
     fingerprint,
-    locked,
+    lock,
     package_site,
     plain_compiler,
 )
-from trainer_plugins.drycuda.card.needs import Library, defined_in, linked_to, needs_of
+from trainer_plugins.drycuda.card.needs import Library, list_definitions, list_links, needs_of
 from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable, site_with_cuda
 
 _SOURCES = Path(__file__).parent
@@ -64,7 +64,7 @@ def built() -> Path:
     """
     site = site_with_cuda()
     of_torch = sorted((site / "torch" / "lib").glob("*.so*"))
-    callers = [*of_torch, *_other_callers(site, {*chain(*map(linked_to, of_torch))})]
+    callers = [*of_torch, *_other_callers(site, {*chain(*map(list_links, of_torch))})]
     stamps = [f"{path}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in callers]
     sources = sorted([*_SOURCES.glob("*.[hc]*"), _CARD_FILE, Path(__file__)])
     of_driver = _names_of_the_driver(site)
@@ -78,7 +78,7 @@ def built() -> Path:
         raise DryCudaUnavailable(NO_COMPILER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.parent):  # two plans that begin together build it once
+        with lock(folder.parent):  # two plans that begin together build it once
             if not folder.exists():
                 needed = {"libcuda.so.1": Library(), **needs_of(callers)}
                 needed["libcuda.so.1"].names |= of_driver
@@ -117,7 +117,7 @@ def _other_callers(site: Path, torchs: set[str]) -> Iterator[Path]:
         folders = (folder / name for folder in (site, package_site(), *map(Path, sys.path)))
         for folder in dict.fromkeys(filter(Path.is_dir, folders)):
             for path in sorted(folder.rglob("*.so")):
-                needed = linked_to(path)
+                needed = list_links(path)
                 if all(each in torchs or each.partition(".so")[0] not in known for each in needed):
                     yield path
 
@@ -153,15 +153,15 @@ def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cud
     base = [*compiler, "-std=c++17", *flags]
     sources = (str(_SOURCES / name) for name in ("core.cpp", "host.cpp"))
     core = [*base, f"-Wl,-soname,{_CORE}", *sources, "-ldl"]
-    compiled_once(folder / _CORE, core, _TIMEOUT_SECONDS)
+    compile_once(folder / _CORE, core, _TIMEOUT_SECONDS)
     wall = [*base, f"-Wl,-soname,{WALL}", str(_SOURCES / "wall.cpp"), "-ldl"]
-    compiled_once(folder / WALL, wall, _TIMEOUT_SECONDS)
+    compile_once(folder / WALL, wall, _TIMEOUT_SECONDS)
     for name, library in sorted(needed.items()):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             ours = _OURS.get(re.sub(r"\.\d+$", "", name))
             own = _object(base, _SOURCES / ours, Path(scratch)) if ours else None
             stub = Path(scratch) / "stub.c"
-            stub.write_text(stub_of(name, library, defined_in(own) if own else set()))
+            stub.write_text(stub_of(name, library, list_definitions(own) if own else set()))
             link = [*base, f"-Wl,-soname,{name}"]
             if library.version:
                 script = Path(scratch) / "versions"
@@ -169,7 +169,7 @@ def _build(folder: Path, compiler: list[str], needed: Mapping[str, Library], cud
                 link.append(f"-Wl,--version-script={script}")
             parts = [str(each) for each in (own, _object(base, stub, Path(scratch))) if each]
             link += [*parts, f"-L{folder}", f"-l:{_CORE}", "-Wl,-rpath,$ORIGIN"]
-            compiled_once(folder / name, link, _TIMEOUT_SECONDS)
+            compile_once(folder / name, link, _TIMEOUT_SECONDS)
 
 
 def _object(base: list[str], source: Path, scratch: Path) -> Path:
@@ -178,7 +178,7 @@ def _object(base: list[str], source: Path, scratch: Path) -> Path:
     if language:
         command.remove("-std=c++17")
     made = scratch / f"{source.stem}.o"
-    return compiled_once(made, [*command, *language, "-c", str(source)], _TIMEOUT_SECONDS)
+    return compile_once(made, [*command, *language, "-c", str(source)], _TIMEOUT_SECONDS)
 
 
 def stub_of(name: str, library: Library, written: Iterable[str]) -> str:

@@ -40,10 +40,10 @@ _BEGINNINGS = (
 
 
 @functools.cache
-def linked_to(path: Path) -> list[str]:
+def list_links(path: Path) -> list[str]:
     """Return CUDA's libraries that a library is linked to, by the names the loader looks for."""
     with path.open("rb") as file:
-        return _linked(ELFFile(file)) if file.read(4) == b"\x7fELF" else []
+        return _read_links(ELFFile(file)) if file.read(4) == b"\x7fELF" else []
 
 
 def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
@@ -57,9 +57,9 @@ def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
     for path in paths:
         with path.open("rb") as file:
             elf = ELFFile(file)
-            for name in _linked(elf):
+            for name in _read_links(elf):
                 found.setdefault(name, Library())
-            for name, version, library in _undefined(elf):
+            for name, version, library in _find_undefined(elf):
                 if library in found:
                     found[library].names.add(name)
                     found[library].version = version
@@ -73,7 +73,7 @@ def needs_of(paths: Iterable[Path]) -> dict[str, Library]:
     return found
 
 
-def defined_in(path: Path) -> set[str]:
+def list_definitions(path: Path) -> set[str]:
     """Return the names that an object file gives to others."""
     with path.open("rb") as file:
         symbols = ELFFile(file).get_section_by_name(".symtab").iter_symbols()
@@ -84,13 +84,13 @@ def defined_in(path: Path) -> set[str]:
         }
 
 
-def _linked(elf: ELFFile) -> list[str]:
+def _read_links(elf: ELFFile) -> list[str]:
     dynamic = elf.get_section_by_name(".dynamic")
     needed = dynamic.iter_tags("DT_NEEDED") if dynamic else ()
     return [tag.needed for tag in needed if CUDA_LIBRARY.match(tag.needed)]
 
 
-def _undefined(elf: ELFFile) -> Iterator[tuple[str, str, str]]:
+def _find_undefined(elf: ELFFile) -> Iterator[tuple[str, str, str]]:
     """Yield each name that others have to give: the name, its version, and whose it is."""
     versions = {
         needed["vna_other"]: (needed.name, library.name)

@@ -8,8 +8,8 @@ from functools import cached_property
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
-from trainer_plugins.explain.shared import Said, said
-from trainer_plugins.explain.text.excerpt import Excerpt, Line
+from trainer_plugins.explain.shared import Said, say
+from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
@@ -57,8 +57,8 @@ class Case:
             folder = "site-packages/" if frame.file.startswith(_LIBRARIES) else ""
             lines.append(f'  File "{folder}{frame.file}", line {frame.line}, in {frame.function}')
             lines += [f"    {frame.code}"] if frame.code else []
-        oom = _completed(self.record.error, self.record.reading)
-        excerpt = tuple(Line("", each) for each in (*lines, oom.text))
+        oom = _complete(self.record.error, self.record.reading)
+        excerpt = tuple(LogLine("", each) for each in (*lines, oom.text))
         return gather(Excerpt(oom, excerpt, at=len(lines)), oom)
 
     @property
@@ -98,7 +98,7 @@ class Case:
     def says(self, words: str, **more: int | float | str | None) -> Said:
         """Make a sentence of numbers that are known here by these names, and of `more`."""
         rows, length = self.tokens or (None, None)
-        return said(
+        return say(
             words,
             **self.stated,
             where=self.record.where,
@@ -112,7 +112,7 @@ class Case:
             **more,
         )
 
-    def shown_by(self, name: str) -> ShownBy:
+    def find_source(self, name: str) -> ShownBy:
         """Return what the record read a number of the evidence from."""
         if name in self.stated:
             name = "total_bytes" if name == "capacity_bytes" else name
@@ -275,7 +275,7 @@ class Case:
         return max(named, self.outside if self.outside > may_be_ours else 0)
 
 
-def _completed(error: OutOfMemory, reading: MemoryReading | None) -> OutOfMemory:
+def _complete(error: OutOfMemory, reading: MemoryReading | None) -> OutOfMemory:
     """Add what a reading states to an error whose words do not state it."""
     if reading is None:
         return error

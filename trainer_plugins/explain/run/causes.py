@@ -11,8 +11,8 @@ from trainer_plugins.explain.shared import (
     FRAGMENTED_FRACTION,
     are_alike,
     cause,
+    insert_sentence,
     is_in_pieces,
-    with_sentence,
 )
 from trainer_plugins.explain.text import causes as by_words
 from trainer_plugins.explain.text.causes import numbers, off_card, others, place
@@ -35,13 +35,13 @@ def causes_of(case: Case) -> tuple[Cause, ...]:
     return (*shown, *(each for each in found if each.grade == "possible"))
 
 
-def _by_error(case: Case) -> Cause | None:
+def _judge_error(case: Case) -> Cause | None:
     """Judge what the error alone decides by the rules of texts; no doubt is left here but one."""
     is_off_card = case.record.error.source in _OFF_CARD
     rules: tuple[Rule, ...] = (
         numbers.impossible_size,
         *(off_card.RULES if is_off_card else ()),
-        numbers.refused_though_free,
+        numbers.judge_refusal,
     )
     found = next((one for rule in rules if (one := rule(case.text)) is not None), None)
     if found is None:
@@ -61,10 +61,10 @@ def _by_error(case: Case) -> Cause | None:
         shm_free_bytes=host.shm_free_bytes,
         shm_total_bytes=host.shm_total_bytes,
     )
-    return with_sentence(found, main_memory, at=len(found.evidence))
+    return insert_sentence(found, main_memory, at=len(found.evidence))
 
 
-def shown_by_words(case: Case) -> tuple[Cause, ...]:
+def judge_words(case: Case) -> tuple[Cause, ...]:
     """Return causes that no number of a record shows, and a rule of texts does."""
     found = by_words.causes_of(case.text)
     return tuple(
@@ -72,7 +72,7 @@ def shown_by_words(case: Case) -> tuple[Cause, ...]:
     )
 
 
-def _by_moment(case: Case) -> Cause | None:
+def _judge_moment(case: Case) -> Cause | None:
     moment, where = case.record.moment, f"it happened in {case.record.where}"
     if moment == "resume":
         asked = "{requested_bytes} were asked for, with {allocated_bytes} in tensors"
@@ -103,7 +103,7 @@ def _evaluation(case: Case) -> Cause | None:
                 place=f"{last.function} ({last.file}, line {last.line})",
             ),
         )
-    kept, is_collecting = case.kept_logits, case.text.called(place.COLLECTING, innermost=10)
+    kept, is_collecting = case.kept_logits, case.text.find_call(place.COLLECTING, innermost=10)
     if kept or is_collecting:
         return cause(
             "eval-logits",
@@ -156,7 +156,7 @@ def _leak(case: Case) -> Cause | None:
 def _optimizer(case: Case) -> Cause | None:
     if case.record.part != "optimizer":
         return None
-    is_temporary = case.text.called("multi_tensor") is not None
+    is_temporary = case.text.find_call("multi_tensor") is not None
     return cause(
         "optimizer-state",
         "it was the first step of the run, in which the states are made"
@@ -176,7 +176,7 @@ def _optimizer(case: Case) -> Cause | None:
 
 
 def _zero3(case: Case) -> Cause | None:
-    if not case.text.called(_ZERO3) or case.record.part == "optimizer":
+    if not case.text.find_call(_ZERO3) or case.record.part == "optimizer":
         return None
     return cause(
         "zero3-gather",
@@ -216,7 +216,9 @@ def _logits(case: Case) -> Cause | None:
     )
     num_bytes = rows * length * vocabulary * 4
     room = case.record.error.limit_bytes or case.total
-    if num_bytes < 0.1 * room or (not is_exact and not case.text.called(place.LOGITS, innermost=4)):
+    if num_bytes < 0.1 * room or (
+        not is_exact and not case.text.find_call(place.LOGITS, innermost=4)
+    ):
         return None
     return cause(
         "logits-loss",
@@ -360,10 +362,10 @@ def _second_model(case: Case) -> Cause | None:
 
 
 RULES: tuple[Callable[[Case], Cause | None], ...] = (
-    _by_error,
+    _judge_error,
     _other_processes,
     _leftover,
-    _by_moment,
+    _judge_moment,
     _evaluation,
     _leak,
     _optimizer,

@@ -14,7 +14,7 @@ from trainer_plugins.record.timeline import Failure, Remark, Sample
 _SIGNS = ("host-memory-pressure", "host-oom-kill", "leak-host", "leak-workers")
 
 
-def how_it_ended(history: History, folder: Path) -> Finding | None:
+def judge_ending(history: History, folder: Path) -> Finding | None:
     """Judge the last run of a folder; None if it noted its end or an error, or still runs."""
     if not history.runs or not history.runs[-1].silent_ranks:
         return None
@@ -28,13 +28,13 @@ def how_it_ended(history: History, folder: Path) -> Finding | None:
     if facts is not None and is_running(facts, here):
         return None
     if history.cut_off >= {*last.silent_ranks}:
-        return _without_room(last)
+        return _report_no_room(last)
     silent = last.silent_ranks
     first = first_that_ended(folder, began_seconds) if len(silent) == len(last.timelines) else None
     return _cut_off(last, facts, here, silent if first not in silent else [first])
 
 
-def _without_room(run: Run) -> Finding:
+def _report_no_room(run: Run) -> Finding:
     silent = run.silent_ranks
     return Finding.warning(
         code="timeline-cut-off",

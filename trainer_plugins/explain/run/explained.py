@@ -8,13 +8,13 @@ from pathlib import Path
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
-from trainer_plugins.advice.entry import as_overrides, flags_in
+from trainer_plugins.advice.entry import flags_in, write_overrides
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.run.case import Case
-from trainer_plugins.explain.run.causes import causes_of, shown_by_words
-from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.causes import causes_of, judge_words
+from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.explain.run.remedies import less_main_memory, remedies_of
-from trainer_plugins.explain.shared import cause, remedy, said, with_numbers
+from trainer_plugins.explain.shared import add_numbers, cause, remedy, say
 from trainer_plugins.explain.text import remedies as of_text
 from trainer_plugins.explain.text.causes.off_card import WORKER_KILLED
 from trainer_plugins.finding import Finding
@@ -55,19 +55,19 @@ def explain_run(folder: Path, predicts: bool = False) -> Explanation:
     last_seconds = records[-1].time_seconds if records else float("inf")
     begun_later = [each for each in facts if each.time_seconds > last_seconds]
     if not records or begun_later:
-        found = _without_record(folder, history, facts)
+        found = _explain_unrecorded(folder, history, facts)
         if found is not None:
             return found
     if not records:
         nothing = ("no run of this folder has noted that it ran out of memory",)
         return Explanation(subject=printable(folder), causes=(), remedies=(), facts=nothing)
-    return _explained(folder, _of_run(records[-1], records), history, begun_later, predicts)
+    return _explain(folder, _select_run(records[-1], records), history, begun_later, predicts)
 
 
 def explain_record(record: OomRecord, folder: Path, predicts: bool = False) -> Explanation:
     """Explain the run that a record is of, which need not be the last one of its output_dir."""
-    records = _of_run(record, [*read_oom_records(folder), record])
-    return _explained(folder, records, _history(folder), (), predicts)
+    records = _select_run(record, [*read_oom_records(folder), record])
+    return _explain(folder, records, _history(folder), (), predicts)
 
 
 def _history(folder: Path) -> History | None:
@@ -77,7 +77,7 @@ def _history(folder: Path) -> History | None:
         return None
 
 
-def _of_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
+def _select_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
     """Return the records of all ranks of the run of one, the rank that died first at the front."""
     began = one.run.time_seconds
     of_run = [each for each in records if abs(each.run.time_seconds - began) <= _SLACK_SECONDS]
@@ -85,7 +85,7 @@ def _of_run(one: OomRecord, records: Sequence[OomRecord]) -> list[OomRecord]:
     return sorted(last.values(), key=lambda each: each.time_seconds)
 
 
-def _explained(
+def _explain(
     folder: Path,
     records: Sequence[OomRecord],
     history: History | None,
@@ -95,7 +95,7 @@ def _explained(
     first = records[0]
     case = Case(first, _entries(history, first))
     causes = causes_of(case)
-    by_words = shown_by_words(case) if causes[0].code == "capacity" else ()
+    by_words = judge_words(case) if causes[0].code == "capacity" else ()
     causes = (*by_words, *causes)
     helps = (*of_text.remedies_of(by_words, case.text), *remedies_of(causes, case))
     remedies = {each.do: each for each in helps}
@@ -103,20 +103,22 @@ def _explained(
     numbers = _numbers(case)
     found = Explanation(
         subject=printable(folder),
-        causes=with_numbers(causes, numbers, case.shown_by),
+        causes=add_numbers(causes, numbers, case.find_source),
         remedies=tuple(remedies.values()),
         facts=(*_facts(case), *_ranks(records, history), *(later if begun_later else ())),
         unknown=_unknown(case),
         numbers=numbers,
     )
     if predicts:
-        from trainer_plugins.explain.run.predicted import predicted
+        from trainer_plugins.explain.run.predicted import predict_remedies
 
-        found = predicted(found, case)
-    return replace(found, remedies=tuple(_as_typed(each, first.run) for each in found.remedies))
+        found = predict_remedies(found, case)
+    return replace(
+        found, remedies=tuple(_write_as_typed(each, first.run) for each in found.remedies)
+    )
 
 
-def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
+def _write_as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
     """Write flags and the preset as overrides, if Hydra made the run."""
     if not run.override:
         return remedy
@@ -125,7 +127,7 @@ def _as_typed(remedy: Remedy, run: RunFacts) -> Remedy:
     flags = flags_in(remedy.do)
     if not flags or not flags.keys() <= run.arguments.keys():
         return remedy
-    return replace(remedy, do=as_overrides(remedy.do, run.override))
+    return replace(remedy, do=write_overrides(remedy.do, run.override))
 
 
 def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
@@ -197,13 +199,13 @@ def _facts(case: Case) -> tuple[str, ...]:
     if run.launch is not None and run.launch.file:
         found.append(f"it was launched with {run.launch.file}")
     if record.plan is not None:
-        found.append(_of_plan(record.plan))
+        found.append(_describe_plan(record.plan))
     notes = {each.finding.code: each for each in case.entries if isinstance(each, Remark)}
     found += [f"noted in step {each.step}: {each.finding}" for each in [*notes.values()][-3:]]
     return tuple(printable(each) for each in found)
 
 
-def _of_plan(plan: Planned) -> str:
+def _describe_plan(plan: Planned) -> str:
     verdict = {True: "it fits", False: "it does not fit", None: "no card was named"}[plan.fits]
     of_card = f" of {size(plan.capacity_bytes)}" if plan.capacity_bytes is not None else ""
     return (
@@ -240,7 +242,7 @@ def _unknown(case: Case) -> tuple[str, ...]:
     return tuple(filter(missing.get, missing))
 
 
-def _without_record(
+def _explain_unrecorded(
     folder: Path, history: History | None, facts: Sequence[RunFacts]
 ) -> Explanation | None:
     """Explain a run that was killed, or whose dataloader worker was; None if it was neither."""
@@ -250,12 +252,12 @@ def _without_record(
     dead = next((each for each in failures if _DEAD_WORKER.search(each.words)), None)
     workers = facts[-1].arguments.get("dataloader_num_workers") if facts else 0
     if dead is not None:
-        found = _of_worker(dead, facts)
-    elif (finding := how_it_ended(history, folder)) is not None:
+        found = _judge_worker(dead, facts)
+    elif (finding := judge_ending(history, folder)) is not None:
         if finding.code == "timeline-cut-off":
             subject = printable(folder)
             return Explanation(subject=subject, causes=(), remedies=(), facts=(str(finding),))
-        found = _of_kill(finding)
+        found = _judge_kill(finding)
     else:
         return None
     remedies = less_main_memory(found.code, workers if isinstance(workers, int) else 0)
@@ -268,13 +270,13 @@ def _without_record(
         )
     return Explanation(
         subject=printable(folder),
-        causes=with_numbers([found], Numbers(), lambda _: "main memory"),
+        causes=add_numbers([found], Numbers(), lambda _: "main memory"),
         remedies=remedies,
         unknown=("what the process held: a process that is killed writes no record",),
     )
 
 
-def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
+def _judge_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     """Judge a dead dataloader worker: a bus error is /dev/shm's, a kill is main memory's."""
     words = f"step {failure.step}: {failure.words}"
     if "Bus error" in failure.words:
@@ -284,7 +286,7 @@ def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     return cause(
         "host-kill",
         words,
-        said(
+        say(
             "the kernel killed {num_kills} process(es) of this container for main memory meanwhile",
             num_kills=num_kills,
         )
@@ -295,7 +297,7 @@ def _of_worker(failure: Failure, facts: Sequence[RunFacts]) -> Cause:
     )
 
 
-def _of_kill(finding: Finding) -> Cause:
+def _judge_kill(finding: Finding) -> Cause:
     is_counted = finding.code == "host-oom-kill"
     return cause(
         "host-kill",

@@ -13,7 +13,7 @@ from trainer_plugins.explain.answer import Explanation, Remedy
 from trainer_plugins.explain.run.case import Case
 from trainer_plugins.explain.text.remedies.plan_command import DECIDING
 from trainer_plugins.planner.cards import Card
-from trainer_plugins.planner.compare.switches import half_as_long, source_of, with_flags
+from trainer_plugins.planner.compare.switches import change_flags, half_as_long, source_of
 from trainer_plugins.planner.plan import MemoryPlan, PlanError, Proposal
 from trainer_plugins.planner.request import ConfigSource, PlanRequest
 from trainer_plugins.planner.tried import is_safe, margin_bytes
@@ -57,7 +57,7 @@ _OF_THIS_MACHINE = "ACCELERATE_TORCH_DEVICE"
 Outcomes = Mapping[str, MemoryPlan | PlanError]
 
 
-def predicted(said: Explanation, case: Case) -> Explanation:
+def predict_remedies(said: Explanation, case: Case) -> Explanation:
     """Predict what each remedy of the first cause brings, if a plan can show that."""
     code = said.causes[0].code
     if code not in _OF_TRAINING | _OF_EVALUATION:
@@ -65,9 +65,9 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     ours = [each for each in said.remedies if each.cause == code]
     try:
         asked = request_of(case)
-        changed = {each.do: _changed(asked, each.do) for each in ours}
+        changed = {each.do: _change(asked, each.do) for each in ours}
         tried = {do: request for do, request in changed.items() if request is not None}
-        plan, *others = _planned(code, [replace(asked, proposes=True), *tried.values()])
+        plan, *others = _plan_all(code, [replace(asked, proposes=True), *tried.values()])
         if isinstance(plan, PlanError):
             raise plan
         _refuse_another_run(plan, case)
@@ -75,7 +75,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
         why = f"what the remedies would bring: there is no plan of this run: {printable(error)}"
         return replace(said, unknown=(*said.unknown, why))
     outcomes: Outcomes = dict(zip(tried, others, strict=True))
-    found = _in_order(ours, plan, outcomes, case.record.run)
+    found = _order(ours, plan, outcomes, case.record.run)
     remedies = [replace(each, cause=code) for each in found]
     remedies += [each for each in said.remedies if each.cause != code]
     needs = f"planned as it was, it needs {_needs(plan, plan.needed_bytes)}"
@@ -92,7 +92,7 @@ def predicted(said: Explanation, case: Case) -> Explanation:
     )
 
 
-def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
+def _change(asked: PlanRequest, do: str) -> PlanRequest | None:
     """Return the request of a run with a remedy; None if the planner searches, or cannot."""
     flags = flags_in(do)
     if do.startswith(_OF_THE_MODEL):
@@ -101,10 +101,10 @@ def _changed(asked: PlanRequest, do: str) -> PlanRequest | None:
         return replace(asked, source=replace(source, config=config))
     if not flags or flags.keys() <= _SOUGHT:
         return None
-    return half_as_long(asked) if "max_length" in flags else with_flags(asked, **flags)
+    return half_as_long(asked) if "max_length" in flags else change_flags(asked, **flags)
 
 
-def _planned(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
+def _plan_all(code: str, requests: Sequence[PlanRequest]) -> list[MemoryPlan | PlanError]:
     sys.stderr.write(
         f"trainer-plugins explain: {code}; planning what helps, which takes some seconds (Ctrl-C:"
         " answer without it)\n"
@@ -134,18 +134,18 @@ def _refuse_another_run(plan: MemoryPlan, case: Case) -> None:
         )
 
 
-def _in_order(
+def _order(
     ours: Sequence[Remedy], plan: MemoryPlan, outcomes: Outcomes, run: RunFacts
 ) -> list[Remedy]:
     """Return first what makes the run fit, then what no plan knows, then what is not enough."""
-    found = {_typed(each, run): _proposed(each, plan, run) for each in plan.proposals}
+    found = {_spell(each, run): _make_remedy(each, plan, run) for each in plan.proposals}
     fewer = next((each for each in plan.proposals if flags_in(each.flags).keys() == _ROWS), None)
     enough: dict[str, Remedy] = {}
     unknown, short = [], []
     for remedy in ours:
         outcome, names = outcomes.get(remedy.do), flags_in(remedy.do).keys()
         if isinstance(outcome, MemoryPlan):
-            known = _with_peak(remedy, plan, outcome.needed_bytes)
+            known = _add_peak(remedy, plan, outcome.needed_bytes)
             if is_safe(outcome):
                 enough[remedy.do] = known
             else:
@@ -154,9 +154,9 @@ def _in_order(
             enough |= {do: each for do, each in found.items() if flags_in(do).keys() == names}
         elif remedy.do.startswith(_SURVIVE) and fewer is not None:
             rows = f"{fewer.micro_batch} row{'s' if fewer.micro_batch > 1 else ''}"
-            needed = plan.needed_with(fewer)
+            needed = plan.count_needed(fewer)
             effect = f"{remedy.effect}; a piece of {rows} needs {_needs(plan, needed)}"
-            known = _with_peak(remedy, plan, needed)
+            known = _add_peak(remedy, plan, needed)
             enough[remedy.do] = replace(known, effect=effect)
         else:
             unknown.append(remedy)
@@ -164,16 +164,16 @@ def _in_order(
     return [*enough.values(), *others, *unknown, *short]
 
 
-def _proposed(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
-    made = Remedy(do=_typed(each, run), effect="", grade="predicted", price=each.price)
-    made = _with_peak(made, plan, plan.needed_with(each))
+def _make_remedy(each: Proposal, plan: MemoryPlan, run: RunFacts) -> Remedy:
+    made = Remedy(do=_spell(each, run), effect="", grade="predicted", price=each.price)
+    made = _add_peak(made, plan, plan.count_needed(each))
     if "train_batch_size" not in each.flags:
         return made
     rows = each.micro_batch * each.accumulation_steps * run.world_size
     return replace(made, effect=f"{made.effect}; the effective batch stays {rows} rows")
 
 
-def _with_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
+def _add_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
     return replace(
         remedy,
         effect=_effect(plan, peak_bytes),
@@ -183,7 +183,7 @@ def _with_peak(remedy: Remedy, plan: MemoryPlan, peak_bytes: int) -> Remedy:
     )
 
 
-def _typed(each: Proposal, run: RunFacts) -> str:
+def _spell(each: Proposal, run: RunFacts) -> str:
     do = each.flags
     for option, typed in _PLANNED_AS_TYPED.items():
         do = do.replace(option, typed)
@@ -248,7 +248,7 @@ def request_of(case: Case) -> PlanRequest:
         card=card if run.capability is None else replace(card, capability=run.capability),
         allocator=run.allocator.get("PYTORCH_ALLOC_CONF", allocator),
         num_gpus=run.world_size,
-        environment=_exported(run),
+        environment=_find_exports(run),
         has_padding=None if rows > 1 and "attention_mask" in record.batch else False,
     )
 
@@ -262,13 +262,13 @@ def _refuse(run: RunFacts) -> None:
     if run.model.startswith("Peft") and not run.adapter:
         raise PlanError("its adapter is not recorded")
     set_up = _SET_UP.get(run.family)
-    if set_up and not run.arguments.get(set_up.argument) and not _exported(run):
+    if set_up and not run.arguments.get(set_up.argument) and not _find_exports(run):
         raise PlanError(f"its launch file is not recorded, from which it ran as {run.family}")
     if set_up is None and run.family not in ("DDP", "nothing"):
         raise PlanError(f"it ran as {run.family}")
 
 
-def _exported(run: RunFacts) -> dict[str, str]:
+def _find_exports(run: RunFacts) -> dict[str, str]:
     """Return the variables that a launch file set; none if arguments set the strategy up."""
     set_up = _SET_UP.get(run.family)
     if run.launch is None or set_up is None or run.arguments.get(set_up.argument):

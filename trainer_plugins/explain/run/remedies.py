@@ -9,7 +9,7 @@ from functools import partial
 from trainer_plugins import advice
 from trainer_plugins.accumulation import Effect
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.advice.for_causes import ONE_ROW, in_order
+from trainer_plugins.advice.for_causes import ONE_ROW, order_remedies
 from trainer_plugins.advice.vendors import vendor_of
 from trainer_plugins.checkpointing import is_asked
 from trainer_plugins.explain.answer import Cause, Remedy
@@ -36,8 +36,8 @@ def remedies_of(causes: Iterable[Cause], case: Case) -> tuple[Remedy, ...]:
     vendor = vendor_of(run.device, run.versions.get("torch", ""), is_windows=is_wsl)
     for cause in causes:
         has_one_row = cause.code == "capacity" and _rows(case) <= 1
-        order = ONE_ROW if has_one_row else in_order(cause.code, "record")
-        made = partial(_made, cause.code, case)
+        order = ONE_ROW if has_one_row else order_remedies(cause.code, "record")
+        made = partial(_build, cause.code, case)
         ours = remedies_for(cause.code, order, made, vendor)
         for one in sorted(ours, key=lambda each: each.fits is False):  # it would die again
             found.setdefault(one.do, one)
@@ -51,8 +51,8 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
     return tuple(replace(each, cause=cause) for each in (fewer, more) if each is not None)
 
 
-def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
-    found = _as_applies(cause, case, one)
+def _build(cause: str, case: Case, one: Advice) -> Remedy | None:
+    found = _build_if_it_applies(cause, case, one)
     needed = NEEDED_WITH[one](case) if one in NEEDED_WITH and case.total else 0
     if found is None or found.fits is not None or not needed:
         return found
@@ -60,10 +60,10 @@ def _made(cause: str, case: Case, one: Advice) -> Remedy | None:
     peak = f"{size(needed + case.outside)}{batch} of {size(case.total)}"
     effect = f"{found.effect}; until then it would have needed {peak}"
     found = replace(found, grade="arithmetic", effect=effect)
-    return _with_peak(found, case, needed)
+    return _add_peak(found, case, needed)
 
 
-def _as_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
+def _build_if_it_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
     if one in _FILLED:
         return _FILLED[one](one, cause, case)
     if one not in _APPLIES or not _APPLIES[one](case):
@@ -74,7 +74,7 @@ def _as_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
     return remedy(one, effect=effect, by_arithmetic=effect)
 
 
-def _with_peak(found: Remedy, case: Case, needed: int) -> Remedy:
+def _add_peak(found: Remedy, case: Case, needed: int) -> Remedy:
     """Add what the run would have needed, beside what is outside torch."""
     peak = needed + case.outside
     return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total - peak)
@@ -89,12 +89,12 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     if rows <= 1:
         return None
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
-    effect = f"{_about(case, needed)}, with the same effective batch"
+    effect = f"{_describe_need(case, needed)}, with the same effective batch"
     values = {"rows": smaller, "steps": steps * rows // smaller}
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
     if (judged := case.record.run.accumulation) is not None and judged.effect is not Effect.SAME:
         found = replace(found, price=judged.price)
-    return _with_peak(found, case, needed) if needed else found
+    return _add_peak(found, case, needed) if needed else found
 
 
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
     return next((pair for pair in sizes if pair[1] <= case.room), sizes[-1])
 
 
-def _about(case: Case, needed: int) -> str:
+def _describe_need(case: Case, needed: int) -> str:
     if not needed:
         return "less of the batch is on the card at once"
     if needed > case.room:
@@ -121,18 +121,20 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     codes = [each.finding.code for each in case.entries if isinstance(each, Remark)]
     if SURVIVAL_REFUSED.search(" ".join([case.record.error.text, *codes])):
         return None
-    found, rows = _relaunched(one, cause, case), _rows(case)
+    found, rows = _suggest_relaunch(one, cause, case), _rows(case)
     if rows <= 1 or case.record.moment != "train":
         return found
     smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
     if not needed:
         return found
-    piece = f"a piece of {smaller} row{'s' if smaller > 1 else ''} needs {_about(case, needed)}"
+    piece = (
+        f"a piece of {smaller} row{'s' if smaller > 1 else ''} needs {_describe_need(case, needed)}"
+    )
     found = replace(found, grade="arithmetic", effect=f"{found.effect}; {piece}")
-    return _with_peak(found, case, needed)
+    return _add_peak(found, case, needed)
 
 
-def _relaunched(one: Advice, cause: str, case: Case) -> Remedy:
+def _suggest_relaunch(one: Advice, cause: str, case: Case) -> Remedy:
     run, command = case.record.run, "YOUR LAUNCH COMMAND"
     if run.launch is not None and run.launch.words:
         command = shlex.join(run.launch.words)
@@ -154,8 +156,8 @@ def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:
     return remedy(one, Door.TRL, length=length // 2)
 
 
-def _without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
-    is_sdpa = case.text.called("scaled_dot_product_attention") is not None
+def _suggest_without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
+    is_sdpa = case.text.find_call("scaled_dot_product_attention") is not None
     if is_sdpa is not (one is advice.FLASH_ATTENTION):
         return None  # it has this kernel already
     effect = f"the table of {size(case.asked)} is not made"
@@ -180,9 +182,9 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     else:
         smaller, needed = _rows_that_fit(case, rows, case.fixed)
         effect = "metrics stay the same"
-    effect = f"{_about(case, needed)}; {effect}"
+    effect = f"{_describe_need(case, needed)}; {effect}"
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
-    return _with_peak(found, case, needed) if needed else found
+    return _add_peak(found, case, needed) if needed else found
 
 
 def _shorter_answers(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -197,7 +199,7 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
         return None
     states, effect = case.states, ""
     if one is advice.FUSED_ADAMW:
-        if not case.text.called("multi_tensor"):
+        if not case.text.find_call("multi_tensor"):
             return None
         effect = f"temporaries of up to {size(case.trained)} are not made"
     elif one is advice.EIGHT_BIT_ADAMW:
@@ -210,7 +212,7 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _saves_states(case: Case) -> bool:
-    return case.text.called("_save_optimizer_and_scheduler") is not None
+    return case.text.find_call("_save_optimizer_and_scheduler") is not None
 
 
 def _copy_in_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -243,7 +245,7 @@ def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
     return remedy(one, one.flag(Door.CODE) + (f" at {place}" if place else ""))
 
 
-def _in_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
+def _suggest_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
     models = case.second_models
     if not models:
         return None
@@ -304,8 +306,8 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
     advice.SHORTER_ROWS: _shorter_rows,
-    advice.SDPA_ATTENTION: _without_table,
-    advice.FLASH_ATTENTION: _without_table,
+    advice.SDPA_ATTENTION: _suggest_without_table,
+    advice.FLASH_ATTENTION: _suggest_without_table,
     advice.OUTPUTS_TO_MAIN_MEMORY: _outputs_to_main_memory,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
     advice.SHORTER_ANSWERS: _shorter_answers,
@@ -315,9 +317,9 @@ _FILLED: Mapping[Advice, Callable[[Advice, str, Case], Remedy | None]] = {
     advice.COPY_IN_MAIN_MEMORY: _copy_in_main_memory,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.KEEP_NUMBERS: _keep_numbers,
-    advice.SECOND_MODEL_IN_16_BITS: _in_16_bits,
+    advice.SECOND_MODEL_IN_16_BITS: _suggest_16_bits,
     advice.END_PROCESS: _end_process,
-    advice.OTHER_CARD: _relaunched,
+    advice.OTHER_CARD: _suggest_relaunch,
     advice.SMALLER_ENGINE_SHARE: _smaller_engine_share,
     advice.FEWER_WORKERS: _fewer_workers_of,
 }

@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import cause, is_in_pieces, said, with_sentence
-from trainer_plugins.explain.snapshot.remedies import Tries, leaked_lives
+from trainer_plugins.explain.shared import cause, insert_sentence, is_in_pieces, say
+from trainer_plugins.explain.snapshot.remedies import Tries, find_leaked_lives
 from trainer_plugins.snapshot.held import WORDS
 from trainer_plugins.snapshot.lives import BEFORE
-from trainer_plugins.snapshot.oom import Oom, SnapshotCase, reserved_after
+from trainer_plugins.snapshot.oom import Oom, SnapshotCase, sum_reserved
 from trainer_plugins.units import GIB, percent, size
 
 
 def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
     """Name the causes of an OOM, the surest first."""
-    asked = said(
+    asked = say(
         "{requested_bytes} were asked for at {place}; the card had {free_bytes} left, and this"
         " process held {reserved_bytes}",
         requested_bytes=oom.num_bytes,
@@ -22,11 +22,11 @@ def causes_of(case: SnapshotCase, oom: Oom, tries: Tries) -> tuple[Cause, ...]:
         free_bytes=oom.left_bytes,
         reserved_bytes=case.reserved_bytes,
     )
-    first, *others = _found(case, oom, tries)
-    return (with_sentence(first, asked, at=0), *others)
+    first, *others = _find_causes(case, oom, tries)
+    return (insert_sentence(first, asked, at=0), *others)
 
 
-def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
+def _find_causes(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
     if oom.is_impossible:
         yield cause("impossible-size")
     elif oom.is_contradictory:
@@ -41,7 +41,7 @@ def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
             *_foreign(case),
             *(leak or _fragmentation(case, oom, tries)),  # what is kept also leaves gaps
             *_long_sample(case, oom),
-            *_by_request(case),
+            *_judge_request(case),
         ]
         yield from special
         if not special or case.missing_bytes > 0:
@@ -50,7 +50,7 @@ def _found(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause]:
 
 def _foreign(case: SnapshotCase) -> Iterator[Cause]:
     """Compare what could be held at the first and at the last OOM: the rest is others'."""
-    reserved = reserved_after(case.card)
+    reserved = sum_reserved(case.card)
     ends = [
         reserved[at + 1] + event.address
         for at, event in enumerate(case.card.events)
@@ -60,7 +60,7 @@ def _foreign(case: SnapshotCase) -> Iterator[Cause]:
     if lost > max(2 * GIB, 0.15 * max(ends)):
         yield cause(
             "foreign",
-            said(
+            say(
                 "At an earlier OOM this process could hold {earlier_bytes}, at the last one"
                 " {last_bytes}",
                 earlier_bytes=max(ends),
@@ -79,7 +79,7 @@ def _fragmentation(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause
     if helps or is_in_pieces(oom.num_bytes, unused, oom.left_bytes, case.capacity_bytes):
         yield cause(
             "fragmentation",
-            said(
+            say(
                 "{in_use_bytes} were in use, so the request would have fitted into"
                 " {capacity_bytes} without gaps",
                 in_use_bytes=case.in_use_bytes,
@@ -94,7 +94,7 @@ def _fragmentation(case: SnapshotCase, oom: Oom, tries: Tries) -> Iterator[Cause
 
 
 def _leak(case: SnapshotCase) -> Iterator[Cause]:
-    leaked = leaked_lives(case)
+    leaked = find_leaked_lives(case)
     if not leaked:
         return
     bytes_at: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def _leak(case: SnapshotCase) -> Iterator[Cause]:
     steps = {case.sorter.step_at(life.birth) for life in leaked}
     yield cause(
         "leak",
-        said(
+        say(
             "They are from {num_steps} of the {num_earlier_steps} earlier steps in the trace, and"
             " most, {most_bytes}, are from {place}",
             num_steps=len(steps),
@@ -132,7 +132,7 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
     if now >= 2 and len(before) >= 2 and oom.num_bytes > 1.25 * max(before):
         yield cause(
             "long-sample",
-            said(
+            say(
                 "In {num_earlier_steps} earlier steps it asked for {earlier_request_bytes} at most,"
                 " and now for {requested_bytes}, at {place}",
                 num_earlier_steps=now,
@@ -146,18 +146,18 @@ def _long_sample(case: SnapshotCase, oom: Oom) -> Iterator[Cause]:
         )
 
 
-def _by_request(case: SnapshotCase) -> Iterator[Cause]:
+def _judge_request(case: SnapshotCase) -> Iterator[Cause]:
     held, work = case.held.categories, case.request.work
     logits = held.get("logits", 0)
     if work == "loss" or logits >= 0.25 * case.in_use_bytes:
         yield cause(
             "logits-loss",
-            said("Logits and loss held {logits_bytes} already", logits_bytes=logits),
+            say("Logits and loss held {logits_bytes} already", logits_bytes=logits),
             grade="certain" if work == "loss" else "likely",
         )
     elif work == "optimizer":
         states = held.get("optimizer states", 0)
-        words = said("Optimizer states held {states_bytes}", states_bytes=states)
+        words = say("Optimizer states held {states_bytes}", states_bytes=states)
         yield cause("optimizer-state", words)
     elif work == "evaluation":
         yield cause("eval-logits")
@@ -165,7 +165,7 @@ def _by_request(case: SnapshotCase) -> Iterator[Cause]:
         yield cause("generate-cache")
     elif work == "gathering":
         gathered = held.get("gathered parameters", 0)
-        words = said("Gathered parameters held {gathered_bytes}", gathered_bytes=gathered)
+        words = say("Gathered parameters held {gathered_bytes}", gathered_bytes=gathered)
         yield cause("zero3-gather", words, grade="likely")
     elif work == "saving":
         yield cause("save-gather", grade="likely")
@@ -178,12 +178,12 @@ def _capacity(case: SnapshotCase) -> Cause:
     fits = case.missing_bytes <= 0
     return cause(
         "capacity",
-        said("The most is from {at}: {most_bytes}", at=largest[0], most_bytes=largest[1])
+        say("The most is from {at}: {most_bytes}", at=largest[0], most_bytes=largest[1])
         if largest
         else "",
         ""
         if fits
-        else said(
+        else say(
             "It is not fragmentation: even without a gap {missing_bytes} were missing, and only"
             " {unused_bytes} were reserved without being in use",
             missing_bytes=case.missing_bytes,

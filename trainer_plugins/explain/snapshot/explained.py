@@ -5,26 +5,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer_plugins.advice.for_causes import in_order
+from trainer_plugins.advice.for_causes import order_remedies
 from trainer_plugins.allocator.model import SMALL_BYTES, round_size
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
 from trainer_plugins.explain.shared import (
+    add_numbers,
     cause,
     remedy,
-    said,
-    with_numbers,
+    say,
 )
 from trainer_plugins.explain.snapshot.causes import causes_of
-from trainer_plugins.explain.snapshot.remedies import Tries, tried
+from trainer_plugins.explain.snapshot.remedies import Tries, try_changes
 from trainer_plugins.printable import printable
 from trainer_plugins.record.oom_record import Frame
-from trainer_plugins.snapshot.cards import Card, Stack
-from trainer_plugins.snapshot.held import WORDS, Held
+from trainer_plugins.snapshot.cards import SnapshotCard, Stack
+from trainer_plugins.snapshot.held import WORDS, InUse
 from trainer_plugins.snapshot.lives import Life, peak_of
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
-from trainer_plugins.snapshot.pickled import NotReadableError, no_collection
+from trainer_plugins.snapshot.pickled import NotReadableError, pause_collection
 from trainer_plugins.snapshot.stacks import lines_of
-from trainer_plugins.snapshot.trace import has_lost_its_end, known_from, ranges_after
+from trainer_plugins.snapshot.trace import find_first_known, has_lost_its_end, ranges_after
 from trainer_plugins.units import MIB, percent, size
 
 _MOST_LINES = 8
@@ -37,26 +37,26 @@ _NOT_REPLAYED = ("eval-logits", "generate-cache")
 
 def explain_snapshot(path: Path) -> tuple[SnapshotCase, Explanation]:
     """Say why a run ran out of memory, or without an OOM (no causes) what was held at the peak."""
-    with no_collection():
+    with pause_collection():
         case = case_of(path)
-        tries = tried(case)
+        tries = try_changes(case)
         causes = causes_of(case, case.oom, tries) if case.oom is not None else ()
         numbers = _numbers(case)
         return case, Explanation(
             subject=printable(path),
-            causes=with_numbers(causes, numbers, lambda _: "snapshot"),
-            remedies=tuple(_ordered(tries.remedies, causes)),
+            causes=add_numbers(causes, numbers, lambda _: "snapshot"),
+            remedies=tuple(_order(tries.remedies, causes)),
             facts=tuple(_facts(case)),
             unknown=tuple(_unknown(case, tries)),
             numbers=numbers,
         )
 
 
-def _ordered(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
+def _order(remedies: Sequence[Remedy], causes: Sequence[Cause]) -> Iterator[Remedy]:
     """Put what answers the first cause first; a remedy without a cause answers every one."""
     first = causes[0].code if causes else ""
     if first in _NOT_REPLAYED:
-        for one in in_order(first, "snapshot"):
+        for one in order_remedies(first, "snapshot"):
             yield replace(remedy(one), cause=first)
     for each in sorted(remedies, key=lambda each: each.cause not in ("", first)):
         yield replace(each, cause=each.cause or first)
@@ -67,7 +67,7 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
     yield from _ending(case)
     total = max(case.in_use_bytes, 1)
     for category, num_bytes in case.held.categories.items():
-        yield f"{percent(num_bytes / total)} {WORDS[category]}: {_in_bytes(num_bytes)}"
+        yield f"{percent(num_bytes / total)} {WORDS[category]}: {_format_bytes(num_bytes)}"
     for place, num_bytes, count in case.held.lines[:_MOST_LINES]:
         yield f"{size(num_bytes)} in {count:,} block{'s' if count > 1 else ''} from {place}"
     if case.oom is not None:
@@ -87,7 +87,7 @@ def _facts(case: SnapshotCase) -> Iterator[str]:
 
 
 def _ending(case: SnapshotCase) -> Iterator[str]:
-    allocated = _in_bytes(case.held.allocated_bytes)
+    allocated = _format_bytes(case.held.allocated_bytes)
     if case.oom is None:
         category, most = case.largest_category
         yield (
@@ -118,7 +118,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             "What happened between the last event and the dump: recording was stopped before; call"
             " _dump_snapshot before that"
         )
-    elif gap := known_from(case.card):
+    elif gap := find_first_known(case.card):
         yield f"The first {gap:,} events were left out: recording was stopped and begun again"
     if unknown := case.held.categories.get("unknown", 0):
         yield (
@@ -139,7 +139,7 @@ def _unknown(case: SnapshotCase, tries: Tries) -> Iterator[str]:
             yield f"Whether other settings of the allocator help: {tries.why_none_helps}"
 
 
-def _in_bytes(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     """Render a size so that it can be compared to the byte."""
     return f"{size(num_bytes)} ({num_bytes:,} bytes)"
 
@@ -167,7 +167,7 @@ def _numbers(case: SnapshotCase) -> Numbers:
         reserved_bytes=case.reserved_bytes,
         unused_bytes=case.unused_bytes,
         largest_gap_bytes=_largest_gap(case),
-        peak_allocated_bytes=case.sorter.held_at(at_peak).allocated_bytes,
+        peak_allocated_bytes=case.sorter.find_held(at_peak).allocated_bytes,
         peak_reserved_bytes=case.peak_reserved_bytes,
         categories=case.held.categories,
         allocations=tuple(_allocations(case)),
@@ -175,7 +175,7 @@ def _numbers(case: SnapshotCase) -> Numbers:
     )
 
 
-def _index(card: Card, position: int) -> int | None:
+def _index(card: SnapshotCard, position: int) -> int | None:
     return card.indices[position] if 0 <= position < len(card.indices) else None
 
 
@@ -220,15 +220,15 @@ def _largest_gap(case: SnapshotCase) -> int:
 
 def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Explanation]:
     """Show what a second snapshot holds more than a first one, at the OOM or else at the dump."""
-    with no_collection():
+    with pause_collection():
         cases = [_case(path) for path in (before, after)]
     first, second = (case.held if case.oom is not None else case.at_end for case in cases)
     grown = second.allocated_bytes - first.allocated_bytes
     causes: tuple[Cause, ...] = ()
     if grown > max(_GROWN_BYTES, _GROWN_FRACTION * first.allocated_bytes):
-        causes = with_numbers([_growth(first, second, grown)], Numbers(), lambda _: "snapshot")
+        causes = add_numbers([_growth(first, second, grown)], Numbers(), lambda _: "snapshot")
     subject = f"{printable(before)} and {printable(after)}"
-    facts = tuple(_compared(first, second, cases))
+    facts = tuple(_compare(first, second, cases))
     said = Explanation(
         subject=subject,
         causes=causes,
@@ -247,12 +247,12 @@ def _case(path: Path) -> SnapshotCase:
         raise NotReadableError(f"{printable(path)}: {error}") from None
 
 
-def _growth(first: Held, second: Held, grown: int) -> Cause:
+def _growth(first: InUse, second: InUse, grown: int) -> Cause:
     changes = _changes(_lines(first), _lines(second))
     return cause(
         "leak",
         *(
-            said("{more_bytes} more from {place}", more_bytes=change, place=place)
+            say("{more_bytes} more from {place}", more_bytes=change, place=place)
             for place, change in changes[:3]
             if change > 0
         ),
@@ -263,22 +263,22 @@ def _growth(first: Held, second: Held, grown: int) -> Cause:
     )
 
 
-def _compared(first: Held, second: Held, cases: list[SnapshotCase]) -> Iterator[str]:
+def _compare(first: InUse, second: InUse, cases: list[SnapshotCase]) -> Iterator[str]:
     for which, held, case in zip(("first", "second"), (first, second), cases, strict=True):
         when = "at its OOM" if case.oom is not None else "when it was dumped"
         yield (
-            f"The {which} one has {_in_bytes(held.allocated_bytes)} allocated on card "
+            f"The {which} one has {_format_bytes(held.allocated_bytes)} allocated on card "
             f"{case.card.index} {when}, and {size(case.peak_reserved_bytes)} reserved at most"
         )
     for category, change in _changes(first.categories, second.categories):
         if change:
-            yield f"{_signed(change)} {WORDS[category]}"
+            yield f"{_format_difference(change)} {WORDS[category]}"
     for place, change in _changes(_lines(first), _lines(second))[:_MOST_LINES]:
         if change:
-            yield f"{_signed(change)} from {place}"
+            yield f"{_format_difference(change)} from {place}"
 
 
-def _lines(held: Held) -> dict[str, int]:
+def _lines(held: InUse) -> dict[str, int]:
     return {place: num_bytes for place, num_bytes, _ in held.lines}
 
 
@@ -288,5 +288,5 @@ def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[
     return sorted(changes.items(), key=lambda item: -item[1])
 
 
-def _signed(num_bytes: int) -> str:
+def _format_difference(num_bytes: int) -> str:
     return f"{'+' if num_bytes > 0 else '-'}{size(abs(num_bytes))}"

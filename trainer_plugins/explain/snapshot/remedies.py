@@ -15,7 +15,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
-from trainer_plugins.snapshot.lives import BEFORE, Life, Repeated
+from trainer_plugins.snapshot.lives import BEFORE, Life, RepeatedTrace
 from trainer_plugins.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
 
@@ -26,7 +26,7 @@ _NOTHING = 1 << 60  # what is divided by it becomes the smallest block
 _LEAK_STEPS = 3  # what is alive from this many earlier steps was not meant to be
 
 
-def leaked_lives(case: SnapshotCase) -> list[Life]:
+def find_leaked_lives(case: SnapshotCase) -> list[Life]:
     """Find what is alive from several earlier steps: activations should live for one."""
     now = case.sorter.step_at(case.held.position)
     old: defaultdict[str, list[Life]] = defaultdict(list)
@@ -51,7 +51,7 @@ class Tries:
     why_none_helps: str = ""
 
 
-def tried(case: SnapshotCase) -> Tries:
+def try_changes(case: SnapshotCase) -> Tries:
     """Repeat the trace of a case with one thing changed after the other."""
     oom = case.oom
     if oom is None or oom.is_impossible or oom.is_contradictory:
@@ -64,12 +64,12 @@ def tried(case: SnapshotCase) -> Tries:
 @dataclass(kw_only=True)
 class _Trial(Tries):
     case: SnapshotCase
-    repeated: Repeated
+    repeated: RepeatedTrace
     oom: Oom
     num_events: int = 0  # repeated until now
 
     def run(self) -> Tries:
-        if leaked := leaked_lives(self.case):
+        if leaked := find_leaked_lives(self.case):
             self._try_without(leaked)  # other remedies would only delay the same end
             return self
         if self.case.missing_bytes > 0:
@@ -95,7 +95,7 @@ class _Trial(Tries):
             if (spare := self._spare(rules)) is None:
                 continue
             self.setting_that_helps = self.setting_that_helps or words.partition("=")[2]
-            do = f"export {self._joined(words)}"
+            do = f"export {self._join(words)}"
             if one is advice.COLLECT_EARLIER:  # which works only with a memory fraction
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
             self._add(one, do, "the same trace fits, with {} to spare", spare, "fragmentation")
@@ -103,7 +103,7 @@ class _Trial(Tries):
             return ""
         return "the same trace fits with none of the other settings either"
 
-    def _joined(self, words: str) -> str:
+    def _join(self, words: str) -> str:
         variable, _, option = words.partition("=")
         text = self.case.snapshot.settings.get(variable)
         if not isinstance(text, str) or not re.fullmatch(r"[\w:.,\[\]-]{1,200}", text):

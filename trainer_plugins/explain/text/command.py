@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from trainer_plugins.explain.text.frames import Frame
+from trainer_plugins.explain.text.frames import TracebackFrame
 
 _UNKNOWN = "YOUR LAUNCH COMMAND"
 _MOST_CHARACTERS = 2000
@@ -36,9 +36,9 @@ _LAUNCHERS = (
 )
 
 
-def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
+def find_launch(text: str, frames: Sequence[TracebackFrame], writer: str) -> str:
     """Return the command line of a run, with its launcher, quoted so that nothing is executed."""
-    if words := shown(text):
+    if words := find_command(text):
         return shlex.join(words)
     several = writer.isdigit() or "local_rank" in text
     launcher = next(
@@ -50,10 +50,10 @@ def launched(text: str, frames: Sequence[Frame], writer: str) -> str:
         words = [word for word in words if not _GIVEN_BY_LAUNCHER.fullmatch(word)]
         if words[:1] and not words[0].startswith("-"):
             return f"{launcher} {shlex.join(words)}"
-    return _by_frames(launcher, text, frames)
+    return _find_by_frames(launcher, text, frames)
 
 
-def shown(text: str) -> list[str]:
+def find_command(text: str) -> list[str]:
     """Return the words of the first command line in a text; empty if it shows none."""
     for match in _SHOWN.finditer(_CONTINUED.sub(" ", text)):
         line = _END.split(match[1][:_MOST_CHARACTERS])[0]
@@ -76,7 +76,7 @@ def _names_a_program(words: Sequence[str]) -> bool:
     return any(word == "-m" or word.endswith(".py") for word in others)
 
 
-def _by_frames(launcher: str, text: str, frames: Sequence[Frame]) -> str:
+def _find_by_frames(launcher: str, text: str, frames: Sequence[TracebackFrame]) -> str:
     main = next((one for one in frames if one.function == "<module>"), None)
     is_ours = re.search(r"trainer_plugins[/\\]run\.py", text)
     if any("runpy" in one.file for one in frames) and not is_ours:

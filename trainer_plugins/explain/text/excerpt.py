@@ -106,7 +106,7 @@ _NOTEBOOK = re.compile(rb'^\s*\{.*?"cell_type"\s*:\s*"', re.DOTALL)  # of Jupyte
 _OUTPUTS = re.compile(r'"outputs"\s*:\s*(?=\[)')
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """Holds one line of a log, and which process wrote it."""
 
     writer: str  # the rank or the worker as the log names it; empty if it does not
@@ -117,17 +117,17 @@ class Excerpt(NamedTuple):
     """Keeps the cleaned lines around the OOM of a log, or its head and its end."""
 
     oom: OutOfMemory | None
-    lines: tuple[Line, ...]
+    lines: tuple[LogLine, ...]
     at: int = 0  # the index of the line with the OOM
     since: int = 0  # the index of the line with which the attempt begins that failed so
     not_read: str = ""  # the part of a large log that was not searched, as a clause
 
 
-def _clean_lines(text: str) -> list[Line]:
+def _clean_lines(text: str) -> list[LogLine]:
     return [_clean_line(raw[:_LONGEST_LINE]) for raw in re.split(r"\r\n|\n|\r", text)]
 
 
-def _clean_line(raw: str) -> Line:
+def _clean_line(raw: str) -> LogLine:
     """Strip one line of escapes, boxes and prefixes, and name its writer."""
     if docker := _DOCKER.match(raw):
         with suppress(ValueError):
@@ -140,7 +140,7 @@ def _clean_line(raw: str) -> Line:
             break
         writer = writer or next((one for one in match.groups() if one), "")
         text = text[match.end() :]
-    return Line(writer, _BOX.sub("", text))
+    return LogLine(writer, _BOX.sub("", text))
 
 
 def find_oom(stream: BinaryIO) -> Excerpt:
@@ -184,7 +184,7 @@ def _text(stream: BinaryIO) -> tuple[str, str]:
         raise ValueError("it is not text")
     if _NOTEBOOK.match(first):
         whole = first + b"".join(islice(blocks, _NOTEBOOK_BLOCKS))
-        printed = _printed_by(whole.decode("utf-8", "replace"))
+        printed = _read_notebook(whole.decode("utf-8", "replace"))
         if printed is not None:
             return printed, ""
         first, blocks = whole, iter(())
@@ -226,7 +226,7 @@ def _blocks(block: bytes, stream: BinaryIO) -> Iterator[bytes]:
         block = (packed and packed.unconsumed_tail) or stream.read(_BLOCK_BYTES)
 
 
-def _printed_by(notebook: str) -> str | None:
+def _read_notebook(notebook: str) -> str | None:
     """Return what a notebook's cells have printed, without their code; None if it has no outputs.
 
     Each list of outputs is read for itself, so a notebook whose end is missing is read as well.
@@ -241,11 +241,11 @@ def _printed_by(notebook: str) -> str | None:
             break
         has_outputs = True
         for output in outputs:
-            printed += _printed(output) if isinstance(output, dict) else ()
+            printed += _read_output(output) if isinstance(output, dict) else ()
     return "\n".join(printed) if has_outputs else None
 
 
-def _printed(output: dict[str, object]) -> Iterator[str]:
+def _read_output(output: dict[str, object]) -> Iterator[str]:
     """Yield the text of one output: of a stream, of an error, or beside a picture or a table."""
     data = output.get("data")
     shown = data.get("text/plain") if isinstance(data, dict) else None
@@ -312,7 +312,7 @@ def _oom_in(raw: str) -> OutOfMemory | None:
     return classify(text) or (classify(text[tried.start() :]) if tried else None)
 
 
-def _excerpt(lines: list[Line], at: int, since: int) -> Excerpt:
+def _excerpt(lines: list[LogLine], at: int, since: int) -> Excerpt:
     """Read the message at a line; if that is doubtful, prefer a certain one that follows soon."""
     writer = lines[at].writer
     first = max(since, at - _NUM_BEFORE)
@@ -326,7 +326,7 @@ def _excerpt(lines: list[Line], at: int, since: int) -> Excerpt:
     return Excerpt(found, tuple(lines), at)
 
 
-def _message(lines: list[Line], at: int) -> str:
+def _message(lines: list[LogLine], at: int) -> str:
     """Join what a terminal has broken; a message of several lines keeps them."""
     said = [lines[at].text]
     tried = _TRIED.search(said[0])

@@ -6,13 +6,13 @@ from itertools import product
 from trainer_plugins import advice
 from trainer_plugins.advice.for_causes import CACHE_FLUSHES
 from trainer_plugins.explain.answer import Explanation, Numbers
-from trainer_plugins.explain.shared import cause, quoted, with_numbers
+from trainer_plugins.explain.shared import add_numbers, cause, quote
 from trainer_plugins.explain.text.causes import causes_of, others
 from trainer_plugins.explain.text.causes.numbers import is_fragmented
 from trainer_plugins.explain.text.excerpt import Excerpt
-from trainer_plugins.explain.text.remedies import in_turn, remedies_of
+from trainer_plugins.explain.text.remedies import choose_remedies, remedies_of
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
-from trainer_plugins.explain.text.told import told
+from trainer_plugins.explain.text.told import find_told_oom
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.record.oom_record import Process
@@ -101,16 +101,16 @@ _NO_OOM = OutOfMemory(source="allocator", is_certain=False, fatal="", text="")
 def explain_excerpt(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain what was found in a log, or say that it has no OOM (no causes)."""
     if excerpt.oom is None or _was_stopped(excerpt, excerpt.oom):
-        return _without_oom(excerpt, subject)
+        return _explain_without_oom(excerpt, subject)
     facts = gather(excerpt, excerpt.oom)
     causes = causes_of(facts)
     numbers = _numbers(facts)
     return Explanation(
         subject=subject,
-        causes=with_numbers(causes, numbers, lambda _: "text"),
+        causes=add_numbers(causes, numbers, lambda _: "text"),
         remedies=remedies_of(causes, facts),
-        facts=_known(facts, numbers),
-        unknown=(*_unknown(facts), *_not_read(excerpt)),
+        facts=_list_known(facts, numbers),
+        unknown=(*_unknown(facts), *_name_unread(excerpt)),
         numbers=numbers,
     )
 
@@ -121,7 +121,7 @@ def _was_stopped(excerpt: Excerpt, oom: OutOfMemory) -> bool:
     return is_kill and any(re.search(_STOPPED, line.text) for line in excerpt.lines)
 
 
-def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
+def _explain_without_oom(excerpt: Excerpt, subject: str) -> Explanation:
     """Explain a table of nvidia-smi, or words that are taken for an OOM."""
     facts = gather(excerpt, _NO_OOM)
     causes = tuple(filter(None, (others.ddp_gpu0(facts), others.data_parallel(facts))))
@@ -130,18 +130,18 @@ def _without_oom(excerpt: Excerpt, subject: str) -> Explanation:
         return Explanation(subject=subject, causes=causes, remedies=remedies)
     for line, (pattern, meaning, helps) in product(excerpt.lines, _LOOKALIKES):
         if re.search(pattern, line.text):
-            evidence = f"The words are: {quoted(line.text)}"
+            evidence = f"The words are: {quote(line.text)}"
             said = next((doubt for words, doubt in _DOUBTS if re.search(words, line.text)), "")
-            doubt = facts.vendor.translated(said)
+            doubt = facts.vendor.translate(said)
             found = cause("not-an-oom", evidence, summary=f"this is no OOM: {meaning}", doubt=doubt)
-            remedies = tuple(in_turn("not-an-oom", helps, facts))
+            remedies = tuple(choose_remedies("not-an-oom", helps, facts))
             return Explanation(subject=subject, causes=(found,), remedies=remedies)
-    if found_in_words := told(excerpt):
+    if found_in_words := find_told_oom(excerpt):
         return explain_excerpt(found_in_words, subject)
-    return Explanation(subject=subject, causes=(), remedies=(), unknown=_not_read(excerpt))
+    return Explanation(subject=subject, causes=(), remedies=(), unknown=_name_unread(excerpt))
 
 
-def _not_read(excerpt: Excerpt) -> tuple[str, ...]:
+def _name_unread(excerpt: Excerpt) -> tuple[str, ...]:
     if not excerpt.not_read:
         return ()
     where = f"what a part of it says: {excerpt.not_read} were not read"
@@ -161,7 +161,7 @@ def _numbers(facts: TextFacts) -> Numbers:
     )
 
 
-def _known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
+def _list_known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
     names = {
         "asked for": numbers.requested_bytes,
         "card": numbers.capacity_bytes,

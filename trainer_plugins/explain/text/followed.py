@@ -58,7 +58,7 @@ _CHECKPOINTED = r"torch[/\\]utils[/\\]checkpoint|_gradient_checkpointing_func"
 def is_followed(one: Advice, facts: TextFacts) -> bool:
     """Return whether the text says that an advice is followed already, or did not help."""
     text = _TORCHS_ADVICE.sub("", facts.whole)
-    if one is advice.CHECKPOINTING and facts.called(_CHECKPOINTED):
+    if one is advice.CHECKPOINTING and facts.find_call(_CHECKPOINTED):
         return True
     if one is advice.SMALLER_MICRO_BATCH and facts.is_later_attempt:
         rows = [int(each) for each in re.findall(_ROWS, f"{facts.command}\n{facts.text}")]
@@ -90,10 +90,10 @@ def _words_of(one: Advice) -> Iterator[str]:
             yield rf"(?s)\A{''.join(f'(?=.*{each})' for each in settings)}"
     for name in sorted(names):
         spoken = re.sub(r"(?<=\d)(?=[a-z])|[_-]", "[ _-]?", _PREFIX.sub("", name))
-        yield from _told(spoken)
+        yield from _write_patterns(spoken)
     if other := _OTHER_NAMES.get(one):
         # Its own words alone say that it is in force.
-        yield from (other,) if one is advice.SURVIVE else _told(other)
+        yield from (other,) if one is advice.SURVIVE else _write_patterns(other)
     if what := _SMALLER.get(one):
         yield rf"(?i:{_MADE_LESS}[^.\n]{{0,40}}?{what})"
         yield rf"(?i:{what}[^.\n]{{0,30}}?(?:{_LESS}\w*d\b|\bcut\b|\d ?(?:down )?(?:to|->|→) ?\d))"
@@ -104,7 +104,7 @@ def _words_of(one: Advice) -> Iterator[str]:
             yield r"(?i:\b(?:zero|no|0) (?:data ?loader )?workers\b)"
 
 
-def _told(name: str) -> Iterator[str]:
+def _write_patterns(name: str) -> Iterator[str]:
     """Yield how people write that something is on, or was tried; a denial between is none."""
     between = rf"(?:(?!{_NOT})(?:[^.\n]|\.(?=\S))){{0,40}}?"
     yield rf"(?i:{_DONE}{between}(?<!\w)(?:{name})(?!\w)(?!=? ?false))"

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer_plugins.explain.shared import quoted
-from trainer_plugins.explain.text.excerpt import Line
+from trainer_plugins.explain.shared import quote
+from trainer_plugins.explain.text.excerpt import LogLine
 from trainer_plugins.record import oom_record
 from trainer_plugins.snapshot.owners import is_ours, is_users
 
@@ -23,7 +23,7 @@ _HEAD = re.compile(r"Traceback \(most recent call last\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame(oom_record.Frame):
+class TracebackFrame(oom_record.Frame):
     """Names one call of a traceback; its line is 0 and its code empty if they are not shown."""
 
     @property
@@ -37,13 +37,13 @@ class Frame(oom_record.Frame):
 
     def __str__(self) -> str:
         if not self.file:
-            return f"'{quoted(self.code, 100)}'"
+            return f"'{quote(self.code, 100)}'"
         place = re.split(r"[/\\]", self.file)[-1] + (f":{self.line}" if self.line else "")
-        source = f": {quoted(self.code, 100)}".rstrip(" ,(") if self.code else ""
+        source = f": {quote(self.code, 100)}".rstrip(" ,(") if self.code else ""
         return f"{place} in {self.function}{source}"
 
 
-def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
+def frames_around(lines: Sequence[LogLine], at: int) -> tuple[TracebackFrame, ...]:
     """Return the traceback that ends at a line, outermost first, else the frames after it."""
     writer = lines[at].writer
     before: list[str] = []
@@ -66,8 +66,8 @@ def frames_around(lines: Sequence[Line], at: int) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def _frames(texts: Sequence[str]) -> list[Frame]:
-    frames: list[Frame] = []
+def _frames(texts: Sequence[str]) -> list[TracebackFrame]:
+    frames: list[TracebackFrame] = []
     used = -1  # the second line of a frame that rich has broken
     for number, text in enumerate(texts):
         if number == used:
@@ -83,7 +83,7 @@ def _frames(texts: Sequence[str]) -> list[Frame]:
         if found:
             named = found.groupdict()
             frames.append(
-                Frame(
+                TracebackFrame(
                     file=named["path"],
                     line=int(named["line"] or 0),
                     function=(named.get("name") or "<module>").strip(),

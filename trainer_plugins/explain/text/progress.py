@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from trainer_plugins.explain.text.excerpt import Line
+from trainer_plugins.explain.text.excerpt import LogLine
 
 _FAR = 3  # from this step on, nothing happens for the first time
 
@@ -66,7 +66,7 @@ _NOT_PROGRESS = re.compile(
 )
 
 
-def progress(before: Sequence[Line]) -> str:
+def progress(before: Sequence[LogLine]) -> str:
     """Say how far the run had come; empty at its start, or if the text does not show it."""
     num_losses = sum(bool(_LOSS.search(line.text)) for line in before)
     has_table = any(_TABLE.search(line.text) for line in before)
@@ -76,13 +76,13 @@ def progress(before: Sequence[Line]) -> str:
         row = _ROW.match(line.text) if has_table else None
         if row and int(row[1]) >= _FAR:
             return f"the table of losses is at step {row[1]}"
-        for read in (_of_bar, _of_step, partial(_of_dict, num_losses)):
+        for read in (_read_bar, _read_step, partial(_read_dict, num_losses)):
             if (found := read(line.text)) is not None:
                 return found
     return ""
 
 
-def _of_bar(text: str) -> str | None:
+def _read_bar(text: str) -> str | None:
     """Read a bar that counts steps; None if there is none, empty if it is at its start."""
     bars = (bar for each in _BARS if (bar := each.search(text)))
     if (bar := min(bars, key=lambda bar: bar.start(), default=None)) is None:
@@ -100,7 +100,7 @@ def _of_bar(text: str) -> str | None:
     return f"the run was in epoch {epoch[1]}" if epoch and int(epoch[1]) > 1 else ""
 
 
-def _of_dict(num_losses: int, text: str) -> str | None:
+def _read_dict(num_losses: int, text: str) -> str | None:
     """Read a dict of a logger: a positive epoch, or enough lines with a loss."""
     epoch = _EPOCH.search(text)
     if epoch and float(epoch[1]) > 0:
@@ -110,7 +110,7 @@ def _of_dict(num_losses: int, text: str) -> str | None:
     return f"{num_losses} lines before it report a loss" if num_losses >= _FAR else ""
 
 
-def _of_step(text: str) -> str | None:
+def _read_step(text: str) -> str | None:
     """Read a line that names a step, with what was measured in it or with the last step."""
     step = _STEP_OF_EPOCH.search(text)
     if not step and (step := _STEP.search(text)) and not _tells(step):

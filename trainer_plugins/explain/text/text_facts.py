@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from trainer_plugins.advice.vendors import CUDA, CUDA_ON_WINDOWS, VENDORS, Vendor
 from trainer_plugins.explain.answer import Cause, Stated
-from trainer_plugins.explain.shared import Said, quoted, said
-from trainer_plugins.explain.text.command import launched
+from trainer_plugins.explain.shared import Said, quote, say
+from trainer_plugins.explain.text.command import find_launch
 from trainer_plugins.explain.text.excerpt import Excerpt
-from trainer_plugins.explain.text.frames import Frame, frames_around
+from trainer_plugins.explain.text.frames import TracebackFrame, frames_around
 from trainer_plugins.explain.text.progress import progress
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.units import MIB
@@ -62,7 +62,7 @@ class TextFacts:
     """Gathers what the rules judge. All sizes are in bytes; None is unknown."""
 
     oom: OutOfMemory
-    frames: tuple[Frame, ...]  # outermost first; empty if the text has none
+    frames: tuple[TracebackFrame, ...]  # outermost first; empty if the text has none
     writer: str  # the rank or worker that failed, as the log names it; empty if it does not
     text: str  # the lines around the OOM
     command: str  # the head of the log: arguments, versions
@@ -116,12 +116,12 @@ class TextFacts:
 
     def states(self, words: str, **more: int | float | str | None) -> Said:
         """Make a sentence of the numbers of the message, and of `more`."""
-        return said(words, **self.stated, **more)
+        return say(words, **self.stated, **more)
 
     @property
     def words(self) -> str:
         """Quote the error in a sentence."""
-        return f"The words are: {quoted(self.oom.text)}"
+        return f"The words are: {quote(self.oom.text)}"
 
     @property
     def hides_processes(self) -> bool:
@@ -168,11 +168,11 @@ class TextFacts:
         """Return the other processes that the message names, as pairs (pid, bytes)."""
         return [(pid, size) for pid, size in self._named if pid is not None and size != self.own]
 
-    def called(self, pattern: str, innermost: int | None = None) -> Frame | None:
+    def find_call(self, pattern: str, innermost: int | None = None) -> TracebackFrame | None:
         frames = self.frames[-innermost:] if innermost else self.frames
         return next((one for one in reversed(frames) if re.search(pattern, one.words)), None)
 
-    def told(self, pattern: str) -> str:
+    def find_sentence(self, pattern: str) -> str:
         """Return a person's sentence on memory or an end, with these words; empty without one."""
         found = (one for one in self._sentences if re.search(rf"(?i:{pattern})", one))
         return next(found, "")
@@ -200,7 +200,7 @@ class TextFacts:
         return f"rank {self.writer}" if self.writer.isdigit() else ""
 
     @property
-    def users_frame(self) -> Frame | None:
+    def users_frame(self) -> TracebackFrame | None:
         """Return the innermost frame in the user's code."""
         return next((one for one in reversed(self.frames) if one.is_users), None)
 
@@ -211,12 +211,12 @@ class TextFacts:
         return f"The innermost line outside packages is {frame}." if frame else ""
 
     @property
-    def failed(self) -> Frame | None:
+    def failed(self) -> TracebackFrame | None:
         return self.frames[-1] if self.frames else None
 
     @property
     def is_notebook(self) -> bool:
-        frame = self.called(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")
+        frame = self.find_call(r"ipython-input|^(?:Cell )?In ?\[|ipykernel")
         return bool(frame or self.says(r"ipython-input-|\bCell In ?\[|ipykernel"))
 
     @property
@@ -231,7 +231,7 @@ class TextFacts:
     @property
     def vendor(self) -> Vendor:
         """Return whose card it is: by the message, else by frames and what else the text says."""
-        for read in (lambda words: re.search(words, self.oom.text), self.called, self.says):
+        for read in (lambda words: re.search(words, self.oom.text), self.find_call, self.says):
             for one in VENDORS:
                 if read(one.seen):
                     return one
@@ -240,7 +240,7 @@ class TextFacts:
     @property
     def launched(self) -> str:
         """Return the command line of the run, its launcher included."""
-        return launched(self.whole, self.frames, self.writer)
+        return find_launch(self.whole, self.frames, self.writer)
 
     @property
     def whole(self) -> str:
@@ -281,12 +281,12 @@ def gather(excerpt: Excerpt, oom: OutOfMemory) -> TextFacts:
     )
 
 
-def _last_words(texts: Sequence[str], at: int) -> tuple[Frame, ...]:
+def _last_words(texts: Sequence[str], at: int) -> tuple[TracebackFrame, ...]:
     """Take what stands right before the message as the place, where no frame is complete."""
     before = [text for text in texts[max(0, at - _NUM_LAST_WORDS) : at] if text.strip()]
     words = [*before, re.split(_MESSAGE, texts[at])[0]]
     return tuple(
-        Frame(file="", line=0, function="", code=one.strip())
+        TracebackFrame(file="", line=0, function="", code=one.strip())
         for one in words
         if re.search(r"\w\((?!\):)|\", line \d|\.py[\"']?[:,] ?(?:line )?\d|^ +\w+ = ", one)
     )

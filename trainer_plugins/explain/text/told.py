@@ -2,7 +2,7 @@
 
 import re
 
-from trainer_plugins.explain.text.excerpt import Excerpt, Line
+from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.oom import OutOfMemory, classify_anywhere
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE, Source
 
@@ -36,7 +36,7 @@ _FRAME = re.compile(r'\s*File "')
 _MOST_LINES = 60  # a longer text without an error is a log of something else
 
 
-def told(excerpt: Excerpt) -> Excerpt | None:
+def find_told_oom(excerpt: Excerpt) -> Excerpt | None:
     """Find the line that tells of an OOM; None if it names another error, or is a long log."""
     lines = excerpt.lines
     has_frames = any(_FRAME.match(line.text) for line in lines)
@@ -47,10 +47,12 @@ def told(excerpt: Excerpt) -> Excerpt | None:
     for at, line in enumerate(lines):
         if found := classify_anywhere(line.text):
             return Excerpt(found, lines, at)
-    return next((one for each in _SAID if (one := _at_words(lines, *each))), None)
+    return next((one for each in _SAID if (one := _cut_at_words(lines, *each))), None)
 
 
-def _at_words(lines: tuple[Line, ...], source: Source, fatal: str, words: str) -> Excerpt | None:
+def _cut_at_words(
+    lines: tuple[LogLine, ...], source: Source, fatal: str, words: str
+) -> Excerpt | None:
     for at, line in enumerate(lines):
         if re.search(words, line.text) and not re.search(f"{_NOT_SAID}(?:{words})", line.text):
             is_certain = source == "engine"

@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
-from trainer_plugins.launch.lint.schema import ignored_key, wrong_value
+from trainer_plugins.launch.lint.schema import report_ignored_key, wrong_value
 
 _SECTIONS = {
     "deepspeed_config": "DEEPSPEED",
@@ -37,14 +37,14 @@ def accelerate_findings(document: Document) -> Iterator[Finding]:
     yield from _processes(config, kind)
     for section, needed in _SECTIONS.items():
         if config.get(section) and kind != needed:
-            yield ignored_key(
+            yield report_ignored_key(
                 f"{section} has no effect under distributed_type {kind}",
                 f"accelerate launch only reads it for {needed}",
                 f"Write distributed_type: {needed}, or remove {section}",
             )
     deepspeed = config.get("deepspeed_config")
     if isinstance(deepspeed, dict):
-        yield from _deepspeed(document, config, deepspeed)
+        yield from _judge_deepspeed(document, config, deepspeed)
     fsdp = config.get("fsdp_config")
     if isinstance(fsdp, dict) and kind == "FSDP":
         yield from _fsdp({str(key).removeprefix("fsdp_"): value for key, value in fsdp.items()})
@@ -123,7 +123,7 @@ def _count_problem(
     return None
 
 
-def _deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterator[Finding]:
+def _judge_deepspeed(document: Document, config: Mapping, section: Mapping) -> Iterator[Finding]:
     machines = config.get("num_machines", 1)
     launcher = section.get("deepspeed_multinode_launcher")
     hosts = section.get("deepspeed_hostfile")
@@ -170,7 +170,7 @@ def _fsdp(config: Mapping) -> Iterator[Finding]:
         for key in _FSDP1_ONLY:
             if config.get(key) not in (None, "None"):
                 instead = ", write fsdp_reshard_after_forward" if "strategy" in key else ""
-                yield ignored_key(
+                yield report_ignored_key(
                     f"fsdp_{key} belongs to FSDP 1; version 2 ignores it",
                     "FullyShardedDataParallelPlugin.__post_init__",
                     f"Remove fsdp_{key}{instead}",

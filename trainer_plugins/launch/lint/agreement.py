@@ -19,21 +19,23 @@ _STOPS_MOST = {
 """Keys whose fixed value stops most trainings; the others are mostly written as they are given."""
 
 
-class _Asked(NamedTuple):
+class _AskedValue(NamedTuple):
     names: str  # of TrainingArguments
     value: object  # None if it is unknown
 
 
-def asked_of(values: Mapping[str, object], num_ranks: int | None) -> dict[str, _Asked]:
+def read_asked_values(
+    values: Mapping[str, object], num_ranks: int | None
+) -> dict[str, _AskedValue]:
     """Return what TrainingArguments ask for each key that HfTrainerDeepSpeedConfig compares."""
     given = {name: value for name, value in values.items() if value is not None}
 
-    def plain(name: str, default: object) -> _Asked:
-        return _Asked(name, given.get(name, default))
+    def plain(name: str, default: object) -> _AskedValue:
+        return _AskedValue(name, given.get(name, default))
 
-    def precision(name: str) -> _Asked:
+    def precision(name: str) -> _AskedValue:
         full = f"{name}_full_eval"
-        return _Asked(f"{name} or {full}", bool(given.get(name) or given.get(full)))
+        return _AskedValue(f"{name} or {full}", bool(given.get(name) or given.get(full)))
 
     steps = _number(values, "max_steps", -1)
     warmup = _number(values, "warmup_steps", 0) or _number(values, "warmup_ratio", 0)
@@ -44,17 +46,17 @@ def asked_of(values: Mapping[str, object], num_ranks: int | None) -> dict[str, _
     return {
         "train_micro_batch_size_per_gpu": plain("per_device_train_batch_size", 8),
         "gradient_accumulation_steps": plain("gradient_accumulation_steps", 1),
-        "train_batch_size": _Asked("the effective batch of all processes", rows),
+        "train_batch_size": _AskedValue("the effective batch of all processes", rows),
         "gradient_clipping": plain("max_grad_norm", 1.0),
         "bf16.enabled": precision("bf16"),
         "fp16.enabled": precision("fp16"),
         "optimizer.params.lr": plain("learning_rate", 5e-5),
-        "optimizer.params.betas": _Asked("adam_beta1 and adam_beta2", betas),
+        "optimizer.params.betas": _AskedValue("adam_beta1 and adam_beta2", betas),
         "optimizer.params.eps": plain("adam_epsilon", 1e-8),
         "optimizer.params.weight_decay": plain("weight_decay", 0.0),
         "scheduler.params.warmup_max_lr": plain("learning_rate", 5e-5),
-        "scheduler.params.total_num_steps": _Asked("max_steps", steps if steps > 0 else None),
-        "scheduler.params.warmup_num_steps": _Asked(
+        "scheduler.params.total_num_steps": _AskedValue("max_steps", steps if steps > 0 else None),
+        "scheduler.params.warmup_num_steps": _AskedValue(
             "warmup_steps", max(1, int(warmup)) if warmup >= 0 else None
         ),
     }
@@ -75,42 +77,42 @@ def agreement_findings(
 ) -> Iterator[Finding]:
     """Judge a file by TrainingArguments; if they are unknown, by what most trainings have."""
     num_ranks = num_ranks or document.count("num_processes")
-    config = _handed_over(document)
-    for key, asked in asked_of(values or {}, num_ranks).items():
+    config = _fill_in(document)
+    for key, asked in read_asked_values(values or {}, num_ranks).items():
         value = part(config, key)
         if value is None or value == "auto" or isinstance(value, dict):
             continue
         is_written = part(document.deepspeed or config, key) is not None
         source = "written" if is_written else "filled in by accelerate because it is missing"
         if values is not None:
-            yield from _compared(key, value, asked, _rows_of_a_rank(values), source)
+            yield from _compare(key, value, asked, _rows_of_a_rank(values), source)
         elif key in _STOPS_MOST and not (key in ("bf16.enabled", "fp16.enabled") and not value):
-            yield _fixed(key, value, f"{asked.names} differs", source)
+            yield _report_fixed(key, value, f"{asked.names} differs", source)
     if values is not None:
-        yield from _refused_together(document, values)
-        yield from _replaced(document, values)
+        yield from _judge_refusals(document, values)
+        yield from _judge_replacements(document, values)
 
 
-def _handed_over(document: Document) -> dict[str, Any]:
+def _fill_in(document: Document) -> dict[str, Any]:
     """Return the DeepSpeed config with the values that accelerate fills in."""
     if document.deepspeed is not None:
         return {"gradient_accumulation_steps": 1, **document.deepspeed}
     names = ("gradient_accumulation_steps", "gradient_clipping")
-    written = {name: document.in_accelerate(f"deepspeed_config.{name}") for name in names}
+    written = {name: document.get_accelerate(f"deepspeed_config.{name}") for name in names}
     return {name: value for name, value in written.items() if value is not None}
 
 
-def _compared(
-    key: str, value: object, asked: _Asked, rows: float, source: str
+def _compare(
+    key: str, value: object, asked: _AskedValue, rows: float, source: str
 ) -> Iterator[Finding]:
     wanted = asked.value
     if wanted is None and key == "train_batch_size" and isinstance(value, (int, float)) and rows:
         if value % rows == 0:
-            yield _fixed(key, value, f"there are not {value / rows:.0f} processes", source)
+            yield _report_fixed(key, value, f"there are not {value / rows:.0f} processes", source)
             return
         wanted = f"a multiple of {rows:g}"
     elif wanted is None:
-        yield _fixed(key, value, "the training has other steps", source)
+        yield _report_fixed(key, value, "the training has other steps", source)
         return
     if value != wanted:
         says = "the file says" if source == "written" else "accelerate fills in"
@@ -122,13 +124,13 @@ def _compared(
         )
 
 
-def _refused_together(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
+def _judge_refusals(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
     """Judge what the Trainer refuses when it starts."""
     raises = "the Trainer raises when it starts"
-    stage, is_fsdp = document.zero_stage, document.in_accelerate("distributed_type") == "FSDP"
+    stage, is_fsdp = document.zero_stage, document.get_accelerate("distributed_type") == "FSDP"
     is_only_model = bool(given.get("save_only_model"))
     loads_best = bool(given.get("load_best_model_at_end")) and (is_fsdp or stage is not None)
-    fsdp_checkpoints = is_fsdp and document.in_fsdp("activation_checkpointing") is True
+    fsdp_checkpoints = is_fsdp and document.get_fsdp("activation_checkpointing") is True
     checkpoints = fsdp_checkpoints and checkpointing.is_asked(given)
     by_the_trainer = f"--{checkpointing.NAME}"
     for are_together, one, other in (
@@ -140,8 +142,8 @@ def _refused_together(document: Document, given: Mapping[str, object]) -> Iterat
         if are_together:
             what = f"{one} cannot be combined with {other} under this file"
             yield _mismatch(what, raises, "Leave one of them out")
-    kind, default = document.in_fsdp("state_dict_type"), ""
-    if not kind and document.in_fsdp("version") == 2:
+    kind, default = document.get_fsdp("state_dict_type"), ""
+    if not kind and document.get_fsdp("version") == 2:
         kind = "SHARDED_STATE_DICT"
         default = "; it is the default if fsdp_state_dict_type is missing under version 2"
     if is_only_model and is_fsdp and str(kind).upper() == "SHARDED_STATE_DICT":
@@ -156,17 +158,17 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
 
 
-def _replaced(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
+def _judge_replacements(document: Document, given: Mapping[str, object]) -> Iterator[Finding]:
     """Judge a choice in TrainingArguments that a block of the DeepSpeed JSON replaces unsaid."""
-    kind, optim = document.in_deepspeed("optimizer.type"), _word(given, "optim")
+    kind, optim = document.get_deepspeed("optimizer.type"), _word(given, "optim")
     is_adam = "adam" in str(kind).lower()
     is_same = optim in _ADAMW if is_adam else str(kind).lower() in optim
     if kind is not None and optim and optim not in _ADAMW[:2] and not is_same:
-        yield _overruled("optimizer", kind, f"--optim {optim}")
-    kind, schedule = document.in_deepspeed("scheduler.type"), _word(given, "lr_scheduler_type")
+        yield _report_overruled("optimizer", kind, f"--optim {optim}")
+    kind, schedule = document.get_deepspeed("scheduler.type"), _word(given, "lr_scheduler_type")
     # linear is the default: who has not typed it has it too
     if kind is not None and schedule not in ("", "linear", _SCHEDULES.get(str(kind))):
-        yield _overruled("scheduler", kind, f"--lr_scheduler_type {schedule}")
+        yield _report_overruled("scheduler", kind, f"--lr_scheduler_type {schedule}")
 
 
 def _word(given: Mapping[str, object], name: str) -> str:
@@ -174,7 +176,7 @@ def _word(given: Mapping[str, object], name: str) -> str:
     return "" if found is None else str(getattr(found, "value", found))
 
 
-def _overruled(block: str, kind: object, flag: str) -> Finding:
+def _report_overruled(block: str, kind: object, flag: str) -> Finding:
     return _mismatch(
         f"the file's {block}, {kind}, trains instead of {flag}",
         f"transformers' deepspeed_optim_sched takes the block {block} where there is one",
@@ -188,7 +190,7 @@ def _mismatch(summary: str, evidence: str, remedy: str) -> Finding:
     )
 
 
-def _fixed(key: str, value: object, unless: str, source: str) -> Finding:
+def _report_fixed(key: str, value: object, unless: str, source: str) -> Finding:
     return Finding.warning(
         code="config-not-auto",
         summary=f"{key} is fixed at {value}: training stops if {unless}",

@@ -8,7 +8,7 @@ from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.document import Document, Mapping
-from trainer_plugins.launch.lint.schema import ignored_key, wrong_value
+from trainer_plugins.launch.lint.schema import report_ignored_key, wrong_value
 
 _GATHER_ON_SAVE = (
     "stage3_gather_16bit_weights_on_model_save",
@@ -28,7 +28,7 @@ def zero_findings(document: Document) -> Iterator[Finding]:
     yield from _buckets(document, stage)
     if document.deepspeed is None:
         return
-    if not isinstance(document.in_deepspeed("zero_optimization"), dict):
+    if not isinstance(document.get_deepspeed("zero_optimization"), dict):
         yield Finding.error(
             code="config-no-zero",
             summary="there is no zero_optimization block",
@@ -41,8 +41,8 @@ def zero_findings(document: Document) -> Iterator[Finding]:
 
 
 def _offload_target(document: Document, what: str) -> Iterator[Finding]:
-    block = document.in_deepspeed(f"zero_optimization.offload_{what}")
-    device = document.of_offload(what, "device")
+    block = document.get_deepspeed(f"zero_optimization.offload_{what}")
+    device = document.get_offload(what, "device")
     if device == "auto":
         yield Finding.error(
             code="config-unresolved-auto",
@@ -69,7 +69,7 @@ def _offload_target(document: Document, what: str) -> Iterator[Finding]:
         )
     if device != "nvme":
         return
-    path = document.of_offload(what, "nvme_path")
+    path = document.get_offload(what, "nvme_path")
     if not isinstance(path, str) or path in ("", "none", "None"):
         problem = f"offload_{what} goes to nvme, but nvme_path is missing"
     elif not Path(path).is_absolute():
@@ -107,7 +107,7 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
             evidence="12 B a parameter for AdamW and its master weights, 2 B for 16-bit weights",
             remedy="Offload the optimizer first",
         )
-    ratio = document.of_offload("optimizer", "ratio")
+    ratio = document.get_offload("optimizer", "ratio")
     if isinstance(ratio, (int, float)) and ratio < 1 and stage < 3:
         yield Finding.error(
             code="config-offload-stage",
@@ -120,7 +120,7 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
 def _buckets(document: Document, stage: int) -> Iterator[Finding]:
     """Count the buckets of gradients: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`."""
     # `allgather_bucket_size` takes no memory: it limits how much is gathered at once, in place.
-    zero = document.in_deepspeed("zero_optimization")
+    zero = document.get_deepspeed("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):
         return
@@ -144,7 +144,7 @@ def _buckets(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _precision(document: Document, stage: int) -> Iterator[Finding]:
-    on = [name for name in ("bf16", "fp16") if document.in_deepspeed(f"{name}.enabled") is True]
+    on = [name for name in ("bf16", "fp16") if document.get_deepspeed(f"{name}.enabled") is True]
     if len(on) == 2:
         yield Finding.error(
             code="config-two-precisions",
@@ -152,18 +152,20 @@ def _precision(document: Document, stage: int) -> Iterator[Finding]:
             evidence="DeepSpeed stops: bfloat16 and fp16 modes cannot be simultaneously enabled",
             remedy='Write "auto" for both, and choose with --bf16 or --fp16',
         )
-    master = document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True
+    master = document.get_deepspeed("bf16.bf16_master_weights_and_grads") is True
     if master and stage == 0:
-        yield _rejected("bf16_master_weights_and_grads at stage 0", "It needs stage 1, 2 or 3")
-    if document.in_deepspeed("bf16.bf16_optimizer_states") is not True:
+        yield _report_rejected(
+            "bf16_master_weights_and_grads at stage 0", "It needs stage 1, 2 or 3"
+        )
+    if document.get_deepspeed("bf16.bf16_optimizer_states") is not True:
         return
     if not master:
         what = "bf16_optimizer_states without bf16_master_weights_and_grads"
-        yield _rejected(what, "It needs the latter")
+        yield _report_rejected(what, "It needs the latter")
         return
-    device = document.of_offload("optimizer", "device")
-    if device == "cpu" and document.in_deepspeed("optimizer") is None:
-        yield _rejected(
+    device = document.get_offload("optimizer", "device")
+    if device == "cpu" and document.get_deepspeed("optimizer") is None:
+        yield _report_rejected(
             "bf16_optimizer_states with offload and no optimizer block",
             "The Trainer would create a DeepSpeedCPUAdam with fp32 states, which DeepSpeed refuses:"
             ' write "optimizer": {"type": "AdamW", "params": {"lr": "auto", ...}}',
@@ -174,13 +176,13 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if stage not in (0, 1, 2, 3):
         yield wrong_value("zero_optimization.stage", stage, "DeepSpeed knows 0, 1, 2 and 3")
         return
-    zero = document.in_deepspeed("zero_optimization")
+    zero = document.get_deepspeed("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     of_stage_3 = sorted(key for key in zero if key.removeprefix("stage3_") in keys.STAGE3)
     if stage == 3:
         yield from _stage_3(zero)
     elif of_stage_3:
-        yield ignored_key(
+        yield report_ignored_key(
             f"{', '.join(of_stage_3)} has no effect at stage {stage}",
             "they belong to stage 3",
             "Remove them, or write stage 3",
@@ -193,11 +195,11 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
             remedy="Remove it, and resume with as many ranks as have saved",
         )
     if zero.get("compute_grad_norm") is False and stage not in (1, 2):
-        yield _rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
-    if document.in_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:
-        yield _rejected("gradient_allreduce_op sum at stage 3", "Remove it")
-    if document.in_deepspeed("activation_checkpointing") is not None:
-        yield ignored_key(
+        yield _report_rejected(f"compute_grad_norm false at stage {stage}", "It needs stage 1 or 2")
+    if document.get_deepspeed("gradient_allreduce_op") == "sum" and stage == 3:
+        yield _report_rejected("gradient_allreduce_op sum at stage 3", "Remove it")
+    if document.get_deepspeed("activation_checkpointing") is not None:
+        yield report_ignored_key(
             "activation_checkpointing has no effect for a Hugging Face model",
             "it configures deepspeed.checkpointing, which they do not call",
             f"Give {advice.CHECKPOINTING.flag(Door.TRAINER)} to the script",
@@ -207,7 +209,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
 def _stage_3(zero: Mapping) -> Iterator[Finding]:
     if zero.get("round_robin_gradients") is True:
         what = "round_robin_gradients has no effect at stage 3"
-        yield ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
+        yield report_ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
     if not any(zero.get(name) in (True, "auto") for name in _GATHER_ON_SAVE):
         yield Finding.warning(
             code="config-gather-on-save",
@@ -227,20 +229,20 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
 
 def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
     if "optimizer" in config:
-        if document.in_deepspeed("optimizer.params.max_grad_norm") is not None:
-            yield ignored_key(
+        if document.get_deepspeed("optimizer.params.max_grad_norm") is not None:
+            yield report_ignored_key(
                 "optimizer.params.max_grad_norm has no effect in DeepSpeed",
                 "it only warns",
                 'Write "gradient_clipping": "auto"',
             )
-        kind = document.in_deepspeed("optimizer.type")
+        kind = document.get_deepspeed("optimizer.type")
         if kind is None:
             yield wrong_value("optimizer.type", None, "a block without a type is not an optimizer")
         if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
             why = "1-bit optimizers do not work with ZeRO stages 2 and 3"
             yield wrong_value("optimizer.type", kind, why)
     name = "scheduler.params.warmup_num_steps"
-    warmup = document.in_deepspeed(name)
+    warmup = document.get_deepspeed(name)
     if isinstance(warmup, (int, float)) and warmup <= 0:
         yield wrong_value(name, warmup, "DeepSpeed 0.19.6 and later refuse less than 1")
     if "scheduler" in config and "optimizer" not in config:
@@ -252,7 +254,7 @@ def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
         )
 
 
-def _rejected(what: str, remedy: str) -> Finding:
+def _report_rejected(what: str, remedy: str) -> Finding:
     return Finding.error(
         code="config-rejected",
         summary=f"DeepSpeed refuses {what}",

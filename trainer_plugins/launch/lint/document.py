@@ -33,40 +33,40 @@ class Document:
     json_path: str | None = None  # `deepspeed_config_file`, if it names a file
     json_problem: str | None = None  # why the DeepSpeed part could not be read, if one is named
 
-    def in_accelerate(self, name: str) -> object:
+    def get_accelerate(self, name: str) -> object:
         return part(self.accelerate or {}, name)
 
-    def in_deepspeed(self, name: str) -> object:
+    def get_deepspeed(self, name: str) -> object:
         return part(self.deepspeed or {}, name)
 
     def count(self, name: str) -> int | None:
         """Return a number that the accelerate part has, if it is 1 or more: `num_processes`."""
-        value = self.in_accelerate(name)
+        value = self.get_accelerate(name)
         return value if isinstance(value, int) and value > 0 else None
 
-    def in_fsdp(self, key: str) -> object:
+    def get_fsdp(self, key: str) -> object:
         """Return a value of `fsdp_config`, whose keys may lack the prefix `fsdp_`."""
-        found = self.in_accelerate(f"fsdp_config.fsdp_{key}")
-        return self.in_accelerate(f"fsdp_config.{key}") if found is None else found
+        found = self.get_accelerate(f"fsdp_config.fsdp_{key}")
+        return self.get_accelerate(f"fsdp_config.{key}") if found is None else found
 
-    def of_offload(self, what: str, key: str) -> object:
+    def get_offload(self, what: str, key: str) -> object:
         """Return what DeepSpeed reads of an offload: `("param", "nvme_path")`."""
         if self.deepspeed is None:
-            return self.in_accelerate(f"deepspeed_config.offload_{what}_{key}")
-        return self.in_deepspeed(f"zero_optimization.offload_{what}.{key}")
+            return self.get_accelerate(f"deepspeed_config.offload_{what}_{key}")
+        return self.get_deepspeed(f"zero_optimization.offload_{what}.{key}")
 
     @property
     def zero_stage(self) -> int | None:
         """Return the ZeRO stage that will run; None if DeepSpeed will not run."""
         if self.deepspeed is not None:
-            stage = self.in_deepspeed("zero_optimization.stage")
+            stage = self.get_deepspeed("zero_optimization.stage")
             if isinstance(stage, (int, float)) and not isinstance(stage, bool):
                 return int(stage)
             return 2 if stage == "auto" else 0
-        runs_deepspeed = self.in_accelerate("distributed_type") == "DEEPSPEED"
+        runs_deepspeed = self.get_accelerate("distributed_type") == "DEEPSPEED"
         if not runs_deepspeed or self.json_problem is not None:
             return None
-        stage = self.in_accelerate("deepspeed_config.zero_stage")
+        stage = self.get_accelerate("deepspeed_config.zero_stage")
         return stage if isinstance(stage, int) else 2
 
     @property
@@ -74,12 +74,12 @@ class Document:
         """Return what is offloaded and where to: `{"optimizer": "cpu"}`."""
         found = {}
         for what, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
-            device = self.of_offload(what, "device")
-            if self.in_deepspeed(f"zero_optimization.{old}") is True:
+            device = self.get_offload(what, "device")
+            if self.get_deepspeed(f"zero_optimization.{old}") is True:
                 device = "cpu"
             if device in ("cpu", "nvme"):
                 found[what] = str(device)
-        if str(self.in_fsdp("offload_params")).lower() == "true":  # text, if it is a flag
+        if str(self.get_fsdp("offload_params")).lower() == "true":  # text, if it is a flag
             found["fsdp"] = "cpu"
         return found
 
@@ -116,19 +116,19 @@ def document_of(
 ) -> Document:
     """Join an accelerate mapping with the DeepSpeed JSON that it names, relative to `folder`."""
     document = Document(name=name, accelerate=accelerate, duplicates=duplicates)
-    named = document.in_accelerate("deepspeed_config.deepspeed_config_file")
-    return document if named is None else _with_json(document, named, folder or Path())
+    named = document.get_accelerate("deepspeed_config.deepspeed_config_file")
+    return document if named is None else _add_json(document, named, folder or Path())
 
 
-def deepspeed_document(given: object) -> Document:
+def read_deepspeed(given: object) -> Document:
     """Read a DeepSpeed JSON that is given as a mapping, a path, text or base64 of text."""
     document = Document(name="deepspeed")
     if isinstance(given, dict):
         return replace(document, deepspeed=given)
-    return _with_json(document, given, Path())
+    return _add_json(document, given, Path())
 
 
-def _with_json(document: Document, named: object, folder: Path) -> Document:
+def _add_json(document: Document, named: object, folder: Path) -> Document:
     """Read `deepspeed_config_file` as accelerate does: path, else JSON, else base64 of JSON."""
     if not isinstance(named, str):
         problem = f"it is a {type(named).__name__}, but accelerate reads text"
@@ -192,7 +192,7 @@ def parse_yaml(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        duplicates = () if root is None else _written_twice(root, source)
+        duplicates = () if root is None else _find_duplicates(root, source)
         value = None if root is None else loader.construct_document(root)
     except ConfigError:
         raise
@@ -205,7 +205,7 @@ def parse_yaml(text: str, source: str) -> tuple[Mapping, tuple[str, ...]]:
     return _mapping(value, source), duplicates
 
 
-def _written_twice(root: yaml.Node, source: str) -> tuple[str, ...]:
+def _find_duplicates(root: yaml.Node, source: str) -> tuple[str, ...]:
     found: list[str] = []
     for node, _ in _walk(root, _within_node, source):
         if isinstance(node, yaml.MappingNode):

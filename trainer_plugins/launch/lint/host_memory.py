@@ -54,7 +54,7 @@ def memory_findings(
     least = host_need(document, num_params, num_ranks, is_mapped=True)
     if least.tensor_bytes < need.tensor_bytes and host.shortage(least) is None:
         if shortage is not None:
-            yield _loaded_by_each(need, shortage)
+            yield _report_shared_load(need, shortage)
         return
     is_near = host.total_bytes is not None and need.total_bytes > _NEARLY * host.total_bytes
     if shortage is None and not is_near:
@@ -80,11 +80,11 @@ def memory_findings(
 def _remedy(document: Document) -> str:
     if "nvme" in document.offload_devices.values():
         return _FOR_NVME
-    is_second = document.in_fsdp("version") == 2
+    is_second = document.get_fsdp("version") == 2
     return _FOR_FSDP2 if is_second and not document.offload_devices else _REMEDY
 
 
-def _loaded_by_each(need: HostNeed, shortage: str) -> Finding:
+def _report_shared_load(need: HostNeed, shortage: str) -> Finding:
     """Warn of a load that is too large if the ranks do not share what they read."""
     return Finding.warning(
         code="config-host-memory",
@@ -106,7 +106,7 @@ def host_need(
     num_local = max(1, num_ranks // (document.count("num_machines") or 1))
     share = num_params / num_ranks
     is_whole = False
-    if document.in_accelerate("distributed_type") == "FSDP":
+    if document.get_accelerate("distributed_type") == "FSDP":
         start, parts = _fsdp(document, num_params, share)
     elif document.zero_stage == 3:
         # deepspeed/runtime/zero/utils.py, defragment, joins weights on the card to one buffer
@@ -117,7 +117,7 @@ def host_need(
         start, parts, is_whole = num_params * _HALF, [*_zero_2(document, share)], True
     # deepspeed/runtime/engine.py, `_zero3_consolidated_16bit_state_dict`, in the first rank
     key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    gathers = document.zero_stage == 3 and document.in_deepspeed(key) is True
+    gathers = document.zero_stage == 3 and document.get_deepspeed(key) is True
     pinned = sum(each.pinned_bytes for each in parts)
     steady = pinned + sum(each.num_bytes for each in parts if not each.pinned_bytes)
     return HostNeed(
@@ -134,7 +134,7 @@ def _fsdp(document: Document, num_params: float, share: float) -> tuple[float, l
     """Count FSDP: a start in which each rank has all weights with 32 bits, and what stays."""
     # accelerate/utils/fsdp_utils.py, fsdp2_prepare_model, upcasts, and then takes a state dict that
     # lives until the parts of all ranks are made. FSDP1 upcasts parts.
-    is_second = document.in_fsdp("version") == 2
+    is_second = document.get_fsdp("version") == 2
     start = num_params * (_FULL if is_second else _HALF)
     if "fsdp" not in document.offload_devices:
         return start, []
@@ -147,11 +147,11 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
     # deepspeed/runtime/zero/stage3.py: `_create_param_groups_fp16_flat_cpu_memory`,
     # `_create_fp32_partitions`, `initialize_optimizer_states`, `_setup_for_real_optimizer`
     zero, offloads = "zero_optimization", document.offload_devices
-    has_bf16_master = document.in_deepspeed("bf16.bf16_master_weights_and_grads") is True
-    has_bf16_states = document.in_deepspeed("bf16.bf16_optimizer_states") is True
+    has_bf16_master = document.get_deepspeed("bf16.bf16_master_weights_and_grads") is True
+    has_bf16_states = document.get_deepspeed("bf16.bf16_optimizer_states") is True
     master = _HALF if has_bf16_master else _FULL
     state = _HALF if has_bf16_states else _FULL
-    is_pinned = document.of_offload("optimizer", "pin_memory") is not False
+    is_pinned = document.get_offload("optimizer", "pin_memory") is not False
     group = _number(document, f"{zero}.sub_group_size", _SUB_GROUP) or _SUB_GROUP
     if "optimizer" in offloads:
         yield _part(share * _HALF, is_pinned)  # gradients
@@ -171,7 +171,7 @@ def _zero_3(document: Document, share: float) -> Iterator[_Part]:
         yield _part(min(share, in_cpu) * _HALF, is_pinned=True)
     if offloads.get("param") == "cpu":
         yield _part(share * _HALF, is_pinned=True)
-        if document.of_offload("param", "pin_memory") is not False:
+        if document.get_offload("param", "pin_memory") is not False:
             # partition_parameters.py, _partition_param, before they are moved to the flat buffer
             yield _Part(share * _HALF, share * _HALF * _ROUNDED)
 
@@ -180,14 +180,14 @@ def _zero_2(document: Document, share: float) -> Iterator[_Part]:
     # deepspeed/runtime/zero/stage_1_and_2.py: `__init__`, `initialize_optimizer_states`
     if document.offload_devices.get("optimizer") != "cpu":
         return
-    pins = document.of_offload("optimizer", "pin_memory") is not False
+    pins = document.get_offload("optimizer", "pin_memory") is not False
     for width in (_FULL, _HALF, _FULL):  # weights, their copy with 16 bits, gradients
         yield _part(share * width, pins)
     yield _Part(2 * share * _FULL)
 
 
 def _number(document: Document, key: str, default: float) -> float:
-    found = document.in_deepspeed(key)
+    found = document.get_deepspeed(key)
     return found if isinstance(found, (int, float)) and found >= 0 else default
 
 

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint import keys
-from trainer_plugins.launch.lint.agreement import asked_of
+from trainer_plugins.launch.lint.agreement import read_asked_values
 from trainer_plugins.launch.lint.document import Document, Mapping
 
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
@@ -20,7 +20,7 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 }
 # Whose "auto" HfTrainerDeepSpeedConfig, or accelerate's DeepSpeedPlugin, replaces.
 _AUTO = {
-    *asked_of({}, num_ranks=None),
+    *read_asked_values({}, num_ranks=None),
     "scheduler.params.warmup_min_lr",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -44,7 +44,7 @@ def schema_findings(document: Document) -> Iterator[Finding]:
     if document.deepspeed is not None:
         yield from _block(document.deepspeed, "", keys.DEEPSPEED)
         for name, known in keys.BLOCKS.items():
-            block = document.in_deepspeed(name)
+            block = document.get_deepspeed(name)
             if isinstance(block, dict):
                 yield from _block(block, f"{name}.", known)
 
@@ -75,7 +75,7 @@ def wrong_value(key: str, value: object, why: str, remedy: str = "") -> Finding:
     )
 
 
-def ignored_key(summary: str, why: str, remedy: str) -> Finding:
+def report_ignored_key(summary: str, why: str, remedy: str) -> Finding:
     """Report what has no effect."""
     return Finding.warning(code="config-ignored-key", summary=summary, evidence=why, remedy=remedy)
 

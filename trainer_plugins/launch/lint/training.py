@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer_plugins.checkpointing import spelled
+from trainer_plugins.checkpointing import spell
 from trainer_plugins.launch.lint.document import ConfigError
 
 # What people call the same, and programs use for something else too: the batch of all cards.
@@ -40,7 +40,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_spelling = {each.replace("-", "_"): each for each in reversed([*known])}
     swapped = [each for each in by_spelling if sorted(each) == sorted(spelt)]
     near = swapped or get_close_matches(spelt, by_spelling, n=1, cutoff=_SURE)
-    return spelled(by_spelling[near[0]]) if near else ""
+    return spell(by_spelling[near[0]]) if near else ""
 
 
 def _fields_in(package: str, files: Iterable[str]) -> frozenset[str]:
@@ -83,7 +83,7 @@ def training_arguments(words: Sequence[str]) -> dict[str, object]:
     for word in words:
         if word.startswith("--") or (waiting is None and "=" in word):
             name, equals, value = word.removeprefix("--").partition("=")
-            name = spelled(name.replace("-", "_"))
+            name = spell(name.replace("-", "_"))
             found[name] = _value(value) if equals else True
             waiting = None if equals else name
         elif waiting is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from trainer_plugins.planner.compare.switches import as_flags
+from trainer_plugins.planner.compare.switches import write_flags
 from trainer_plugins.planner.plan import MemoryPlan
 
 
@@ -43,7 +43,7 @@ class SearchLine:
     @property
     def flags(self) -> str:
         """Return the same arguments as flags."""
-        return as_flags(self.arguments)
+        return write_flags(self.arguments)
 
     @property
     def hydra_overrides(self) -> str:

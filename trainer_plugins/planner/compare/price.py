@@ -60,9 +60,9 @@ class Step:
             if not changes or any(over_a_bus):
                 return None
             speed = _ONLY_COMPUTES
-        return self.changed(changes)._seconds(then, speed) / self._seconds(now, speed)
+        return self.apply(changes)._seconds(then, speed) / self._seconds(now, speed)
 
-    def changed(self, changes: Sequence[Switch]) -> "Step":
+    def apply(self, changes: Sequence[Switch]) -> "Step":
         words = {each.words for each in changes}
         offloads = self.offloads or switches.OFFLOADED_ACTIVATIONS.words in words
         return replace(
@@ -88,7 +88,7 @@ class Step:
         reading = passes * _BYTES * computed / speed.memory
         links, once = self._between_cards()
         here = max(computing, reading, self._hidden(tokens) / speed.bus)
-        here += self._waited_for() / speed.bus
+        here += self._count_waited_bytes() / speed.bus
         each, last = max(here, links / speed.link), max(here, (links + once) / speed.link)
         return (self.rows / rows - 1) * each + last + self._updating(speed)
 
@@ -99,7 +99,7 @@ class Step:
             return moved + 2 * self.weights * (_BYTES_IN_4_BITS if self.in_4_bits else _BYTES)
         return moved
 
-    def _waited_for(self) -> float:
+    def _count_waited_bytes(self) -> float:
         """Return the bytes of an offload: how much of them DeepSpeed hides was not measured."""
         if "offload" not in self.launch:
             return 0.0

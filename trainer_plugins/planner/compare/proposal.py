@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from trainer_plugins.accumulation import Effect
-from trainer_plugins.planner.compare.switches import Switch, as_flags
-from trainer_plugins.planner.plan import MemoryPlan, Proposal, at_least
+from trainer_plugins.planner.compare.switches import Switch, write_flags
+from trainer_plugins.planner.plan import MemoryPlan, Proposal, describe_least_seconds
 
 
 def batch_flags(micro_batch: int, rows: int) -> dict[str, object]:
@@ -37,19 +37,19 @@ def proposal_of(
     long a step takes; `trainer` is one of TRL's.
     """
     words = [each.words for each in changes]
-    time = at_least(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
+    time = describe_least_seconds(plan.streamed.copy_seconds_per_step) if plan.streamed else ""
     prices = [
         each.price.replace("{time}", time)
         for each in changes
         if times is None or not each.costs_time
     ]
     flags = [each.flags for each in changes]
-    in_the_run = [each.typed(trainer) for each in changes]
+    in_the_run = [each.spell(trainer) for each in changes]
     if micro_batch != now:
         words.insert(0, rows_in_words(micro_batch, rows))
         prices = [*_price_of_rows(plan, is_timed=times is not None), *prices]
         for each in (flags, in_the_run):
-            each.insert(0, as_flags(batch_flags(micro_batch, rows)))
+            each.insert(0, write_flags(batch_flags(micro_batch, rows)))
     if times is not None:
         prices.insert(0, f"about {times:.{int(times < 10)}f}x the time of a step")
     return Proposal(

@@ -20,7 +20,7 @@ from trainer_plugins.planner.compare.switches import (
     Switch,
     half_as_long,
 )
-from trainer_plugins.planner.plan import MemoryPlan, PlanError, at_least
+from trainer_plugins.planner.plan import MemoryPlan, PlanError, describe_least_seconds
 from trainer_plugins.planner.request import PlanRequest
 
 _SEVERAL = "+"
@@ -95,7 +95,7 @@ def switches_in(change: str) -> list[Switch]:
     return [SWITCHES[name] for name in change.split(_SEVERAL)]
 
 
-def saved_by(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
+def measure_saving(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> Saved:
     """Say what a change saves: the plan without it, and with it or why there is none."""
     # the unified name is the last one, if this torch reads it
     variable = names_read(gather_machine(environ))[-1]
@@ -104,7 +104,7 @@ def saved_by(change: str, before: MemoryPlan, after: MemoryPlan | PlanError) -> 
     if isinstance(after, PlanError):
         return Saved(change=change, how=how, reason=str(after))
     if after.streamed is not None and before.streamed is None:
-        how += f"; {at_least(after.streamed.copy_seconds_per_step)}"
+        how += f"; {describe_least_seconds(after.streamed.copy_seconds_per_step)}"
     return Saved(
         change=change,
         how=how,

@@ -41,17 +41,17 @@ class Switch:
     in_the_run: str = ""  # as the run's script takes it; empty: as the plan does
     with_trl: str = ""  # the same for TRL's scripts; empty: as any script does
 
-    def typed(self, trainer: str | None) -> str:
+    def spell(self, trainer: str | None) -> str:
         """Return how it is typed in the run, with a Trainer of TRL or transformers' own."""
         return (self.with_trl if trainer else "") or self.in_the_run or self.flags
 
 
-def as_flags(arguments: Mapping[str, object]) -> str:
+def write_flags(arguments: Mapping[str, object]) -> str:
     """Write TrainingArguments as flags, in one line."""
     return " ".join(f"--{name} {value}" for name, value in arguments.items())
 
 
-def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
+def change_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     """Change TrainingArguments, by their names."""
     source = source_of(run)
     assert isinstance(source.arguments, tuple)
@@ -60,21 +60,21 @@ def with_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
 
 
-def of_flags(words: str, price: str, **changed: object) -> Switch:
+def make_switch(words: str, price: str, **changed: object) -> Switch:
     """Make a switch that changes TrainingArguments."""
-    return Switch(words, price, as_flags(changed), lambda run: with_flags(run, **changed))
+    return Switch(words, price, write_flags(changed), lambda run: change_flags(run, **changed))
 
 
-def _of_training(
+def _make_training_switch(
     words: str, advised: Advice, frees: Mapping[Category, float], price: str = ""
 ) -> Switch:
     """Make the switch of a remedy that is a flag of TrainingArguments."""
     flags = advised.flag(Door.TRAINER)
-    switch = of_flags(words, price or advised.price, **flags_in(flags))
+    switch = make_switch(words, price or advised.price, **flags_in(flags))
     return replace(switch, flags=flags, frees=frees)
 
 
-def with_adapter(run: PlanRequest) -> PlanRequest:
+def add_adapter(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters instead of the weights."""
     source = source_of(run)
     if source.peft is not None:
@@ -82,13 +82,13 @@ def with_adapter(run: PlanRequest) -> PlanRequest:
     return replace(run, source=replace(source, peft=LORA))
 
 
-def with_base_in_4_bits(run: PlanRequest) -> PlanRequest:
+def quantise_base(run: PlanRequest) -> PlanRequest:
     """Train LoRA adapters, those of the run if it has some, on a base in 4 bits."""
     source = source_of(run)
     return replace(run, source=replace(source, peft=source.peft or LORA, quantisation=_NF4))
 
 
-def with_base_streamed(run: PlanRequest) -> PlanRequest:
+def stream_base(run: PlanRequest) -> PlanRequest:
     """Keep the frozen base in main memory, except for a few layers."""
     if run.resident_layers is not None:
         raise PlanError("this run already streams its base")
@@ -122,11 +122,13 @@ _PAUSE_CHECKPOINTING = ("dpo", "kto", *ONLINE_TRAINERS)
 _OF_WEIGHTS: Mapping[Category, float] = {"gradients": 0.97, "optimizer states": 0.97}
 
 FUSED_LOSS = replace(
-    _of_training("fused loss", advice.LIGER, {"logits and loss": 0.95, "activations": 0.3}),
+    _make_training_switch(
+        "fused loss", advice.LIGER, {"logits and loss": 0.95, "activations": 0.3}
+    ),
     subject="loss",
 )
 FUSED_OPTIMIZER = replace(
-    _of_training(
+    _make_training_switch(
         "fused optimizer",
         advice.FUSED_ADAMW,
         {"activations": 1.0},
@@ -135,22 +137,26 @@ FUSED_OPTIMIZER = replace(
     subject="optimizer",
 )
 CHECKPOINTING = replace(
-    _of_training("checkpointing", advice.CHECKPOINTING, {"activations": 0.85}),
+    _make_training_switch("checkpointing", advice.CHECKPOINTING, {"activations": 0.85}),
     subject="activations",
     costs_time=True,
 )
 OFFLOADED_ACTIVATIONS = replace(
-    _of_training("activations offloaded", advice.OFFLOADED_ACTIVATIONS, {"activations": 0.97}),
+    _make_training_switch(
+        "activations offloaded", advice.OFFLOADED_ACTIVATIONS, {"activations": 0.97}
+    ),
     subject="activations",
     costs_time=True,
 )
 REDUCED_EACH_TIME = replace(
-    _of_training("gradients reduced each time", advice.REDUCED_EACH_TIME, {"gradients": 0.8}),
+    _make_training_switch(
+        "gradients reduced each time", advice.REDUCED_EACH_TIME, {"gradients": 0.8}
+    ),
     subject="gradients",
     costs_time=True,
 )
 EIGHT_BIT_OPTIMIZER = replace(
-    _of_training("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
+    _make_training_switch("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
     subject="optimizer",
     changes_result=1,
 )
@@ -158,7 +164,7 @@ ADAPTER = Switch(
     "LoRA",
     advice.ADAPTER.price,
     advice.ADAPTER.flag(Door.PLAN),
-    with_adapter,
+    add_adapter,
     _OF_WEIGHTS,
     subject="adapter",
     changes_result=2,
@@ -171,7 +177,7 @@ STREAMED_BASE = Switch(
     "base streamed",
     "the base comes over the bus, {time}",
     advice.STREAM_BASE.flag(Door.PLAN, layers=RESIDENT_LAYERS),
-    with_base_streamed,
+    stream_base,
     {"frozen weights": 0.9},
     subject="launch",
     costs_time=True,
@@ -181,7 +187,7 @@ BASE_IN_4_BITS = Switch(
     "base in 4 bits",
     "the base is rounded to 4 bits, needs bitsandbytes",
     advice.FOUR_BITS.flag(Door.PLAN),
-    with_base_in_4_bits,
+    quantise_base,
     {**_OF_WEIGHTS, "weights": 0.7, "frozen weights": 0.7},
     subject="adapter",
     changes_result=3,
@@ -227,7 +233,7 @@ FROZEN_IN_BF16 = replace(
 
 
 SLEEPING_ENGINE = replace(
-    of_flags(
+    make_switch(
         "vLLM sleeps",
         advice.SLEEP_MODE.price,
         **flags_in(advice.SLEEP_MODE.flag(Door.TRL)),
@@ -240,12 +246,14 @@ SLEEPING_ENGINE = replace(
 def smaller_engine_share(share: float, freed: float) -> Switch:
     """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
     flag = advice.SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share)
-    change = of_flags(f"vLLM's share {share}", advice.SMALLER_ENGINE_SHARE.price, **flags_in(flag))
+    change = make_switch(
+        f"vLLM's share {share}", advice.SMALLER_ENGINE_SHARE.price, **flags_in(flag)
+    )
     return replace(change, frees={"vLLM": freed}, subject="engine")
 
 
 BF16 = replace(
-    of_flags("bf16", "computed in bf16, which rounds more", bf16=True),
+    make_switch("bf16", "computed in bf16, which rounds more", bf16=True),
     subject="precision",
     changes_result=1,
 )
@@ -253,7 +261,7 @@ BF16 = replace(
 
 def cut_at(length: int) -> Switch:
     """Make the switch to TRL's rows of at most this many tokens."""
-    change = of_flags("shorter rows", f"rows are cut at {length} tokens", max_length=length)
+    change = make_switch("shorter rows", f"rows are cut at {length} tokens", max_length=length)
     return replace(change, subject="length", changes_result=4)
 
 
@@ -261,11 +269,11 @@ def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation of as many in all."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
     price = "more evaluation batches: a loss that averages over tokens moves a little"
-    switch = of_flags(words, price, per_device_eval_batch_size=rows)
+    switch = make_switch(words, price, per_device_eval_batch_size=rows)
 
     def turn(run: PlanRequest) -> PlanRequest:
         source = source_of(run)
-        now = int(source.typed("per_device_eval_batch_size") or 8)  # which is its default
+        now = int(source.find_flag("per_device_eval_batch_size") or 8)  # which is its default
         batches = -(-source.num_evaluation_batches * now // rows)
         return switch.turn(replace(run, source=replace(source, num_evaluation_batches=batches)))
 
@@ -288,7 +296,9 @@ def can_offload_activations(trainer: str | None) -> bool:
     return trainer not in _PAUSE_CHECKPOINTING and checkpointing.CAN_OFFLOAD
 
 
-def launched_by(words: str, price: str, name: str, of: Sequence[Category], share: float) -> Switch:
+def make_launch_switch(
+    words: str, price: str, name: str, of: Sequence[Category], share: float
+) -> Switch:
     """Make the switch to a launch file of ours, which frees a share of these categories."""
     path = str(configs.path(name))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from trainer_plugins.hf_trainer import HfArguments
-from trainer_plugins.launch.lint.document import deepspeed_document
+from trainer_plugins.launch.lint.document import read_deepspeed
 from trainer_plugins.launch.lint.training import nearest, sft_argument_names
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
@@ -54,14 +54,14 @@ def arguments_of(source: ConfigSource | TrainerSource) -> HfArguments:
             kind, given = pickle.loads(source.arguments)
             made: HfArguments = kind(**given)
             return made
-        return _parsed(source)
+        return _parse(source)
     except PlanError:
         raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise PlanError(first_line(error)) from error
 
 
-def rehearsed_arguments(args: Any, output_dir: str) -> Any:
+def copy_arguments(args: Any, output_dir: str) -> Any:
     """Copy TrainingArguments for a run of three steps that writes nothing."""
     given = fields_of(args)
     changed = {name: value for name, value in _REHEARSED.items() if name in given}
@@ -79,7 +79,7 @@ def _class_of(source: ConfigSource) -> Any:
     return Seq2SeqTrainingArguments
 
 
-def _parsed(source: ConfigSource) -> HfArguments:
+def _parse(source: ConfigSource) -> HfArguments:
     from transformers import HfArgumentParser
 
     kind = _class_of(source)
@@ -109,7 +109,11 @@ def _parsed(source: ConfigSource) -> HfArguments:
 
 def _row_length(source: ConfigSource, kind: Any) -> Sequence[str]:
     """Let TRL cut rows at the length that the user has given, and not at its own default."""
-    if not source.has_length or source.trainer is None or source.typed("max_length") is not None:
+    if (
+        not source.has_length
+        or source.trainer is None
+        or source.find_flag("max_length") is not None
+    ):
         return ()
     takes_it = "max_length" in {field.name for field in dataclasses.fields(kind)}
     return ("--max_length", str(source.sequence_length)) if takes_it else ()
@@ -119,7 +123,7 @@ def _check_deepspeed(given: Any) -> None:
     """Check a DeepSpeed config before transformers reads it, which expects a correct form."""
     if not given:
         return
-    document = deepspeed_document(given if isinstance(given, dict) else str(given))
+    document = read_deepspeed(given if isinstance(given, dict) else str(given))
     if document.deepspeed is None:
         raise PlanError(f"--deepspeed {given}: {document.json_problem}")
     refuse_deepspeed(document.deepspeed)

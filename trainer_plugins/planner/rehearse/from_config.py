@@ -8,7 +8,7 @@ import torch
 
 from trainer_plugins.hf_trainer import HfArguments
 from trainer_plugins.planner.plan import NotPredicted, PlanError
-from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.model_of_config import load_model
 from trainer_plugins.planner.rehearse.pictures import KINDS, Pictures, pictures_of
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
@@ -46,7 +46,7 @@ class _Inputs:
         return made
 
 
-def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
+def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     """Make the Trainer of a config, with its model on the card or where it is streamed from."""
     import transformers
 
@@ -67,7 +67,7 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
     try:
         trainer = trainer_class(
             model=model,
-            args=rehearsed_arguments(args, build.folder),
+            args=copy_arguments(args, build.folder),
             train_dataset=[0] * rows,
             compute_metrics=(lambda *_, **__: {}) if generates or source.has_metrics else None,
         )
@@ -108,9 +108,9 @@ def _inputs_of(model: Any, source: ConfigSource) -> _Inputs:
         tokens = {**_tokens(length), "labels": (length,)}
         inputs = _Inputs({}, tokens, [pictures.said], pictures)
     elif source.sound_seconds is not None:
-        inputs = _of_sounds(model, source)
+        inputs = _make_sounds(model, source)
     else:
-        inputs = _of_one_size(model, length)
+        inputs = _make_fixed_inputs(model, length)
         inputs.tokens.update(_labels(model, source))
     if "input_ids" in inputs.tokens:
         _check_positions(model, length)
@@ -123,7 +123,7 @@ def _tokens(length: int) -> dict[str, tuple[int, ...]]:
     return {"input_ids": (length,), "attention_mask": (length,)}
 
 
-def _of_sounds(model: Any, source: ConfigSource) -> _Inputs:
+def _make_sounds(model: Any, source: ConfigSource) -> _Inputs:
     """Return sounds as long as the run says, and the labels that belong to them."""
     seconds = source.sound_seconds or 0.0
     if not _takes_samples(model):
@@ -152,7 +152,7 @@ def _takes_samples(model: Any) -> bool:
     return takes == "input_values" and not hasattr(model.config, "num_mel_bins")
 
 
-def _of_one_size(model: Any, length: int) -> _Inputs:
+def _make_fixed_inputs(model: Any, length: int) -> _Inputs:
     """Return the inputs of a model whose config says their size, without its labels."""
     config, takes = model.config, getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids":

@@ -10,23 +10,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer_plugins.patched import Patches
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout
-from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.from_config import PADDED, check_rows
 from trainer_plugins.planner.rehearse.gather import longest_batch
 from trainer_plugins.planner.rehearse.loops import WORDS, Loop, loop_of
 from trainer_plugins.planner.rehearse.model_of_config import adapter_of, load_model
 from trainer_plugins.planner.rehearse.refusals import GIVE_A_TRAINER, first_line
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copied
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch
 from trainer_plugins.planner.request import ConfigSource
 
 # A mask tells texts of a row apart, and a kernel has a block for each; with one there is no mask.
 TEXTS_OF_A_PACKED_ROW = 2
 
 
-def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
+def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     """Make a Trainer of TRL's from a config. It trains, evaluates and saves."""
     check_rows(build.args)
-    loop, own_args = loop_of(source), rehearsed_arguments(build.args, build.folder)
+    loop, own_args = loop_of(source), copy_arguments(build.args, build.folder)
     if build.args.do_eval and rollout.generates(loop.trainer):
         raise NotPredicted(f"an evaluation with --trainer {source.trainer}: {GIVE_A_TRAINER}")
     is_streamed = build.streaming is not None
@@ -45,8 +45,8 @@ def rehearsed(source: ConfigSource, build: Build) -> Rehearsed:
         batches = [longest_batch(trainer, rows).batch for rows in sizes]
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: copied(batches[0]),
-        make_evaluation_batch=(lambda: copied(batches[1])) if build.args.do_eval else None,
+        make_batch=lambda: copy_batch(batches[0]),
+        make_evaluation_batch=(lambda: copy_batch(batches[1])) if build.args.do_eval else None,
         has_padding=build.has_padding is not False,
         assumptions=[*assumptions, *said],
     )
@@ -74,7 +74,7 @@ def _make(
     if rollout.generates(loop.trainer):
         length -= args.max_completion_length
         rows = -(-rollout.rows_of_a_batch(args) // args.num_generations)
-        rewards = {"reward_funcs": [_no_reward]}
+        rewards = {"reward_funcs": [_reward_nothing]}
         if length < 1:
             raise PlanError(
                 f"a row has {source.sequence_length:,} tokens (--seq-length), and its completion "
@@ -88,7 +88,7 @@ def _make(
     adapter = adapter_of(source.peft) if source.peft is not None else None
     try:
         with Patches() as patches:
-            _without_files(patches, loop, model_of)
+            _replace_files(patches, loop, model_of)
             made = loop.trainer(
                 model=model_of(),
                 args=args,
@@ -110,7 +110,7 @@ def _length(loop: Loop, source: ConfigSource, args: Any) -> tuple[int, list[str]
     return most, [f"rows are cut at {most:,} tokens (--max_length of {type(args).__name__})"]
 
 
-def _without_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn.Module]) -> None:
+def _replace_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn.Module]) -> None:
     """Build a reference from the config too, and no vLLM."""
     answers: dict[str, Callable[..., object]] = {
         "create_model_from_path": lambda *_, **__: model_of(),
@@ -122,7 +122,7 @@ def _without_files(patches: Patches, loop: Loop, model_of: Callable[[], torch.nn
                 patches.set(sys.modules[home], name, answer)
 
 
-def _no_reward(**_: object) -> list[float]:
+def _reward_nothing(**_: object) -> list[float]:
     """Stand in for the user's rewards, which are not computed."""
     raise AssertionError("a plan computes no rewards")
 

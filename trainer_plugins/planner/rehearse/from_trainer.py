@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 from trainer_plugins.planner.rehearse import rollout, ship
-from trainer_plugins.planner.rehearse.arguments import rehearsed_arguments
+from trainer_plugins.planner.rehearse.arguments import copy_arguments
 from trainer_plugins.planner.rehearse.liger import replace_again
-from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copied, other_models
+from trainer_plugins.planner.rehearse.rehearsal import Build, Rehearsed, copy_batch, other_models
 from trainer_plugins.planner.rehearse.spread import spread
 from trainer_plugins.planner.request import TrainerSource
 from trainer_plugins.wrapped import base_model
 
 
-def rehearsed(source: TrainerSource, build: Build) -> Rehearsed:
+def rehearse(source: TrainerSource, build: Build) -> Rehearsed:
     """Restore a Trainer and its batches."""
     replace_again(source.replaced)
     sent = ship.loads(source.trainer)
     if "bitsandbytes" in sys.modules:
         for part in sent["model"].modules():
             _give_its_own_weight(part)
-    trainer = _revived(sent, source.device_map, build)
+    trainer = _revive(sent, source.device_map, build)
     batch = ship.loads(source.batch)
     evaluation = ship.loads(source.evaluation_batch) if source.evaluation_batch else None
     return Rehearsed(
         trainer=trainer,
-        make_batch=lambda: copied(batch),
-        make_evaluation_batch=(lambda: copied(evaluation)) if evaluation is not None else None,
+        make_batch=lambda: copy_batch(batch),
+        make_evaluation_batch=(lambda: copy_batch(evaluation)) if evaluation is not None else None,
         has_padding=False,
         assumptions=[],
     )
 
 
-def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
+def _revive(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) -> Any:
     """Restore the user's Trainer; make again what belongs to a process or a device."""
     import transformers
     from transformers.trainer_callback import (
@@ -45,7 +45,7 @@ def _revived(sent: dict[str, Any], device_map: Mapping[str, int], build: Build) 
     )
     from transformers.trainer_utils import TrainerMemoryTracker
 
-    args: Any = rehearsed_arguments(build.args, build.folder)
+    args: Any = copy_arguments(build.args, build.folder)
     for module in (sent["model"], *sent["others"].values()):
         _register_recorded_outputs(module)
     trainer = sent["class"].__new__(sent["class"])

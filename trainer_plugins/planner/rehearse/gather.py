@@ -18,7 +18,7 @@ from trainer_plugins.longest import has_rows, lengths_of
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import NotPredicted, PlanError
 from trainer_plugins.planner.rehearse import rollout, ship
-from trainer_plugins.planner.rehearse.liger import replaced_by_liger
+from trainer_plugins.planner.rehearse.liger import find_replaced_by_liger
 from trainer_plugins.planner.rehearse.spread import device_map_of
 from trainer_plugins.planner.request import PlanRequest, TrainerSource
 from trainer_plugins.streaming.stream import stream_of
@@ -45,7 +45,7 @@ def request_of(
             "training on the CPU (use_cpu) beside a card: name a card to plan for it"
         )
     num_gpus = 1 if device_map else num_gpus or max(1, args.world_size)
-    with undisturbed(trainer):
+    with keep_undisturbed(trainer):
         batch, unread = longest_batch(trainer)
         evaluation, num_batches, unread_there = _evaluation_of(trainer)
         try:
@@ -58,11 +58,11 @@ def request_of(
                 left_out=left_out,
                 unread=tuple(filter(None, (unread, unread_there))),
                 device_map=device_map,
-                replaced=replaced_by_liger(),
+                replaced=find_replaced_by_liger(),
             )
         except (pickle.PicklingError, RecursionError) as error:
             raise PlanError(f"the Trainer cannot be sent to another process: {error}") from error
-    resident_layers, streams_embeddings = _streamed(trainer)
+    resident_layers, streams_embeddings = _read_stream(trainer)
     engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     here = _card_here(args.device) if card is None else None
     host = HostLimits(total_bytes=HostDevice().read().total_bytes) if here else HostLimits()
@@ -73,14 +73,14 @@ def request_of(
         allocator=allocator,
         num_gpus=num_gpus,
         num_nodes=_num_nodes(num_gpus),
-        environment=_exported(),
+        environment=_read_exports(),
         deepspeed=engine.deepspeed_config if engine is not None else None,
         resident_layers=resident_layers,
         streams_embeddings=streams_embeddings,
     )
 
 
-def _streamed(trainer: Any) -> tuple[int | None, bool]:
+def _read_stream(trainer: Any) -> tuple[int | None, bool]:
     """Return how many layers of a streamed base are on the card, and if embeddings are streamed.
 
     On a CPU, where a plan for a card is made, `StreamBase` has not begun.
@@ -117,7 +117,7 @@ def _num_nodes(num_gpus: int) -> int:
     return num_gpus // int(local) if is_told and not num_gpus % int(local) else 0
 
 
-def _exported() -> dict[str, str]:
+def _read_exports() -> dict[str, str]:
     """Return what the launcher of this process exported for accelerate."""
     if "WORLD_SIZE" not in os.environ:
         return {}
@@ -142,7 +142,7 @@ def _card_here(device: torch.device) -> Card | None:
 
 
 @contextlib.contextmanager
-def undisturbed(trainer: Any) -> Iterator[None]:
+def keep_undisturbed(trainer: Any) -> Iterator[None]:
     """Restore the random states and the Trainer's columns, for the run itself."""
     columns = trainer._signature_columns
     states = torch.get_rng_state(), random.getstate()

@@ -12,12 +12,12 @@ from trainer_plugins.planner.request import Replaced
 _PATCHED = ("transformers.", "torch.nn.functional")
 
 
-def replaced_by_liger() -> tuple[Replaced, ...]:
+def find_replaced_by_liger() -> tuple[Replaced, ...]:
     """Return what Liger has replaced in this process."""
     if "liger_kernel" not in sys.modules:
         return ()
     names = [name for name in sys.modules if name.startswith(_PATCHED)]
-    return tuple(each for name in names for each in _in_module(name))
+    return tuple(each for name in names for each in _search_module(name))
 
 
 def replace_again(replaced: tuple[Replaced, ...]) -> None:
@@ -29,7 +29,7 @@ def replace_again(replaced: tuple[Replaced, ...]) -> None:
         setattr(owner, name, functools.reduce(getattr, qualified.split("."), instead))
 
 
-def _in_module(module: str) -> Iterator[Replaced]:
+def _search_module(module: str) -> Iterator[Replaced]:
     for name, value in list(vars(sys.modules[module]).items()):
         if _is_ligers(value):
             yield Replaced(module, name, (value.__module__, value.__qualname__))

@@ -32,12 +32,12 @@ def _pair(length: int, _: int) -> Row:
     return {"prompt": _text(prompt), "chosen": answer, "rejected": answer}
 
 
-def _judged(length: int, index: int) -> Row:
+def _make_judged_row(length: int, index: int) -> Row:
     row = _pair(length, index)
     return {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 2 == 0}
 
 
-def _compared(length: int, _: int) -> Row:
+def _make_compared_row(length: int, _: int) -> Row:
     return {"chosen": _text(length - 1), "rejected": _text(length - 1)}
 
 
@@ -68,14 +68,14 @@ class Loop:
     @property
     def halves_rows(self) -> bool:
         """Return whether half of each row is the prompt."""
-        return self.row in (_pair, _judged, _triple)
+        return self.row in (_pair, _make_judged_row, _triple)
 
 
 LOOPS = {
     "sft": Loop("SFT", _tokens),
     "dpo": Loop("DPO", _pair),
-    "kto": Loop("KTO", _judged),
-    "reward": Loop("Reward", _compared),
+    "kto": Loop("KTO", _make_judged_row),
+    "reward": Loop("Reward", _make_compared_row),
     "grpo": Loop("GRPO", _prompt),
     "rloo": Loop("RLOO", _prompt),
     "gmpo": Loop("GMPO", _prompt, "trl.experimental.gmpo"),

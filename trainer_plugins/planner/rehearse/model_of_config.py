@@ -40,7 +40,7 @@ def load_model(
     try:
         config = config_of(source.config)
         dtype = dtype_of(source, config, assumptions)
-        model = _loaded(source, config, dtype, num_parts, is_streamed)
+        model = _load(source, config, dtype, num_parts, is_streamed)
     except (PlanError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config may be wrong in any way, and raise anything
@@ -59,7 +59,7 @@ def load_model(
                 " quantised float32, with use_gradient_checkpointing="
                 f"{source.kbit_checkpoints}; see --no-prepare-kbit"
             )
-        model = with_peft(model, source.peft)
+        model = add_adapter(model, source.peft)
     if is_streamed and source.quantisation is not None:
         assumptions.append(
             'the quantised base is loaded to main memory (device_map="cpu"); loaded to the card it'
@@ -68,7 +68,7 @@ def load_model(
     return model, assumptions
 
 
-def _loaded(
+def _load(
     source: ConfigSource, config: Any, dtype: torch.dtype, num_parts: int, is_streamed: bool
 ) -> Any:
     import transformers
@@ -79,7 +79,7 @@ def _loaded(
     elif loads_onto_the_card(source):
         options["device_map"] = "auto"
     if given := source.config.get("quantization_config"):
-        options["quantization_config"] = _as_loaded(given)
+        options["quantization_config"] = _read_quantisation(given)
     if source.quantisation is not None:
         options["quantization_config"] = transformers.BitsAndBytesConfig(**source.quantisation)
     if num_parts > 1:
@@ -90,7 +90,7 @@ def _loaded(
         return kind.from_pretrained(folder, config=part, **options)
 
 
-def _as_loaded(given: Any) -> Any:
+def _read_quantisation(given: Any) -> Any:
     """Return how weights are quantised that the config says are quantised already.
 
     bitsandbytes' checkpoints are as large as what it makes; gpt-oss decodes mxfp4, to train.
@@ -131,7 +131,7 @@ def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     classifiers = transformers.AutoModelForSequenceClassification._model_mapping
-    named = _named_class(config, kind)
+    named = _find_class(config, kind)
     is_classifier = named is not None and named.__name__.endswith("Classification")
     if num_labels is not None and not is_classifier and type(config) in classifiers:
         return classifiers[type(config)]
@@ -148,7 +148,7 @@ def _class_of(config: Any, kind: object, num_labels: int | None) -> Any:
     raise NotPredicted(f"{config.model_type} without `architectures` in its config")
 
 
-def _named_class(config: Any, kind: object) -> Any:
+def _find_class(config: Any, kind: object) -> Any:
     """Return the class that `architectures` names; None to take the usual one."""
     import transformers
 
@@ -252,7 +252,7 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
     return dtype
 
 
-def with_peft(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
+def add_adapter(model: torch.nn.Module, given: Mapping[str, object]) -> torch.nn.Module:
     """Add an adapter of PEFT; `given` is the content of its config."""
     config = adapter_of(given)
     import peft

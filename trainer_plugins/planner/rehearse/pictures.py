@@ -40,7 +40,7 @@ def pictures_of(model: Any, source: ConfigSource) -> Pictures:
     return found
 
 
-def _said(number: int, picture: tuple[int, int], num_tokens: int, why: str) -> str:
+def _describe(number: int, picture: tuple[int, int], num_tokens: int, why: str) -> str:
     if number == 0:
         return "rows have no pictures (--images-per-row)"
     size = f"{picture[0]} x {picture[1]} pixels ({why})"
@@ -51,7 +51,7 @@ def _said(number: int, picture: tuple[int, int], num_tokens: int, why: str) -> s
     return f"each row has {number} pictures of {size}, each {num_tokens:,} of its tokens"
 
 
-def _of_one_size(config: Any, source: ConfigSource) -> tuple[int, int]:
+def _measure_tower(config: Any, source: ConfigSource) -> tuple[int, int]:
     """Return the side of a picture that the vision tower takes, and the patches along it."""
     side = config.vision_config.image_size
     if source.image_size not in (None, (side, side)):
@@ -66,7 +66,7 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
     """Describe models that get all pictures in one list, and perhaps marks of their tokens."""
 
     def pictures(config: Any, source: ConfigSource, number: int) -> Pictures:
-        side, patches = _of_one_size(config, source)
+        side, patches = _measure_tower(config, source)
         each = num_tokens(config, patches)
 
         def add_to(batch: Batch, rows: int) -> None:
@@ -77,7 +77,7 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
                 shape = (rows, source.sequence_length)
                 batch["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
 
-        said = _said(number, (side, side), each, "image_size of the config")
+        said = _describe(number, (side, side), each, "image_size of the config")
         return Pictures(number * each, add_to, said)
 
     return pictures
@@ -85,7 +85,7 @@ def _one_by_one(num_tokens: Callable[[Any, int], int], *, has_types: bool) -> An
 
 def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
     """Describe models that get the pictures of each row with a mask of their pixels."""
-    side, patches = _of_one_size(config, source)
+    side, patches = _measure_tower(config, source)
     each = patches**2 // config.scale_factor**2
 
     def add_to(batch: Batch, rows: int) -> None:
@@ -95,11 +95,13 @@ def _row_by_row(config: Any, source: ConfigSource, number: int) -> Pictures:
             mask = torch.ones(rows, number, side, side, dtype=torch.long)
             batch["pixel_attention_mask"] = mask
 
-    said = _said(number, (side, side), each, "the piece of a larger one: image_size of the config")
+    said = _describe(
+        number, (side, side), each, "the piece of a larger one: image_size of the config"
+    )
     return Pictures(number * each, add_to, said)
 
 
-def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
+def _describe_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
     """Describe models that get patches in one list, and the height and width of each picture."""
     vision = config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
@@ -125,22 +127,22 @@ def _of_any_size(config: Any, source: ConfigSource, number: int) -> Pictures:
         batch["attention_mask"] = torch.tensor([[1] * length] * rows)
 
     why = "--image-size, in whole patches" if source.image_size else "a guess; see --image-size"
-    said = _said(number, (height, width), each, why)
+    said = _describe(number, (height, width), each, why)
     return Pictures(number * each, add_to, said)
 
 
-def _of_llava(config: Any, patches: int) -> int:
+def _count_llava_tokens(config: Any, patches: int) -> int:
     has_class = config.vision_feature_select_strategy == "full"
     return patches**2 + int(has_class and config.vision_config.model_type.startswith("clip"))
 
 
 KINDS: dict[str, Callable[[Any, ConfigSource, int], Pictures]] = {
-    "llava": _one_by_one(_of_llava, has_types=False),
+    "llava": _one_by_one(_count_llava_tokens, has_types=False),
     "paligemma": _one_by_one(lambda _, patches: patches**2, has_types=True),
     "gemma3": _one_by_one(lambda config, _: int(config.mm_tokens_per_image), has_types=True),
     "idefics3": _row_by_row,
     "smolvlm": _row_by_row,
-    "qwen2_vl": _of_any_size,
-    "qwen2_5_vl": _of_any_size,
-    "qwen3_vl": _of_any_size,
+    "qwen2_vl": _describe_any_size,
+    "qwen2_5_vl": _describe_any_size,
+    "qwen3_vl": _describe_any_size,
 }  # by model_type

@@ -12,7 +12,7 @@ _NO_CARD = "none is named: kernels of an H100 (sm_90)"
 _BITS = {"Linear4bit": 4, "Linear8bitLt": 8}  # of a weight, by bitsandbytes' names of its layers
 
 
-def planned_of(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[str, str]:
+def describe_run(request: PlanRequest, trainer: Any, args: HfArguments) -> dict[str, str]:
     """Return the model, the batch, the optimizer and the launch of a run, by name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     base: Any = base_model(model)

@@ -44,7 +44,7 @@ _WHY = {
 }  # words in the errors of runs that fail on a card too, and what to pass
 
 
-def as_plan_error(error: Exception) -> PlanError:
+def make_plan_error(error: Exception) -> PlanError:
     """Return what a run has raised, which is the user's own code too, as a PlanError."""
     if isinstance(error, PlanError):
         return error
@@ -52,7 +52,7 @@ def as_plan_error(error: Exception) -> PlanError:
     if why is not None:
         return PlanError(f"the dry run failed, and so will the run: {why}")
     return PlanError(
-        f"the dry run failed: {type(error).__name__}: {first_line(error)}{_where(error)}"
+        f"the dry run failed: {type(error).__name__}: {first_line(error)}{_name_place(error)}"
     )
 
 
@@ -62,7 +62,7 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _where(error: BaseException) -> str:
+def _name_place(error: BaseException) -> str:
     """Name the innermost line that is neither torch's nor ours."""
     trace, place = error.__traceback__, ""
     while trace is not None:

@@ -62,12 +62,12 @@ def _num_readers(trainer: HfTrainer) -> int:
     return num_cards // (shared.cp_size * shared.tp_size) if shared is not None else num_cards
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """Copy a batch, as a collator makes a new one each time."""
     if isinstance(batch, torch.Tensor):
         return batch.clone()
     if isinstance(batch, dict):
-        return {name: copied(each) for name, each in batch.items()}
+        return {name: copy_batch(each) for name, each in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(copied(each) for each in batch)
+        return type(batch)(copy_batch(each) for each in batch)
     return batch

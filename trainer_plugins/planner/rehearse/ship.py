@@ -141,10 +141,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
         if isinstance(value, torch.Generator):
             return torch.Generator, ()
         if isinstance(value, torch.nn.Module) and vars(value).keys() & _FORWARDS:
-            return _without_what_accelerate_did(value)
+            return _reduce_module(value)
         if isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value):
             kind = parametrize.type_before_parametrizations(value)
-            return _new_module, (kind,), vars(value), None, None, _parametrized
+            return _new_module, (kind,), vars(value), None, None, _restore_parametrized
         if id(value) in _MARKS:
             return getattr, (dataclasses, _MARKS[id(value)])
         if type(value) is functools.cached_property:  # before Python 3.12 it has a lock
@@ -162,7 +162,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
 
     def _shape_of(self, tensor: torch.Tensor) -> "_ShapeOf":
         if self._stream is not None:
-            tensor = self._stream.in_main_memory(tensor)
+            tensor = self._stream.get_copy(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() == 0:
             self._without_bytes.append(tensor)  # kept, so that no other tensor gets its id
@@ -174,7 +174,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it is not typed
 _ShapeOf = tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt, torch.dtype, tuple[int, int]]
 
 
-def _without_what_accelerate_did(module: torch.nn.Module) -> tuple[object, ...]:
+def _reduce_module(module: torch.nn.Module) -> tuple[object, ...]:
     """Reduce a module to its original `forward`: accelerate's autocast cannot be pickled."""
     made: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = {name: value for name, value in made[2].items() if name not in _OF_ACCELERATE}
@@ -187,7 +187,7 @@ def _new_module(kind: type[torch.nn.Module]) -> torch.nn.Module:
     return kind.__new__(kind)
 
 
-def _parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:
+def _restore_parametrized(module: torch.nn.Module, state: dict[str, object]) -> None:
     """Make the class that `register_parametrization` gave to a module again, for its properties."""
     vars(module).update(state)
     parametrize._inject_new_class(module)

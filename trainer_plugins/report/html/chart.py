@@ -33,7 +33,7 @@ _COLOURS = {name: colour for colour, names in _NAMES.items() for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ChartLine:
     """Holds a line, or the upper edge of an area: a number for each stretch, None for a gap."""
 
     name: str
@@ -102,8 +102,8 @@ class Chart:
     top: float  # the number at the upper edge
     edges: Sequence[float]
     steps: Sequence[int] = ()  # the last step of each stretch, which the axis then counts
-    areas: Sequence[Line] = ()  # from the bottom to the top, each on the one before
-    lines: Sequence[Line] = ()
+    areas: Sequence[ChartLine] = ()  # from the bottom to the top, each on the one before
+    lines: Sequence[ChartLine] = ()
     said: Sequence[str]  # what a stretch is
     hint: str = ""
     limit: Dot | None = None
@@ -115,14 +115,14 @@ class Chart:
     others: Sequence[Key] = ()
     table: Table | None = None
 
-    def drawn(self) -> Mapping[str, object]:
+    def describe(self) -> Mapping[str, object]:
         """Return what the script draws from."""
         return {name: value for name, value in asdict(self).items() if name != "table"}
 
 
 def areas_of_card(
     levels: Sequence[Sequence[float]], outside: int, kept: int, peak: int, reserved: int
-) -> list[Line]:
+) -> list[ChartLine]:
     """Make the areas of a card's memory of levels that include those below; sizes for the key."""
     names = (
         ("outside torch", "outside", outside),
@@ -132,7 +132,7 @@ def areas_of_card(
     )
     highest = accumulate(levels, lambda low, high: [*map(max, low, high)])
     return [
-        Line(name=name, colour=colour, note=size(num_bytes), values=values)
+        ChartLine(name=name, colour=colour, note=size(num_bytes), values=values)
         for (name, colour, num_bytes), values in zip(names, highest, strict=True)
     ]
 
@@ -143,7 +143,7 @@ def top_of(highest: float, limit: int | None) -> float:
     return _HEADROOM * max(highest, limit if is_near and limit else 0, 1)
 
 
-def limited(top: float, limit: int | None) -> tuple[Dot | None, tuple[Key, ...]]:
+def draw_limit(top: float, limit: int | None) -> tuple[Dot | None, tuple[Key, ...]]:
     """Draw the limit of a card; the key names one that is above the picture."""
     if limit is None:
         return None, ()

@@ -46,7 +46,7 @@ class Noted:
         return f"{steps_in_words(min(steps), max(steps))}; {ranks_in_words(ranks)}"
 
 
-def noted_in(timelines: Timelines) -> tuple[Noted, ...]:
+def collect_notes(timelines: Timelines) -> tuple[Noted, ...]:
     """Collect the findings of all ranks by code, in the order in which they first came."""
     found: dict[str, list[tuple[int, Remark]]] = {}
     remarks = entries_of(timelines, Remark)

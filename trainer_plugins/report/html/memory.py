@@ -11,11 +11,11 @@ from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.timeline import Entry, Failure, Sample
 from trainer_plugins.report.html.chart import (
     Chart,
+    ChartLine,
     Dot,
-    Line,
     Table,
     areas_of_card,
-    limited,
+    draw_limit,
     seconds_text,
     top_of,
 )
@@ -40,7 +40,7 @@ class Stretch:
 Part = TypeVar("Part", bound=Stretch)
 
 
-def grouped(alone: Sequence[Part], most: int) -> list[list[Part]]:
+def group(alone: Sequence[Part], most: int) -> list[list[Part]]:
     """Group what lies side by side: each of about `most` groups is long enough to be seen."""
     shortest = alone[-1].ended_seconds / most if alone else 0.0
     groups: list[list[Part]] = []
@@ -52,7 +52,7 @@ def grouped(alone: Sequence[Part], most: int) -> list[list[Part]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use(Stretch):
+class MemoryUse(Stretch):
     """Holds the highest figures of readings in a row; each covers all since the one before."""
 
     first_step: int
@@ -65,12 +65,14 @@ class Use(Stretch):
     reserved_bytes: int
 
 
-def stretches_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Use]:
+def stretches_of(
+    entries: Iterable[Entry], began_seconds: float, most: int = MOST
+) -> list[MemoryUse]:
     """Join the readings of one rank to about `most` stretches."""
-    return [_joined(some) for some in grouped([*_alone(entries, began_seconds)], most)]
+    return [_join(some) for some in group([*_alone(entries, began_seconds)], most)]
 
 
-def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Use]:
+def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[MemoryUse]:
     before = 0.0
     for entry in entries:
         if not isinstance(entry, Sample):
@@ -78,7 +80,7 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Use]:
         reading, outside = entry.reading, entry.reading.non_torch_bytes
         peak = outside + max(reading.peak_allocated_bytes, reading.allocated_bytes)
         until = max(before, entry.time_seconds - began_seconds)  # a clock may be set back
-        yield Use(
+        yield MemoryUse(
             began_seconds=before,
             ended_seconds=until,
             first_step=entry.step,
@@ -94,8 +96,8 @@ def _alone(entries: Iterable[Entry], began_seconds: float) -> Iterator[Use]:
         before = until
 
 
-def _joined(some: Sequence[Use]) -> Use:
-    sizes = [each.name for each in fields(Use) if each.name.endswith("_bytes")]
+def _join(some: Sequence[MemoryUse]) -> MemoryUse:
+    sizes = [each.name for each in fields(MemoryUse) if each.name.endswith("_bytes")]
     return replace(
         some[0],
         ended_seconds=some[-1].ended_seconds,
@@ -126,7 +128,7 @@ def memory_chart(
     highest = max(*(each.used_bytes for each in found), *planned.values(), 1)
     scale = top_of(highest, reading.total_bytes)
     peak = max(found, key=lambda each: each.peak_bytes)
-    limit, key = limited(scale, reading.total_bytes)
+    limit, key = draw_limit(scale, reading.total_bytes)
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
@@ -138,8 +140,8 @@ def memory_chart(
         edges=_edges(found),
         steps=[each.last_step for each in found],
         areas=_areas(found, reading),
-        lines=_planned(found, planned),
-        said=[_said(each) for each in found],
+        lines=_draw_planned(found, planned),
+        said=[_describe(each) for each in found],
         hint="Point at a moment. Drag to zoom; keys: + - 0, arrows, f.",
         limit=limit,
         dot=Dot(
@@ -178,7 +180,7 @@ def small_chart(
         edges=_edges(found),
         steps=[each.last_step for each in found],
         areas=_areas(found, reading)[:3],
-        said=[_said(each) for each in found],
+        said=[_describe(each) for each in found],
         limit=Dot(value=reading.total_bytes, text=""),
         uprights=_failures(entries, during),
     )
@@ -207,18 +209,18 @@ def _failures(entries: Iterable[Entry], during: Duration) -> tuple[float, ...]:
 _HEAD = ("steps", "until", "moment", "tensors at the peak", "with others", "reserved", "outside")
 
 
-def _edges(found: Sequence[Use]) -> list[float]:
+def _edges(found: Sequence[MemoryUse]) -> list[float]:
     return [*(round(each.began_seconds, 3) for each in found), round(found[-1].ended_seconds, 3)]
 
 
-def _said(each: Use) -> str:
+def _describe(each: MemoryUse) -> str:
     return (
         f"{steps_in_words(each.first_step, each.last_step)},"
         f" {', '.join(map(printable, each.moments))}, {seconds_text(each.ended_seconds)}"
     )
 
 
-def _row(each: Use) -> tuple[str, ...]:
+def _row(each: MemoryUse) -> tuple[str, ...]:
     return (
         steps_in_words(each.first_step, each.last_step),
         seconds_text(each.ended_seconds),
@@ -230,18 +232,18 @@ def _row(each: Use) -> tuple[str, ...]:
     )
 
 
-def _areas(found: Sequence[Use], reading: MemoryReading) -> list[Line]:
+def _areas(found: Sequence[MemoryUse], reading: MemoryReading) -> list[ChartLine]:
     figures = attrgetter("outside_bytes", "kept_bytes", "peak_bytes", "used_bytes")
     levels = [*zip(*map(figures, found), strict=True)]
     peak, kept = reading.peak_allocated_bytes, reading.allocated_bytes
     return areas_of_card(levels, reading.non_torch_bytes, kept, peak, reading.reserved_bytes)
 
 
-def _planned(found: Sequence[Use], planned: Mapping[str, int]) -> tuple[Line, ...]:
+def _draw_planned(found: Sequence[MemoryUse], planned: Mapping[str, int]) -> tuple[ChartLine, ...]:
     if not planned:
         return ()
     levels = [
         max((planned[moment] for moment in each.moments if moment in planned), default=None)
         for each in found
     ]
-    return (Line(name="planned peak", colour="planned", values=levels, dashed=True),)
+    return (ChartLine(name="planned peak", colour="planned", values=levels, dashed=True),)

@@ -11,11 +11,17 @@ from trainer_plugins.report.html.chart import (
     Table,
     areas_of_card,
     colour_of,
-    limited,
+    draw_limit,
     top_of,
 )
 from trainer_plugins.report.html.page import Page, page
-from trainer_plugins.report.plan_text import details, host_verdict, moment_of, planned, verdict
+from trainer_plugins.report.plan_text import (
+    describe_planned,
+    details,
+    host_verdict,
+    moment_of,
+    verdict,
+)
 from trainer_plugins.units import size
 
 _OF_A_STEP = ("forward", "backward", "optimizer step")
@@ -30,13 +36,13 @@ def plan_page(plan: MemoryPlan) -> Page:
     breakdown = sorted(plan.breakdown.items(), key=lambda pair: -pair[1])
     return page(
         "plan.html.jinja",
-        {"charts": {} if chart is None else {chart.name: chart.drawn()}},
+        {"charts": {} if chart is None else {chart.name: chart.describe()}},
         plan=plan,
         moment=moment_of(plan),
         verdict=verdict(plan),
         details=details(plan),
         host=host_verdict(plan),
-        planned=planned(plan),
+        planned=describe_planned(plan),
         chart=chart,
         breakdown=[(name, num_bytes, "") for name, num_bytes in breakdown],
     )
@@ -56,8 +62,8 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     used = [outside + max(point) for point in points]
     top = top_of(max(used), plan.capacity_bytes)
     peak = max(range(len(points)), key=lambda at: points[at][0])
-    limit, key = limited(top, plan.capacity_bytes)
-    kept = _kept(stretches)
+    limit, key = draw_limit(top, plan.capacity_bytes)
+    kept = _find_kept(stretches)
     levels = [
         [outside] * len(points),
         [outside + each for each in kept],
@@ -107,7 +113,7 @@ def _edges(stretches: Sequence[Stretch]) -> list[float]:
     return [*begins, float(len(stretches))]
 
 
-def _kept(stretches: Sequence[Stretch]) -> list[int]:
+def _find_kept(stretches: Sequence[Stretch]) -> list[int]:
     """Return for each point the least that is allocated during its step, or its other moment."""
     steps: list[list[int]] = []
     before = ""

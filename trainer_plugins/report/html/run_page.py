@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.run import explain_run
-from trainer_plugins.explain.run.ending import how_it_ended
+from trainer_plugins.explain.run.ending import judge_ending
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.planner.calibrate import (
     Difference,
@@ -23,7 +23,7 @@ from trainer_plugins.record.oom_record import OomRecord, read_oom_records
 from trainer_plugins.record.run_facts import read_run_facts
 from trainer_plugins.record.timeline import Remark
 from trainer_plugins.report.html.chart import Chart
-from trainer_plugins.report.html.events import Duration, Noted, failures_in_words, noted_in
+from trainer_plugins.report.html.events import Duration, Noted, collect_notes, failures_in_words
 from trainer_plugins.report.html.memory import fullest, memory_chart, odd_one, small_chart
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.html.plan_page import plan_page
@@ -31,15 +31,15 @@ from trainer_plugins.report.html.snapshot_data import snapshot_data
 from trainer_plugins.report.html.step_times import pace_chart, rate_chart
 from trainer_plugins.report.summary import (
     SLACK_SECONDS,
-    MomentPeak,
+    RankPeaks,
+    add_records,
     failures_of,
     peaks,
     places_of,
     records_of,
     strategies_of,
-    with_records,
 )
-from trainer_plugins.report.text import when
+from trainer_plugins.report.text import describe_steps
 from trainer_plugins.snapshot.oom import SnapshotCase, case_of
 from trainer_plugins.snapshot.pickled import NotReadableError
 from trainer_plugins.units import percent, size
@@ -63,17 +63,17 @@ def run_page(
         refuse_another_run(plan, run.timelines, "the plan")
     records = records_of(run, read_oom_records(folder))
     record = records[0] if records else None
-    run = with_records(run, records)
+    run = add_records(run, records)
     failures = failures_of(run.timelines)
     died = ending is not None or any(failure.record for _, failure in failures)
     answer = explain_run(folder, predicts) if died else None
     began, ended = run.seconds
     during = Duration(began_seconds=began, seconds=max(ended - began, 1e-3))
-    noted = noted_in(run.timelines)
+    noted = collect_notes(run.timelines)
     alive, held = _alive_and_held(record, noted)
     rank = _rank_in_full(run, record)
     entries = run.timelines[rank]
-    memory = memory_chart(rank, entries, during, noted, _planned(plan))
+    memory = memory_chart(rank, entries, during, noted, _read_planned_peaks(plan))
     pace = pace_chart(rank, entries, during)
     rate = rate_chart(rank, entries, during, _num_rows_a_step(run, folder))
     ranks = _small(run, during)
@@ -82,12 +82,12 @@ def run_page(
     snapshots = [] if case is None else [snapshot_data(case, "What torch's snapshot holds")]
     return page(
         "run.html.jinja",
-        {"charts": {each.name: each.drawn() for each in charts}, "snapshots": snapshots},
+        {"charts": {each.name: each.describe() for each in charts}, "snapshots": snapshots},
         folder=folder,
         verdict=verdict(run, answer, ending),
         is_bad=ending is not None or bool(failures),
         lede=_lede(record),
-        when=when(run),
+        when=describe_steps(run),
         strategies=[*strategies_of(run.timelines), *places_of(run)],
         answer=answer,
         grades=GRADES,
@@ -129,7 +129,7 @@ def draw(what: MemoryPlan | str | Path, plan: MemoryPlan | None = None) -> Page:
         return plan_page(what)
     folder = Path(what)
     history = read_history(folder)
-    return run_page(history, folder, how_it_ended(history, folder), plan)
+    return run_page(history, folder, judge_ending(history, folder), plan)
 
 
 def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str:
@@ -155,7 +155,7 @@ def verdict(run: Run, answer: Explanation | None, ending: Finding | None) -> str
     return f"{top.reading.device} was {full} full at most, {place}{but}{saved}"
 
 
-def _planned(plan: MemoryPlan | None) -> dict[str, int]:
+def _read_planned_peaks(plan: MemoryPlan | None) -> dict[str, int]:
     """Return the planned peak of each moment that the run tells apart."""
     if plan is None:
         return {}
@@ -237,11 +237,11 @@ def _case(record: OomRecord | None, folder: Path) -> SnapshotCase | None:
         return None
 
 
-def _peaks(run: Run) -> list[MomentPeak]:
+def _peaks(run: Run) -> list[RankPeaks]:
     return [peak for rank, entries in run.timelines.items() for peak in peaks({rank: entries})]
 
 
 def _earlier(history: History) -> Iterator[tuple[str, str, int]]:
     for run in reversed(history.runs[:-1]):
         peak = max((each.peak_bytes for each in _peaks(run)), default=0)
-        yield when(run), verdict(run, None, None), peak
+        yield describe_steps(run), verdict(run, None, None), peak

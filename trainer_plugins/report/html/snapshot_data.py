@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer_plugins.printable import printable
 from trainer_plugins.report.html.chart import colour_of
-from trainer_plugins.snapshot.cards import Frame, Stack
+from trainer_plugins.snapshot.cards import Stack, StackFrame
 from trainer_plugins.snapshot.held import WORDS, Category
 from trainer_plugins.snapshot.lives import BEFORE, Life
 from trainer_plugins.snapshot.oom import SnapshotCase
@@ -108,9 +108,11 @@ class _Stacks:
     def node(self, life: Life) -> int:
         """Return the innermost frame of what asked for a block."""
         if not life.stack:
-            return self._add([Frame("", 0, self._case.sorter.place(life))])
+            return self._add([StackFrame("", 0, self._case.sorter.place(life))])
         if life.stack not in self._known:
-            self._known[life.stack] = self._add(_shown(self._case.snapshot.stacks[life.stack]))
+            self._known[life.stack] = self._add(
+                _select_frames(self._case.snapshot.stacks[life.stack])
+            )
         return self._known[life.stack]
 
     def columns(self) -> dict[str, object]:
@@ -122,11 +124,11 @@ class _Stacks:
             "names": list(self._names),
         }
 
-    def _add(self, frames: Sequence[Frame]) -> int:
+    def _add(self, frames: Sequence[StackFrame]) -> int:
         node = -1
         for frame in reversed(frames):
             if frame.file not in self._short:
-                self._short[frame.file] = (_shortened(frame.file), int(is_users(frame.file)))
+                self._short[frame.file] = (_shorten(frame.file), int(is_users(frame.file)))
             file, is_own = self._short[frame.file]
             key = (
                 self._files.setdefault(file, len(self._files)),
@@ -139,15 +141,15 @@ class _Stacks:
         return node
 
 
-def _shown(stack: Stack) -> list[Frame]:
+def _select_frames(stack: Stack) -> list[StackFrame]:
     """Leave out calls of modules, and of C++ all but the innermost operation and its backward."""
     names = [each.name for each in stack]
     found = (next(filter(None, map(one.match, names)), None) for one in (_OPERATION, _NODE))
     python = [each for each in stack if is_python(each) and each.name not in _MODULES]
-    return [*(Frame("", 0, each[1]) for each in found if each), *python] or [*stack]
+    return [*(StackFrame("", 0, each[1]) for each in found if each), *python] or [*stack]
 
 
-def _shortened(file: str) -> str:
+def _shorten(file: str) -> str:
     """Name a file of a package by its place there, another by its last folders."""
     path = file.replace("\\", "/")
     if "-packages/" in path:

@@ -18,7 +18,7 @@ def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
     """Render one snapshot, or two side by side, with what was found out."""
     is_bad = any(case.oom is not None for case in cases)
     cause = answer.causes[0].summary if answer.causes else ""
-    shown = [_shown(case, len(cases) > 1) for case in cases]
+    shown = [_describe_case(case, len(cases) > 1) for case in cases]
     return page(
         "snapshot.html.jinja",
         {
@@ -27,7 +27,7 @@ def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
                 for case, each in zip(cases, shown, strict=True)
             ]
         },
-        verdict=_verdict(cases[0], cause) if len(cases) == 1 else _compared(cause),
+        verdict=_verdict(cases[0], cause) if len(cases) == 1 else _describe_comparison(cause),
         is_bad=is_bad,
         ending=answer.facts[0],
         answer=answer,
@@ -38,7 +38,7 @@ def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
     )
 
 
-def _shown(case: SnapshotCase, is_named: bool) -> Mapping[str, object]:
+def _describe_case(case: SnapshotCase, is_named: bool) -> Mapping[str, object]:
     when = "when it ran out" if case.oom is not None else "at the peak"
     name = f"{printable(case.snapshot.name)}: " if is_named else ""
     return {
@@ -62,5 +62,5 @@ def _verdict(case: SnapshotCase, cause: str) -> str:
     return f"Out of memory: {cause}"
 
 
-def _compared(cause: str) -> str:
+def _describe_comparison(cause: str) -> str:
     return cause[:1].upper() + cause[1:] or "The second snapshot holds no more than the first"

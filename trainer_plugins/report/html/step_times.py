@@ -7,9 +7,9 @@ from statistics import median
 from typing import Literal
 
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.report.html.chart import Chart, Dot, Line, Table, seconds_text
+from trainer_plugins.report.html.chart import Chart, ChartLine, Dot, Table, seconds_text
 from trainer_plugins.report.html.events import Duration
-from trainer_plugins.report.html.memory import MOST, MOST_ROWS, Stretch, grouped
+from trainer_plugins.report.html.memory import MOST, MOST_ROWS, Stretch, group
 from trainer_plugins.report.summary import steps_in_words
 
 _FEWEST = 3
@@ -17,7 +17,7 @@ _FAR = 8  # a step of this many times the usual would flatten the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace(Stretch):
+class StepTimes(Stretch):
     """Holds how long steps in a row took."""
 
     num_steps: int
@@ -31,12 +31,12 @@ class Pace(Stretch):
         return self.busy_seconds / self.num_steps
 
 
-def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[Pace]:
+def paces_of(entries: Iterable[Entry], began_seconds: float, most: int = MOST) -> list[StepTimes]:
     """Measure the steps of one rank between its readings, joined as stretches are."""
-    return [_joined(some) for some in grouped([*_paces(entries, began_seconds)], most)]
+    return [_join(some) for some in group([*_paces(entries, began_seconds)], most)]
 
 
-def _joined(some: Sequence[Pace]) -> Pace:
+def _join(some: Sequence[StepTimes]) -> StepTimes:
     return replace(
         max(some, key=attrgetter("slowest_seconds")),
         began_seconds=some[0].began_seconds,
@@ -48,7 +48,7 @@ def _joined(some: Sequence[Pace]) -> Pace:
     )
 
 
-def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
+def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[StepTimes]:
     """Yield the steps: each lasts from the reading before it, so evaluations do not count."""
     before: Sample | None = None
     for entry in entries:
@@ -57,7 +57,7 @@ def _paces(entries: Iterable[Entry], began_seconds: float) -> Iterator[Pace]:
         if entry.moment == "train" and before is not None:
             seconds, num = entry.time_seconds - before.time_seconds, entry.step - before.step
             if seconds > 0 and num > 0:
-                yield Pace(
+                yield StepTimes(
                     began_seconds=before.time_seconds - began_seconds,
                     ended_seconds=entry.time_seconds - began_seconds,
                     num_steps=num,
@@ -82,7 +82,7 @@ def pace_chart(rank: int, entries: Sequence[Entry], during: Duration) -> Chart |
         lines.insert(0, ("slowest", "slow", [each.slowest_seconds for each in found]))
     longest = f"{seconds_text(slowest.slowest_seconds)}, in step {slowest.slowest_step}"
 
-    def cells(each: Pace) -> tuple[str, str]:
+    def cells(each: StepTimes) -> tuple[str, str]:
         return seconds_text(each.mean_seconds), seconds_text(each.slowest_seconds)
 
     return _chart(
@@ -105,10 +105,10 @@ def rate_chart(
         return None
     what = "tokens" if has_tokens else "rows"
 
-    def count(each: Pace) -> int:
+    def count(each: StepTimes) -> int:
         return each.num_tokens if has_tokens else each.num_steps * num_rows_a_step
 
-    def cells(each: Pace) -> tuple[str, str]:
+    def cells(each: StepTimes) -> tuple[str, str]:
         return f"{count(each):,}", _number(count(each) / each.busy_seconds)
 
     rates = [count(each) / each.busy_seconds for each in found]
@@ -128,7 +128,7 @@ def _table(
     entries: Sequence[Entry],
     during: Duration,
     heads: tuple[str, str],
-    cells: Callable[[Pace], tuple[str, str]],
+    cells: Callable[[StepTimes], tuple[str, str]],
 ) -> Table:
     rows = (
         (seconds_text(each.ended_seconds), str(each.num_steps), *cells(each))
@@ -141,7 +141,7 @@ def _chart(
     name: str,
     title: str,
     unit: Literal["s", "/s"],
-    found: Sequence[Pace],
+    found: Sequence[StepTimes],
     lines: Sequence[tuple[str, str, Sequence[float]]],
     table: Table,
 ) -> Chart:
@@ -177,7 +177,7 @@ def _chart(
         edges=edges,
         steps=steps,
         lines=[
-            Line(name=line, colour=colour, values=drawn)
+            ChartLine(name=line, colour=colour, values=drawn)
             for (line, colour, _), drawn in zip(lines, values, strict=True)
         ],
         said=said,
@@ -185,7 +185,7 @@ def _chart(
     )
 
 
-def _peak(found: Sequence[Pace], values: Sequence[float], edge: float, unit: str) -> Dot:
+def _peak(found: Sequence[StepTimes], values: Sequence[float], edge: float, unit: str) -> Dot:
     """Mark the highest value; one that would flatten the rest is written at the edge."""
     highest = max(values)
     pace = found[values.index(highest)]

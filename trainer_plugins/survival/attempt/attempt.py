@@ -43,7 +43,7 @@ class DidNotFit:
         line = self.words.strip().partition("\n")[0]
         return line.partition(" Including non-PyTorch")[0].rstrip(".")[:300]
 
-    def as_error(self, why_not: str) -> Exception:
+    def make_error(self, why_not: str) -> Exception:
         kind = torch.OutOfMemoryError if self.is_certain else RuntimeError
         return kind(
             f"{self.words}\nsurvive_oom could not help: {why_not}\n"
@@ -92,7 +92,7 @@ def _wait_for_backward_thread(device: torch.device) -> None:
 
 
 @contextmanager
-def collected_once() -> Iterator[None]:
+def collect_once() -> Iterator[None]:
     """Surround what follows a failed attempt: each further one collects only what it has made."""
     # To look through all that was imported takes 0.04 to 1 s, and a failed attempt has just done
     # so. If someone else froze much, collections are short, and to unfreeze it is not ours.
@@ -109,7 +109,7 @@ def collected_once() -> Iterator[None]:
 _MOST_FROZEN = 1000  # Python 3.12 begins with 375
 
 
-class Card:
+class CardReader:
     """Reads a device until its first error, which must not end a training; without one, nothing."""
 
     def __init__(self, device: AcceleratorDevice | None) -> None:
@@ -119,9 +119,9 @@ class Card:
         """Read the memory; None if nothing counts it, and once a question has failed."""
         return self._ask(lambda device: device.read())
 
-    def allocated_bytes(self) -> int:
+    def read_allocated_bytes(self) -> int:
         """Return the bytes of live tensors; 0 where `read` gives None."""
-        return self._ask(lambda device: device.allocated_bytes()) or 0
+        return self._ask(lambda device: device.read_allocated_bytes()) or 0
 
     def reset_peak(self) -> None:
         self._ask(lambda device: device.reset_peak())
@@ -146,20 +146,20 @@ class Card:
             return None
 
 
-def card_of(device: torch.device) -> Card:
+def card_of(device: torch.device) -> CardReader:
     """Open the card of a run; main memory, and what torch does not count, is never read."""
     if device.type == "cpu":
-        return Card(None)
+        return CardReader(None)
     try:
         card = open_device(device)
-        return Card(card if isinstance(card, AcceleratorDevice) else None)
+        return CardReader(card if isinstance(card, AcceleratorDevice) else None)
     # a ValueError if torch counts nothing, and whatever a driver raises
     except Exception:  # noqa: BLE001
-        return Card(None)
+        return CardReader(None)
 
 
-def left_over(
-    card: Card, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
+def judge_left_over(
+    card: CardReader, expected_bytes: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Finding | None:
     """Report memory that a failed attempt left allocated, if it is much: through all objects."""
     reading = card.read()

@@ -128,13 +128,13 @@ class Generators:
 
 def draw_all(level: float) -> None:
     """Let Python's and numpy's generator draw this number of [0, 1), several hundred times."""
-    words = np.full(_NUM_WORDS, _untempered(int(level * 2**32)), dtype=np.uint32)
+    words = np.full(_NUM_WORDS, _untemper(int(level * 2**32)), dtype=np.uint32)
     random.setstate((random.Random.VERSION, (*words.tolist(), 0), None))
     if type(_numpys_reader.generator) is np.random.MT19937:
         np.random.set_state(("MT19937", words, 0, 0, 0.0))
 
 
-def _untempered(number: int) -> int:
+def _untemper(number: int) -> int:
     """Return the word of a Mersenne twister that it gives as this number."""
     number ^= number >> 18
     number ^= (number << 15) & 0xEFC60000

@@ -50,7 +50,7 @@ class Holder:
     is_code: bool = False  # whether a function, or a class, keeps it
     is_list: bool = False
 
-    def grown(self, kept: Contents, now: Contents) -> list[object]:
+    def find_growth(self, kept: Contents, now: Contents) -> list[object]:
         """Return what was added behind the items of a list, all of which are still there."""
         is_kept = self.is_list and all(now.get(name, now) is value for name, value in kept.items())
         return [*now.values()][len(kept) :] if is_kept else []
@@ -95,11 +95,11 @@ def walk(roots: Roots) -> Iterator[tuple[Holder, Contents]]:
         for holder in _holders(path, one, is_root=path in roots.objects):
             yield holder, follow(holder)
         if looks_at_code:
-            for holder in _of_code(path, one):
+            for holder in _describe_code(path, one):
                 yield holder, follow(holder)
 
 
-def of_mapping(
+def describe_mapping(
     path: str,
     words: str,
     held: Any,
@@ -124,7 +124,7 @@ def of_mapping(
 def buffers_of(path: str, module: nn.Module) -> Holder:
     """Describe the buffers of a module."""
     words = f"a buffer of {type(module).__name__}"
-    return of_mapping(path, words, module._buffers, lambda: [*module._buffers])
+    return describe_mapping(path, words, module._buffers, lambda: [*module._buffers])
 
 
 def own_names(module: nn.Module) -> list[str]:
@@ -168,18 +168,18 @@ def attributes_of(one: Any, path: str = "") -> Iterator[Holder]:
     if hasattr(one, "__dict__"):
         yield _attributes(path, one, lambda: [*vars(one)])
     if slots := _slots_of(one):
-        yield _of_slots(path, one, slots)
+        yield _describe_slots(path, one, slots)
 
 
 def _attributes(path: str, one: Any, names: Callable[[], Any], *, is_code: bool = False) -> Holder:
     words = f"an attribute of {type(one).__name__}"
-    return of_mapping(path, words, vars(one), names, is_code=is_code)
+    return describe_mapping(path, words, vars(one), names, is_code=is_code)
 
 
 def _collection(path: str, one: Any) -> Holder:
     words = f"an entry of a {type(one).__name__}"
     if isinstance(one, dict):
-        return of_mapping(path, words, one, lambda: [*one], is_items=True)
+        return describe_mapping(path, words, one, lambda: [*one], is_items=True)
     if isinstance(one, tuple | frozenset):
         return Holder(path, words, lambda: dict(enumerate(one)), is_items=True)
 
@@ -193,17 +193,17 @@ def _collection(path: str, one: Any) -> Holder:
     return Holder(path, words, lambda: dict(enumerate(one)), write, is_items=True, is_list=is_list)
 
 
-def _of_code(path: str, one: object) -> Iterator[Holder]:
+def _describe_code(path: str, one: object) -> Iterator[Holder]:
     """Describe what functions and classes keep, and lead to other code."""
     if isinstance(one, types.FunctionType):
-        yield from _of_function(path, one)
+        yield from _describe_function(path, one)
         return
     for kind in filter(is_of_project, type(one).__mro__):
         held = dict(vars(kind))
         yield Holder(path, "", partial(dict, {n: v for n, v in held.items() if is_code(v)}))
         names = [n for n, v in held.items() if not is_code(v) and not n.startswith("__")]
         if names:
-            yield _of_slots(path, kind, names)
+            yield _describe_slots(path, kind, names)
 
 
 def is_code(value: object) -> bool:
@@ -212,7 +212,7 @@ def is_code(value: object) -> bool:
     return is_descriptor or isinstance(value, type | types.ModuleType)
 
 
-def _of_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
+def _describe_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
     name = one.__name__
     given = dict(enumerate(one.__defaults__ or ())) | (one.__kwdefaults__ or {})
     if given:
@@ -222,7 +222,7 @@ def _of_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
         yield _attributes(path, one, lambda: [*vars(one)], is_code=True)
     if one.__closure__:
         cells = dict(zip(one.__code__.co_freevars, one.__closure__, strict=True))
-        yield _of_cells(path, name, cells)
+        yield _describe_cells(path, name, cells)
     if is_of_project(one):
         known = one.__globals__
         used = {n: known[n] for n in names_in(one.__code__) if n in known}
@@ -230,10 +230,10 @@ def _of_function(path: str, one: types.FunctionType) -> Iterator[Holder]:
         names = used.keys() - {n for n, v in used.items() if is_code(v)}
         if names:
             words = f"a global variable of {one.__module__}"
-            yield of_mapping("", words, known, lambda: names & known.keys(), is_code=True)
+            yield describe_mapping("", words, known, lambda: names & known.keys(), is_code=True)
 
 
-def _of_cells(path: str, name: str, cells: dict[str, types.CellType]) -> Holder:
+def _describe_cells(path: str, name: str, cells: dict[str, types.CellType]) -> Holder:
     def read() -> Contents:
         found = {}
         for name, cell in cells.items():
@@ -248,7 +248,7 @@ def _of_cells(path: str, name: str, cells: dict[str, types.CellType]) -> Holder:
     return Holder(path, f"a variable around {name}", read, write, is_code=True)
 
 
-def _of_slots(path: str, one: Any, names: list[str]) -> Holder:
+def _describe_slots(path: str, one: Any, names: list[str]) -> Holder:
     """Describe attributes that lie in no dictionary that can be written."""
     is_class = isinstance(one, type)
     words = f"an attribute of {one.__name__ if is_class else type(one).__name__}"

@@ -22,8 +22,8 @@ from trainer_plugins.survival.attempt.holders import (
     Roots,
     attributes_of,
     buffers_of,
+    describe_mapping,
     is_code,
-    of_mapping,
     own_names,
     walk,
 )
@@ -94,7 +94,7 @@ class State:
         for holder, kept in self._kept:
             now = holder.read()
             if holder.write is not None and not _is_untouched(kept, now):
-                if holder.path + GROWN in notes and holder.grown(kept, now):
+                if holder.path + GROWN in notes and holder.find_growth(kept, now):
                     continue
                 opaque = {name: value for name, value in now.items() if _is_opaque(value)}
                 goes_on = {n: now[n] for n in now if notes and holder.path_of(n) in notes}
@@ -106,7 +106,7 @@ class State:
             assert holder.write is not None
             holder.write(kept)
 
-    def drawn(self) -> list[object]:
+    def read_generators(self) -> list[object]:
         """Return the states of the generators that objects hold, as they are now."""
         return [holder.read()[""] for holder, _ in self._draws]
 
@@ -116,18 +116,18 @@ class State:
             if holder.draw is not None and num:
                 holder.draw(num)
 
-    def consumed(self) -> Iterator[str]:
+    def name_consumed(self) -> Iterator[str]:
         """Say of what kind each object is that gives values and cannot go back."""
         return (holder.words for holder, _ in self._kept if holder.is_consumed)
 
-    def moved(self) -> dict[str, Moved]:
+    def find_moved(self) -> dict[str, Moved]:
         """Return what has changed since, but frequencies (`accumulation/modules.py` judges)."""
         moved = {}
         for holder, kept in self._kept:
             contents = holder.read()
-            if grown := holder.grown(kept, contents):
+            if grown := holder.find_growth(kept, contents):
                 words = f"`{holder.path}`, a list that grows,"
-                value = [_copied(one) for one in grown]
+                value = [_copy(one) for one in grown]
                 moved[holder.path + GROWN] = Moved(words, value, False, True)
                 contents = {name: contents[name] for name in kept}
             for name, now in contents.items():
@@ -141,14 +141,14 @@ class State:
                 is_of_module = holder.words.startswith(("a buffer", "a parameter"))
                 is_lost = holder.is_consumed or (leaf is not None and not leaf.is_restorable())
                 words = f"`{key}`, {holder.words},"
-                moved[key] = Moved(words, _copied(now), is_real and is_of_module, not is_lost)
+                moved[key] = Moved(words, _copy(now), is_real and is_of_module, not is_lost)
         return moved
 
     def _has_moved(self, before: Any, now: Any) -> bool:
         leaf = self._leaves.get(id(before))
         if now is before:
             return leaf is not None and leaf.has_moved()
-        return not is_same(_copied(before) if leaf is None else leaf.copied(), _copied(now))
+        return not is_same(_copy(before) if leaf is None else leaf.copy(), _copy(now))
 
 
 class _Leaf:
@@ -156,23 +156,23 @@ class _Leaf:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._copy = None if _is_opaque(value) else _copied(value)
-        self._mark = self._marked() if self._copy is None else None
+        self._copy = None if _is_opaque(value) else _copy(value)
+        self._mark = self._read_mark() if self._copy is None else None
 
-    def _marked(self) -> int:
+    def _read_mark(self) -> int:
         if torch.is_tensor(self._value):
             return int(self._value._version)
         return crc32(np.ascontiguousarray(self._value).view(np.uint8).data)
 
-    def copied(self) -> object:
-        return _copied(self._value) if self._copy is None else self._copy
+    def copy(self) -> object:
+        return _copy(self._value) if self._copy is None else self._copy
 
     def is_restorable(self) -> bool:
-        return self._copy is not None or self._marked() == self._mark
+        return self._copy is not None or self._read_mark() == self._mark
 
     def has_moved(self) -> bool:
         if self._copy is None:
-            return self._marked() != self._mark
+            return self._read_mark() != self._mark
         return not is_same(self._copy, self._value)
 
     def restore(self) -> None:
@@ -190,7 +190,7 @@ def _parameters(path: str, module: nn.Module) -> Holder:
         if one is not None and one.requires_grad and one.numel() <= _SMALL
     ]
     words = f"a parameter of {type(module).__name__}"
-    return of_mapping(path, words, module._parameters, lambda: trained)
+    return describe_mapping(path, words, module._parameters, lambda: trained)
 
 
 def _is_untouched(kept: Contents, now: Contents) -> bool:
@@ -234,7 +234,7 @@ def _is_opaque(value: Any) -> bool:
     return isinstance(value, nn.Module) or next(attributes_of(value), None) is None
 
 
-def _copied(value: Any, depth: int = _DEPTH) -> Any:
+def _copy(value: Any, depth: int = _DEPTH) -> Any:
     """Copy what can be compared; a large tensor gives None, what is no state `_OPAQUE`."""
     if depth == 0 or _is_opaque(value):
         return _OPAQUE
@@ -244,7 +244,7 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
             return value.detach().clone() if is_small else None
         return value.copy() if is_small else None
     if isinstance(value, list | tuple | deque):
-        return [_copied(item, depth - 1) for item in [*value][-_MOST_ITEMS:]]
+        return [_copy(item, depth - 1) for item in [*value][-_MOST_ITEMS:]]
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, set | frozenset):
@@ -254,7 +254,7 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
         held["class"] = type(value).__name__
         for holder in attributes_of(value):
             held |= holder.read()
-    return {name: _copied(item, depth - 1) for name, item in (held or value).items()}
+    return {name: _copy(item, depth - 1) for name, item in (held or value).items()}
 
 
 def roots_of_state(model: nn.Module) -> Roots:
@@ -297,7 +297,7 @@ def _is_users(value: object) -> bool:
     return is_users_object(value) and not isinstance(value, nn.Module)
 
 
-def why_not_divided(moved: Iterable[Moved]) -> str:
+def explain_not_divided(moved: Iterable[Moved]) -> str:
     """Say why what one pass has moved forbids a division; empty if it does not."""
     # Counts, flags and attributes are restored for each piece: they are the same for all rows.
     for one in moved:
@@ -309,7 +309,7 @@ def why_not_divided(moved: Iterable[Moved]) -> str:
     return ""
 
 
-def why_rows_differ(
+def explain_rows_differ(
     first: Mapping[str, Moved], other: Mapping[str, Moved], overwritten: Iterable[str]
 ) -> str:
     """Say why two passes over different rows moved a model differently; empty if not."""

@@ -53,11 +53,11 @@ def home_of(function: object) -> str:
 
 def name_of(function: object) -> str:
     """Return the full name of the user's function among those that a function wraps."""
-    named = next((one for one in wrapped(function) if is_users_function(one)), function)
+    named = next((one for one in walk_wrapped(function) if is_users_function(one)), function)
     return f"{home_of(named)}.{getattr(named, '__qualname__', type(named).__name__)}"
 
 
-def wrapped(function: object) -> Iterator[object]:
+def walk_wrapped(function: object) -> Iterator[object]:
     """Give a function, and those that it wraps, as far as `__wrapped__` tells."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:

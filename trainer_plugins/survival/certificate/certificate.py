@@ -23,8 +23,8 @@ from trainer_plugins.survival.exact.finality import (
     Watch,
     frozen,
     gradients_aside,
+    replace_reentry,
     small_parameters,
-    without_reentry,
 )
 from trainer_plugins.survival.exact.layouts import Layout
 from trainer_plugins.survival.exact.losses import Family
@@ -112,7 +112,7 @@ class Certificate:
         there = samples.classes(inputs) if self._family.is_vouched else frozenset[int]()
         return there - self._classes if len(there) > 1 else frozenset()
 
-    def computed(self, num_cells: int, step: int) -> None:
+    def note_computed(self, num_cells: int, step: int) -> None:
         self._computed += num_cells
         if self.divided_since is None:
             self.divided_since = step
@@ -142,7 +142,7 @@ class Certificate:
                 known = [weight for weight in known if weight in comparison.weights]
                 comparison.likely = known or comparison.likely
                 asked = _Asked(layout, inputs, kind, num_fit, known)
-                told, remaining = self._judged(comparison, asked)
+                told, remaining = self._judge(comparison, asked)
                 if self._ranks.on_any(not self.knows(layout) and has_exchanged()):
                     comparison.end_with(samples.short(layout, inputs))
                 self.overwritten |= comparison.overwritten
@@ -162,7 +162,7 @@ class Certificate:
         self._weights[layout.unit] = remaining
         self._kinds.add(kind)
         self._classes |= self.new_classes(inputs)
-        self.known = _known(told)
+        self.known = _describe_known(told)
         logger.info("%s", self.known)
 
     def looks_at(self, inputs: Inputs) -> bool:
@@ -196,7 +196,7 @@ class Certificate:
             self._ranks, sees_all, lambda some: loss(some, None), state, put_back
         )
         try:
-            why = neighbours.why_mixed(layout, inputs, is_thorough=is_thorough)
+            why = neighbours.explain_mixed(layout, inputs, is_thorough=is_thorough)
         finally:
             put_back()
             state.restore()
@@ -223,7 +223,7 @@ class Certificate:
             gradients_aside(model),
             frozen(unwatched),
             Watch(model) as watch,
-            without_reentry(model),
+            replace_reentry(model),
             HeldAt(),
             Drawers(model) as drawers,
         ):
@@ -232,30 +232,30 @@ class Certificate:
             finally:
                 state.restore()
 
-    def _judged(
+    def _judge(
         self, comparison: Comparison, asked: _Asked
     ) -> tuple[list[Measurement], list[Weight]]:
         """Return what samples have shown, and the weights that fit, the same on all ranks."""
-        told = self._told(comparison, asked)
+        told = self._measure(comparison, asked)
         fits = all(_fits(asked, one) for one in told)
         if self._ranks.on_any(bool(told) and fits and not _remaining(asked, told)):
             comparison.is_thorough = True  # each fits by a weight that was not tried on another
-            told = self._told(comparison, asked)
+            told = self._measure(comparison, asked)
         if not told:
             if self._ranks.on_any(self.is_new(asked.kind, asked.inputs)):
                 raise IndivisibleError(comparison.why_inconclusive)
             return [], []
         for one in told:
             if self._ranks.on_any(not _fits(asked, one)):
-                raise NotAdditiveError(comparison.said(one))
+                raise NotAdditiveError(comparison.describe(one))
         remaining = _remaining(asked, told)
         if self._ranks.on_any(not remaining):
-            raise NotAdditiveError(comparison.said(told[-1]))
+            raise NotAdditiveError(comparison.describe(told[-1]))
         if comparison.why_moved:
             raise NotAdditiveError(comparison.why_moved)
         return told, remaining
 
-    def _told(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
+    def _measure(self, comparison: Comparison, asked: _Asked) -> list[Measurement]:
         layout, inputs = asked.layout, asked.inputs
         is_gradient = self._is_trained and (
             self._ranks.measures_together or asked.kind not in self._kinds
@@ -273,11 +273,11 @@ class Certificate:
             cut = samples.short(layout, inputs)
             found.append(comparison.first_conclusive(cut, is_gradient=is_gradient))
         if is_gradient:
-            found.append(self._of_all(comparison, asked))
-        found.extend(self._of_classes(comparison, asked))
+            found.append(self._measure_all(comparison, asked))
+        found.extend(self._measure_classes(comparison, asked))
         return [one for one in found if one is not None]
 
-    def _of_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
+    def _measure_all(self, comparison: Comparison, asked: _Asked) -> Measurement | None:
         """Measure all rows at once: cut short, or their loss alone, which keeps no activations."""
         layout, inputs = asked.layout, asked.inputs
         if not self._ranks.on_any(layout.count(inputs) > max(asked.num_fit, SHORT[0])):
@@ -297,9 +297,9 @@ class Certificate:
                 return None  # it has a term without a gradient
         return told
 
-    def _of_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
+    def _measure_classes(self, comparison: Comparison, asked: _Asked) -> Iterator[Measurement]:
         new = self.new_classes(asked.inputs)
-        pairs = samples.of_classes(asked.layout, asked.inputs, new)
+        pairs = samples.pair_classes(asked.layout, asked.inputs, new)
         for place in range(self._ranks.highest(len(pairs))):
             pair = pairs[place : place + 1]
             told = comparison.first_conclusive(pair, is_gradient=self._is_trained)
@@ -316,7 +316,7 @@ def _remaining(asked: _Asked, told: list[Measurement]) -> list[Weight]:
     return [weight for weight in asked.known if all(one.fits(weight) for one in told)]
 
 
-def _known(told: list[Measurement]) -> str:
+def _describe_known(told: list[Measurement]) -> str:
     by_how: dict[str, list[str]] = {}
     for one in told:
         by_how.setdefault(one.how, []).append(one.sample.words)

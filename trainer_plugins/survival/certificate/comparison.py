@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import GROWN, Moved, State, is_same, why_not_divided
-from trainer_plugins.survival.certificate.held import Drawers, rounded_differently
-from trainer_plugins.survival.certificate.samples import Measurement, Sample
+from trainer_plugins.survival.attempt.state import GROWN, Moved, State, explain_not_divided, is_same
+from trainer_plugins.survival.certificate.held import Drawers, round_differently
+from trainer_plugins.survival.certificate.samples import Measurement, Probe
 from trainer_plugins.survival.exact.coupled import Divided
 from trainer_plugins.survival.exact.finality import Watch
 from trainer_plugins.survival.exact.shares import (
@@ -20,7 +20,7 @@ from trainer_plugins.survival.exact.shares import (
     IndivisibleError,
     Inputs,
     Weight,
-    without_graph,
+    compute_without_graph,
 )
 from trainer_plugins.survival.limit.limit import cells
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -76,7 +76,7 @@ class Comparison:
     """Compares samples with their parts, together with the ranks that measure with this one."""
 
     def __init__(
-        self, ranks: Ranks, weights: tuple[Weight, ...], passes: Passes, lent: Sample
+        self, ranks: Ranks, weights: tuple[Weight, ...], passes: Passes, lent: Probe
     ) -> None:
         self._ranks, self._passes, self._lent = ranks, passes, lent
         self.weights = weights  # the weights that are compared
@@ -87,7 +87,7 @@ class Comparison:
         self.why_moved = ""  # why what passes have moved forbids a division; empty if nothing does
         self.overwritten: set[str] = set()  # places that a pass overwrites completely
         self.notes: set[str] = set()  # what counts or notes rows, and changes no gradient
-        self.did_not_fit: list[Sample] = []  # on this rank or on another
+        self.did_not_fit: list[Probe] = []  # on this rank or on another
         self._is_gradient = True
 
     def look(self, class_weights: ClassWeights, few: Inputs) -> None:
@@ -96,28 +96,28 @@ class Comparison:
         attempt(lambda: class_weights.look(lambda: self._passes.loss(few, None)))
         self.weights = (*class_weights.weights, *self.weights)
 
-    def end_with(self, samples: list[Sample]) -> None:
+    def end_with(self, samples: list[Probe]) -> None:
         """Compute a whole and its parts last, which shows `gathers.py` how metrics add up."""
-        for sample in self._in_turn(samples):
+        for sample in self._take_turns(samples):
             passed = [self._pass(some, sample=sample) for some in (sample.whole, *sample.parts)]
             if not self._ranks.on_any(any(isinstance(one, DidNotFit) for one in passed)):
                 return
         raise IndivisibleError("there was no room to measure how its metrics add up")
 
-    def first_conclusive(self, samples: list[Sample], *, is_gradient: bool) -> Measurement | None:
+    def first_conclusive(self, samples: list[Probe], *, is_gradient: bool) -> Measurement | None:
         """Measure the largest sample that fits and tells; None, on every rank, if none does."""
         self._is_gradient = is_gradient
-        for sample in self._in_turn(samples):
-            if (told := self._told(sample, is_idle=not samples)) is not None:
+        for sample in self._take_turns(samples):
+            if (told := self._measure(sample, is_idle=not samples)) is not None:
                 return told
         return None
 
-    def _in_turn(self, samples: list[Sample]) -> Iterator[Sample]:
+    def _take_turns(self, samples: list[Probe]) -> Iterator[Probe]:
         """Give as many samples as the rank with most has, the last one again where they end."""
         for place in range(self._ranks.highest(len(samples))):
             yield samples[min(place, len(samples) - 1)] if samples else self._lent
 
-    def said(self, told: Measurement) -> str:
+    def describe(self, told: Measurement) -> str:
         """Say that no weight fits, with the numbers, or that the same rows differ in each pass."""
         self._is_gradient = told.is_gradient
         first, second = (self._pass(told.sample.whole) for _ in range(2))
@@ -149,9 +149,9 @@ class Comparison:
     def _is_loss_of_training(self) -> bool:
         return not self._is_gradient and self._ranks.bare.training
 
-    def _told(self, sample: Sample, *, is_idle: bool) -> Measurement | None:
-        tried = self._tried_first(sample)
-        measured = self._measured(sample, tried)
+    def _measure(self, sample: Probe, *, is_idle: bool) -> Measurement | None:
+        tried = self._choose_likely(sample)
+        measured = self._compute_parts(sample, tried)
         if self._had_no_room(sample, measured) or isinstance(measured, DidNotFit):
             return None
         whole, parts = measured
@@ -171,14 +171,14 @@ class Comparison:
             if self._had_no_room(sample, more) or isinstance(more, DidNotFit):
                 return None
             errors |= self._errors(whole, more, tells=tells)
-        told = Measurement(sample, errors, tolerance, self._how(), self._is_gradient)
+        told = Measurement(sample, errors, tolerance, self._describe_mode(), self._is_gradient)
         if self._is_rounding(told, whole, tells=tells):
             return None
         fitting = [weight for weight in self.weights if told.fits(weight)]
         self.likely = [one for one in self.likely if one in fitting] or fitting or self.likely
         return told
 
-    def _tried_first(self, sample: Sample) -> list[Weight]:
+    def _choose_likely(self, sample: Probe) -> list[Weight]:
         """Choose the likeliest weight, and those that are the same here: the others may not fit."""
         # If it fits, one that counts this sample's parts otherwise does not.
         if self.is_thorough or not self._is_gradient:  # the loss is multiplied afterwards
@@ -191,13 +191,13 @@ class Comparison:
             if not self._ranks.on_any(sample.factors(weight) != expected)
         ]
 
-    def _had_no_room(self, sample: Sample, measured: object) -> bool:
+    def _had_no_room(self, sample: Probe, measured: object) -> bool:
         """Tell, the same on all ranks, whether a sample did not fit; it is noted then."""
         did_not_fit = self._ranks.on_any(isinstance(measured, DidNotFit))
         if did_not_fit:
             self.did_not_fit.append(sample)
             line = measured.first_line if isinstance(measured, DidNotFit) else "on another rank"
-            self.why_inconclusive = no_room(line)
+            self.why_inconclusive = report_no_room(line)
         return did_not_fit
 
     def _errors(
@@ -214,7 +214,7 @@ class Comparison:
         least = min(told.errors.values())
         if not self._is_gradient or not told.tolerance < least < _NOT_A_NUMBER:
             return False
-        with rounded_differently(self._ranks.bare):
+        with round_differently(self._ranks.bare):
             again = self._pass(told.sample.whole)
         # Without room for that it is not known, and a smaller sample has to tell.
         noise = math.inf if isinstance(again, DidNotFit) else _error(whole, [again])
@@ -224,7 +224,7 @@ class Comparison:
         )
         return least <= _OF_ROUNDING * self._farthest(noise if tells else 0.0)
 
-    def _how(self) -> str:
+    def _describe_mode(self) -> str:
         how = "in training mode" if self._ranks.bare.training else "in evaluation mode"
         if in_eval := self._passes.drawers.in_eval:
             name = type(in_eval[0]).__name__
@@ -237,8 +237,8 @@ class Comparison:
             return False
         return max(sizes) >= _SMALLEST_LOSS if self._is_loss_of_training else sizes[0] > 0
 
-    def _measured(
-        self, sample: Sample, weights: list[Weight]
+    def _compute_parts(
+        self, sample: Probe, weights: list[Weight]
     ) -> tuple[_Measured, dict[Weight, list[_Measured]]] | DidNotFit:
         """Compute a sample, and its parts by each of these weights, as training would."""
         passes = self._passes
@@ -247,7 +247,7 @@ class Comparison:
             whole = self._pass(sample.whole)
         if isinstance(whole, DidNotFit):
             return whole
-        moved = [passes.state.moved()]
+        moved = [passes.state.find_moved()]
         parts = self._parts(sample, weights, moved)
         if isinstance(parts, DidNotFit):
             return parts
@@ -256,7 +256,7 @@ class Comparison:
         return whole, parts
 
     def _parts(
-        self, sample: Sample, weights: list[Weight], moved: list[dict[str, Moved]]
+        self, sample: Probe, weights: list[Weight], moved: list[dict[str, Moved]]
     ) -> dict[Weight, list[_Measured]] | DidNotFit:
         """Compute the parts of a sample by each of these weights; add what each part has moved."""
         # What a module injects in the backward pass does not grow with the factor of the loss.
@@ -276,19 +276,19 @@ class Comparison:
                     parts[weight].append(
                         one if before == factor else [each * factor for each in one]
                     )
-            moved.append(self._passes.state.moved())
+            moved.append(self._passes.state.find_moved())
         return parts
 
-    def _look_at_state(self, sample: Sample, moved: list[dict[str, Moved]]) -> None:
+    def _look_at_state(self, sample: Probe, moved: list[dict[str, Moved]]) -> None:
         """Find out whether pieces that each begin with the same state leave that of the whole."""
         # They do if each pass counts the same for any rows, or overwrites completely.
         again = self._pass(sample.parts[1], sample=sample, goes_on=True)
-        after = self._passes.state.moved()
+        after = self._passes.state.find_moved()
         repeated = self._pass(sample.parts[1], sample=sample)
-        moved = [*moved, after, self._passes.state.moved()]
+        moved = [*moved, after, self._passes.state.find_moved()]
         if isinstance(again, DidNotFit) or isinstance(repeated, DidNotFit):
             return
-        why = why_not_divided(one for some in moved for one in some.values())
+        why = explain_not_divided(one for some in moved for one in some.values())
         words = {key: one.words for some in moved for key, one in some.items()}
         notes = set()
         for key in words:
@@ -302,11 +302,13 @@ class Comparison:
             elif _is_note(key, whole):
                 notes.add(key)
             else:
-                why = why or _of_its_rows(words[key])
+                why = why or _describe_rows(words[key])
         if self._ranks.on_any(bool(notes)):
             noted = self._pass(sample.parts[1], sample=sample, notes=notes)
             if isinstance(noted, DidNotFit) or _error(repeated, [noted]) > 0:
-                why = why or _of_its_rows(words[min(notes)] if notes else "what another rank notes")
+                why = why or _describe_rows(
+                    words[min(notes)] if notes else "what another rank notes"
+                )
             self.notes |= notes
         if self._ranks.on_any(bool(why)):
             self.why_moved = why or "a pass of another rank moves the state of the model"
@@ -316,7 +318,7 @@ class Comparison:
         some: Inputs,
         factor: float = 1.0,
         *,
-        sample: Sample | None = None,
+        sample: Probe | None = None,
         goes_on: bool = False,
         notes: Container[str] = (),
     ) -> _Measured | DidNotFit:
@@ -339,7 +341,7 @@ class Comparison:
             ) from error
 
     def _value(self, some: Inputs, whole: Divided | None) -> _Measured:
-        loss = without_graph(lambda: self._passes.loss(some, whole))
+        loss = compute_without_graph(lambda: self._passes.loss(some, whole))
         return [loss.detach().cpu().double().reshape(1)]
 
     def _farthest(self, error: float) -> float:
@@ -365,11 +367,11 @@ def _is_note(key: str, value: Any) -> bool:
     return type(value) is int or (is_log and all(isinstance(one, (Number, str)) for one in value))
 
 
-def _of_its_rows(words: str) -> str:
+def _describe_rows(words: str) -> str:
     return f"each pass moves {words} according to its rows"
 
 
-def no_room(line: str) -> str:
+def report_no_room(line: str) -> str:
     """Say that a measurement did not fit, with the first line of its error."""
     return f"there was no room to measure whether its loss can be divided ({line})"
 

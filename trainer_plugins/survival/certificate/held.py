@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_plugins.survival.attempt.generators import pythons_and_numpys
 
 # Stands for a number from [0, 1): with it `keep_probability + rand()`, rounded down, keeps all. Its
-# multiples are spread evenly, so half of the signs of `rounded_differently` are up.
+# multiples are spread evenly, so half of the signs of `round_differently` are up.
 _GOLDEN = 0.6180339887498949
 
 _FAR = 4.0  # how many standard deviations from the mean a normal number at a level may be
@@ -128,7 +128,7 @@ def _spread(num: int, like: torch.Tensor) -> torch.Tensor:
     return (places * _GOLDEN).frac()
 
 
-def _given(named: _Named, *names: str) -> Any:
+def _pick(named: _Named, *names: str) -> Any:
     return next((named[name] for name in names if named.get(name) is not None), None)
 
 
@@ -147,7 +147,7 @@ def _exponential(result: torch.Tensor, named: _Named) -> torch.Tensor:
 
 
 def _bernoulli(result: torch.Tensor, named: _Named) -> torch.Tensor:
-    p = _given(named, "p")
+    p = _pick(named, "p")
     if p is None:
         p = named["self"] if result is not named["self"] else 0.5
     if named[_DEVIATIONS] > 1:
@@ -166,7 +166,7 @@ def _dropout(
 
 
 def _integers(result: torch.Tensor, named: _Named) -> torch.Tensor:
-    low, high = _given(named, "low", "from") or 0, _given(named, "high", "to")
+    low, high = _pick(named, "low", "from") or 0, _pick(named, "high", "to")
     part = float(named[_POINT](torch.empty(())))
     return result.fill_(low if high is None else low + int((high - low) * part))
 
@@ -192,7 +192,7 @@ _FIXES: dict[str, _Fix] = {f"aten::{name}": fix for fix, names in _BY_FIX.items(
 
 
 @contextmanager
-def rounded_differently(model: nn.Module) -> Iterator[None]:
+def round_differently(model: nn.Module) -> Iterator[None]:
     """Move what each innermost module returns by its last digit: what changes much is rounding."""
     with ExitStack() as hooks:
         for module in model.modules():

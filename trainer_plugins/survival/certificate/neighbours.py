@@ -18,8 +18,8 @@ from torch import nn
 
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import Generators, draw_all
-from trainer_plugins.survival.attempt.state import Moved, State, is_same, why_rows_differ
-from trainer_plugins.survival.certificate.held import HeldAt, rounded_differently, signs
+from trainer_plugins.survival.attempt.state import Moved, State, explain_rows_differ, is_same
+from trainer_plugins.survival.certificate.held import HeldAt, round_differently, signs
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import Inputs
 from trainer_plugins.survival.ranks.alone import Ranks
@@ -85,7 +85,7 @@ class Neighbours:
     put_back: Callable[[], object]  # restores random numbers and metrics
     moves_state: bool = False  # whether a pass moved state: a later one may do otherwise
 
-    def why_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
+    def explain_mixed(self, layout: Layout, inputs: Inputs, *, is_thorough: bool) -> str:
         """Say which module mixes rows, as far as the draws show; empty if none does."""
         is_of_rows = isinstance(layout, Rows)
         num = self.ranks.lowest(min(layout.count(inputs), _MOST_EXAMPLES) if is_of_rows else 0)
@@ -93,12 +93,12 @@ class Neighbours:
         while isinstance(layout, Rows) and num >= 2:
             arranged = _arrangements(layout, layout.probe(inputs, num), num)
             try:
-                return next(filter(None, (self._found(arranged, draw) for draw in draws)), "")
+                return next(filter(None, (self._find(arranged, draw) for draw in draws)), "")
             except _DoesNotFitError:
                 num //= 2
         return ""
 
-    def _found(self, arranged: list[_Arranged], draw: Draw) -> str:
+    def _find(self, arranged: list[_Arranged], draw: Draw) -> str:
         for batches in arranged:
             one, other = (self._pass(some, batches, draw) for some in (batches.one, batches.other))
             if self.ranks.on_any(not (one and other)) or not (one and other):
@@ -109,9 +109,9 @@ class Neighbours:
             pairs = len(one.rows) == len(other.rows) and bool(one.rows)
             if not self.ranks.on_any(pairs and one.rows[-1].off(other.rows[-1]) > 0):
                 return ""
-            with rounded_differently(self.ranks.bare):
+            with round_differently(self.ranks.bare):
                 again = self._pass(batches.one, batches, draw)
-            said = _said(one, other, again, batches) if again and pairs else ""
+            said = _describe(one, other, again, batches) if again and pairs else ""
             if self.ranks.on_any(bool(said)):
                 return said or "rows are mixed on another rank, which says where"
             return ""
@@ -122,10 +122,10 @@ class Neighbours:
         self.state.restore()
 
         def work() -> _Passed:
-            with _watched(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
+            with _watch(self.ranks.bare, batches.is_alike, self.sees_all) as rows, draw():
                 self.loss(some)
-            drawn = [*Generators(self.ranks.device).state(), *self.state.drawn()]
-            moved = self.state.moved()
+            drawn = [*Generators(self.ranks.device).state(), *self.state.read_generators()]
+            moved = self.state.find_moved()
             self.moves_state |= bool(moved)
             return _Passed(rows, drawn, moved)
 
@@ -141,11 +141,11 @@ class Neighbours:
         return outcome
 
     def _draws(self) -> list[Draw]:
-        levels = [partial(_at_level, level) for level in _LEVELS]
-        return [nullcontext, *levels, *(partial(self._seeded, 1 + n) for n in range(_NUM_SEEDS))]
+        levels = [partial(_set_level, level) for level in _LEVELS]
+        return [nullcontext, *levels, *(partial(self._seed, 1 + n) for n in range(_NUM_SEEDS))]
 
     @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
+    def _seed(self, seed: int) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -154,7 +154,7 @@ class Neighbours:
 
 
 @contextmanager
-def _at_level(level: float) -> Iterator[None]:
+def _set_level(level: float) -> Iterator[None]:
     draw_all(level)
     with HeldAt(level):
         yield
@@ -178,7 +178,7 @@ def _arrangements(layout: Rows, few: Inputs, num: int) -> list[_Arranged]:
 
 
 @contextmanager
-def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator[list[_Rows]]:
+def _watch(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterator[list[_Rows]]:
     """Note three numbers of each row that both batches have, wherever a module returns rows."""
     rows: list[_Rows] = []
 
@@ -200,7 +200,7 @@ def _watched(model: nn.Module, is_alike: torch.Tensor, sees_all: bool) -> Iterat
         yield rows
 
 
-def _said(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
+def _describe(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> str:
     """Name the first module in which rows have changed by more than rounding."""
     # A module inside may sort rows, and another put them back: the last one has to differ.
     if len(one.rows) != len(again.rows) or one.rows[-1].off(other.rows[-1]) <= one.rows[-1].least:
@@ -212,7 +212,7 @@ def _said(one: _Passed, other: _Passed, again: _Passed, batches: _Arranged) -> s
             least = max(least, _OF_ROUNDING * mine.off(rounded))
         is_rounded |= off > 0
         if off > least:
-            kept = why_rows_differ(one.moved, other.moved, ())
+            kept = explain_rows_differ(one.moved, other.moved, ())
             return (
                 f"{mine.module} mixes the rows of a micro-batch: {int(batches.is_alike.sum())} of "
                 f"them changed by {off:.1e} when those beside them were others, with the same "

@@ -16,7 +16,7 @@ _MOST_CLASSES = 64  # most labels of a micro-batch that are taken for classes, a
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Probe:
     """Holds some examples, and two parts that they are divided into."""
 
     whole: Inputs
@@ -33,16 +33,16 @@ class Sample:
         return Divided(self.whole, self.parts)
 
     def factors(self, weight: Weight) -> list[float]:
-        total = weight.of(self.whole, self.num)
+        total = weight.weigh(self.whole, self.num)
         pairs = zip(self.parts, self.nums, strict=True)
-        return [weight.share(weight.of(part, num), total) for part, num in pairs]
+        return [weight.share(weight.weigh(part, num), total) for part, num in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Holds what a sample has shown."""
 
-    sample: Sample
+    sample: Probe
     errors: dict[Weight, float]  # by each weight tried, on the rank where parts are farthest
     tolerance: float
     how: str  # how it was measured: "in training mode"
@@ -56,13 +56,13 @@ class Measurement:
         return self.errors.get(weight, math.inf) <= self.tolerance
 
 
-def _divided(layout: Layout, whole: Inputs, first: int, num: int, words: str) -> Sample:
+def _divide(layout: Layout, whole: Inputs, first: int, num: int, words: str) -> Probe:
     parts = (layout.take(whole, 0, first), layout.take(whole, first, num))
-    return Sample(whole, parts, (first, num - first), f"{words} ({first} + {num - first})")
+    return Probe(whole, parts, (first, num - first), f"{words} ({first} + {num - first})")
 
 
-def _halves(layout: Layout, whole: Inputs, num: int) -> Sample:
-    return _divided(layout, whole, num // 2, num, f"{num} of its {layout.unit}")
+def _halves(layout: Layout, whole: Inputs, num: int) -> Probe:
+    return _divide(layout, whole, num // 2, num, f"{num} of its {layout.unit}")
 
 
 def real(
@@ -72,10 +72,10 @@ def real(
     weights: list[Weight],
     *,
     varies_labels: bool = False,
-) -> list[Sample]:
+) -> list[Probe]:
     """Halve as many examples as fit, and fewer, where the weights, or the labels, differ most."""
     total = layout.count(inputs)
-    order = _by_label(layout, inputs) if varies_labels else []
+    order = _order_by_label(layout, inputs) if varies_labels else []
     samples, num = [], min(max(2, num_fit), total)
     while num >= 2:
         if order and isinstance(layout, Rows):
@@ -92,7 +92,7 @@ def real(
     return samples
 
 
-def _by_label(layout: Layout, inputs: Inputs) -> list[int]:
+def _order_by_label(layout: Layout, inputs: Inputs) -> list[int]:
     """Order rows by the mean of their labels; empty if all are alike, or lie in one row."""
     labels = inputs.get("labels")
     if not (isinstance(layout, Rows) and torch.is_tensor(labels) and labels.dim()):
@@ -120,9 +120,9 @@ def labels_of_rows(inputs: Inputs) -> frozenset[int]:
     return classes(inputs) if torch.is_tensor(labels) and labels.dim() == 1 else frozenset()
 
 
-def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Sample]:
+def pair_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Probe]:
     """Pair, for each of these classes, the row with most of it and the one with least."""
-    samples: list[Sample] = []
+    samples: list[Probe] = []
     if not isinstance(layout, Rows):
         return samples
     for one in sorted(new):
@@ -136,31 +136,29 @@ def of_classes(layout: Layout, inputs: Inputs, new: frozenset[int]) -> list[Samp
     return samples
 
 
-def _spread(sample: Sample, weights: list[Weight]) -> float:
+def _spread(sample: Probe, weights: list[Weight]) -> float:
     factors = sorted(sample.factors(weight)[0] for weight in weights)
     return min((more - less for less, more in pairwise(factors)), default=0.0)
 
 
-def idle(layout: Layout, inputs: Inputs) -> Sample:
+def idle(layout: Layout, inputs: Inputs) -> Probe:
     """Return a sample for a rank with fewer than two examples, which joins in others' passes."""
     lent = layout.probe(inputs, 1)
-    return Sample(lent, (dict(lent), dict(lent)), (1, 1), "rows of another rank")
+    return Probe(lent, (dict(lent), dict(lent)), (1, 1), "rows of another rank")
 
 
-def all_rows(layout: Layout, inputs: Inputs) -> Sample:
+def all_rows(layout: Layout, inputs: Inputs) -> Probe:
     """Divide all examples, cut short where they can be: some couplings begin with this many."""
     num = layout.count(inputs)
     words = f"all {num} of its {layout.unit}, cut short"
-    return _divided(layout, layout.probe(inputs, num), num // 2, num, words)
+    return _divide(layout, layout.probe(inputs, num), num // 2, num, words)
 
 
-def short(layout: Layout, inputs: Inputs) -> list[Sample]:
+def short(layout: Layout, inputs: Inputs) -> list[Probe]:
     """Divide a few short examples, labelled so that weights differ: the first, and the others."""
     total = layout.count(inputs)
     return [
-        _divided(
-            layout, layout.probe(inputs, num), 1, num, f"{num} of its {layout.unit}, cut short"
-        )
+        _divide(layout, layout.probe(inputs, num), 1, num, f"{num} of its {layout.unit}, cut short")
         for num in SHORT
         if num <= total
     ]

@@ -53,11 +53,11 @@ class TwoMeans(Coupling):
         self._scaled = scaled  # multiplies the mean over tokens by this while a loss is computed
 
     def loss(self, compute: Compute, part: Inputs, whole: Divided) -> torch.Tensor:
-        of_whole = self._per_row(whole.inputs)
-        with self._scaled(self._per_row(part) / of_whole if of_whole else 1.0):
+        of_whole = self._count_per_row(whole.inputs)
+        with self._scaled(self._count_per_row(part) / of_whole if of_whole else 1.0):
             return compute(part)
 
-    def _per_row(self, inputs: Inputs) -> float:
+    def _count_per_row(self, inputs: Inputs) -> float:
         return float(self._num_tokens(inputs)) / self._num_rows(inputs)
 
 
@@ -68,7 +68,7 @@ def orpo(trainer: Any) -> TwoMeans:
     return TwoMeans(
         lambda inputs: (inputs["chosen_attention_mask"][:, 1:] == 1).sum(),
         lambda inputs: len(inputs["chosen_labels"]),
-        lambda factor: _scaled_output(trainer, factor),
+        lambda factor: _scale_output(trainer, factor),
     )
 
 
@@ -78,14 +78,14 @@ def cpo(trainer: Any) -> TwoMeans:
     return TwoMeans(
         lambda inputs: (inputs["chosen_labels"][:, first:] != IGNORED).sum(),
         lambda inputs: len(inputs["chosen_labels"]),
-        lambda factor: _scaled_output(trainer, factor),
+        lambda factor: _scale_output(trainer, factor),
     )
 
 
 def dpo_with_sft(trainer: Any) -> TwoMeans:
     """Describe DPO's loss with "sft" among others: a mean over the tokens of chosen answers."""
 
-    def scaled(factor: float) -> Patches:
+    def scale(factor: float) -> Patches:
         patches = Patches()
         weights = zip(trainer.loss_types, trainer.loss_weights, strict=True)
         scaled = [weight * factor if kind == "sft" else weight for kind, weight in weights]
@@ -95,21 +95,21 @@ def dpo_with_sft(trainer: Any) -> TwoMeans:
     return TwoMeans(
         lambda inputs: inputs["completion_mask"].chunk(2)[0][:, 1:].sum(),
         lambda inputs: len(inputs["completion_mask"]) // 2,
-        scaled,
+        scale,
     )
 
 
 _TERM = 4  # the place of the mean over tokens in what ORPO's and CPO's `concatenated_forward` gives
 
 
-def _scaled_output(trainer: Any, factor: float) -> Patches:
+def _scale_output(trainer: Any, factor: float) -> Patches:
     patches, forward = Patches(), trainer.concatenated_forward
 
-    def scaled(*args: Any, **options: Any) -> Any:
+    def call_scaled(*args: Any, **options: Any) -> Any:
         changed = [*forward(*args, **options)]
         mean = changed[_TERM]  # of no token it is 0 / 0
         changed[_TERM] = mean * factor if factor else torch.zeros_like(mean)
         return changed
 
-    patches.set(trainer, "concatenated_forward", scaled)
+    patches.set(trainer, "concatenated_forward", call_scaled)
     return patches

@@ -2,7 +2,7 @@
 
 Autograd adds to a leaf's `.grad` once a backward pass, when all that flows into it is summed, so a
 `.grad` holds all of this pass or none of it (`holds_here` tries it). Three things break that: hooks
-that consume gradients (`refusals.py`), and (`what_is_never_final`) a module that runs backward
+that consume gradients (`refusals.py`), and (`explain_never_final`) a module that runs backward
 passes inside its own, and a weight used twice under reentrant checkpointing.
 """
 
@@ -38,7 +38,7 @@ class GradientMark:
         self._gradients = [*map(_gradient_of, self._parameters)]
         self._versions = [*map(_version_of, self._there())]
 
-    def changed(self) -> set[nn.Parameter]:
+    def find_changed(self) -> set[nn.Parameter]:
         before = zip(self._parameters, self._gradients, strict=True)
         replaced = {p for p, g in before if p.grad is not g}
         versions = zip(self._there(), self._versions, strict=True)
@@ -82,7 +82,7 @@ def holds_here() -> bool:
     try:
         torch.autograd.backward((hidden * late).sum())
     except RuntimeError:
-        halfway = mark.changed()
+        halfway = mark.find_changed()
     else:
         return False
     with frozen(halfway):
@@ -107,11 +107,11 @@ def _takes_gradient(parameter: nn.Parameter) -> bool:
     return any(not hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 
-def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
+def explain_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> str:
     """Say why a backward pass that failed half way cannot be resumed; empty if it can."""
 
     def work() -> list[str]:
-        with without_reentry(model), torch.enable_grad():
+        with replace_reentry(model), torch.enable_grad():
             # `grad` accumulates nothing itself, and goes through every layer.
             torch.autograd.grad(loss(), small_parameters(model), allow_unused=True)
             return [name for name, p in model.named_parameters() if p.grad is not None]
@@ -122,7 +122,7 @@ def what_is_never_final(model: nn.Module, loss: Callable[[], torch.Tensor]) -> s
         return f"there was no room to check which gradients are final ({accumulated.first_line})"
     if accumulated:
         return f"a module accumulates the gradient of `{accumulated[0]}` in a backward of its own"
-    if is_reentrant(model) and (shared := _shared(model, watch)):
+    if is_reentrant(model) and (shared := _find_shared(model, watch)):
         return (
             f"`{shared}` is used more than once under reentrant checkpointing, which finishes its "
             f"gradient in parts: pass {NON_REENTRANT.flag(Door.ARGUMENTS)}"
@@ -183,7 +183,7 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_reentry(model: nn.Module) -> Iterator[None]:
+def replace_reentry(model: nn.Module) -> Iterator[None]:
     """Replace reentrant checkpointing, through which `torch.autograd.grad` does not pass."""
     with Patches() as patches:
         for module in filter(_reenters, model.modules()):
@@ -195,7 +195,7 @@ def without_reentry(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _shared(model: nn.Module, watch: Watch) -> str | None:
+def _find_shared(model: nn.Module, watch: Watch) -> str | None:
     base = base_model(model)
     outside: set[nn.Parameter] = set()  # may be tied, and no checkpoint is around them
     for name in ("get_input_embeddings", "get_output_embeddings"):

@@ -61,7 +61,7 @@ class Gathers:
         self._pieces = []
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Surround a call of `compute_loss`: only there the accelerator's exchanges come here."""
         self._index = 0
         if self._brought is None and not (self._pieces or self._accelerator.use_distributed):

@@ -56,24 +56,24 @@ class Rows:
         return num_rows // self.per_example
 
     def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
-        return self._chosen(inputs, lambda rows: rows[start:stop])
+        return self._choose(inputs, lambda rows: rows[start:stop])
 
     def pick(self, inputs: Inputs, examples: list[int]) -> Batch:
         def choose(rows: Any) -> Any:
             return rows[examples] if torch.is_tensor(rows) else [rows[one] for one in examples]
 
-        return self._chosen(inputs, choose)
+        return self._choose(inputs, choose)
 
-    def _chosen(self, inputs: Inputs, choose: Callable[[Any], Any]) -> Batch:
+    def _choose(self, inputs: Inputs, choose: Callable[[Any], Any]) -> Batch:
         num_rows = _num_rows(inputs)
         return {
             name: value
             if _length(value) is None or _is_shared(name, value)
-            else self._chosen_of(value, num_rows, choose)
+            else self._choose_of(value, num_rows, choose)
             for name, value in inputs.items()
         }
 
-    def _chosen_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
+    def _choose_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
         return choose(value)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Rows:
         # Of a mask of four dimensions, or features of three, the columns are not known.
         if all(_dims(value) < 2 for name, value in few.items() if name not in texts):
             few.update(cut_short(texts, num))
-        return _with_answers(few, num)
+        return _move_answers(few, num)
 
 
 class Pairs(Rows):
@@ -105,7 +105,7 @@ class Pairs(Rows):
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[which] for which in (0, 1) for half in halves])
 
-    def _chosen_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
+    def _choose_of(self, value: Any, num_rows: int, choose: Callable[[Any], Any]) -> Any:
         if len(value) != num_rows:
             return choose(value)
         chosen, rejected = choose(value[: num_rows // 2]), choose(value[num_rows // 2 :])
@@ -127,7 +127,7 @@ class Completions(Rows):
         long["completion_mask"] = torch.ones_like(long["completion_mask"])
         return long
 
-    def shortened(self, inputs: Inputs, part: float) -> Batch:
+    def shorten(self, inputs: Inputs, part: float) -> Batch:
         """Return the rows with this part of their tokens, from both sides of a prompt's end."""
         num_prompt = math.ceil(part * inputs["prompt_ids"].size(1))
         num = math.ceil(part * inputs["completion_ids"].size(1))
@@ -185,7 +185,7 @@ class Packed:
         return len(starts)
 
     def take(self, inputs: Inputs, start: int, stop: int) -> Batch:
-        return self._of_spans(inputs, self._spans(inputs)[start:stop])
+        return self._select_spans(inputs, self._spans(inputs)[start:stop])
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts, dim=1)
@@ -196,7 +196,7 @@ class Packed:
         ]
         begin, end = spans[0]
         spans[0] = (begin, min(end, begin + PROBE_TOKENS // 3))
-        few = self._of_spans(inputs, spans)
+        few = self._select_spans(inputs, spans)
         if "labels" in few:
             # If the first token of a sequence has a label, the loss looks across the border.
             few["labels"] = torch.where(
@@ -212,7 +212,7 @@ class Packed:
         starts = self._starts(inputs)
         return list(zip(starts, [*starts[1:], inputs["position_ids"].size(1)], strict=True))
 
-    def _of_spans(self, inputs: Inputs, spans: list[tuple[int, int]]) -> Batch:
+    def _select_spans(self, inputs: Inputs, spans: list[tuple[int, int]]) -> Batch:
         lengths = torch.tensor([end - begin for begin, end in spans])
         columns = torch.cat([torch.arange(begin, end) for begin, end in spans])
         taken: Batch = {}
@@ -269,7 +269,7 @@ def _is_shared(name: str, value: object) -> bool:
     return name.endswith(_SHARED) and _dims(value) >= 2 and _length(value) == 1
 
 
-def _with_answers(few: Batch, num: int) -> Batch:
+def _move_answers(few: Batch, num: int) -> Batch:
     """Move answers into rows that were cut short; the last of several lies outside, uncounted."""
     for name in (name for name in ANSWERS if torch.is_tensor(few.get(name))):
         width = width_of(few)

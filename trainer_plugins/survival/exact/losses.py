@@ -14,7 +14,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.oldest import too_old
 from trainer_plugins.survival.exact import coupled, shares
 from trainer_plugins.survival.exact.layouts import Completions, Layout, Packed, Pairs, Rows
-from trainer_plugins.survival.exact.own_loss import what_replaces_the_loss, whose_loss
+from trainer_plugins.survival.exact.own_loss import find_owner, find_replaced_loss
 from trainer_plugins.survival.exact.seam import Seam
 from trainer_plugins.wrapped import base_model
 
@@ -165,7 +165,7 @@ def _is_regularized(trainer: HfTrainer) -> bool:
 def _family_behind(
     trainer: HfTrainer, compute_loss: Callable[..., Any]
 ) -> Family | NoFamily | None:
-    known = whose_loss(trainer, compute_loss)
+    known = find_owner(trainer, compute_loss)
     if known is None or callable(trainer.compute_loss_func):
         return None
     family = _family_of_class(trainer, known)
@@ -224,7 +224,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
         return _unknown(
             f"the loss_function of {kind} was replaced, and whether it can be divided is not known"
         )
-    if replaced := what_replaces_the_loss(trainer.model):
+    if replaced := find_replaced_loss(trainer.model):
         return _unknown(f"{replaced}, and whether that loss can be divided is not known")
     if loss == "ForConditionalGeneration" and model.config.is_encoder_decoder:
         return _ALIGNED
@@ -243,7 +243,7 @@ def _family_of_model(trainer: HfTrainer) -> Family | NoFamily:
 
 
 def _family_of_sft(trainer: HfTrainer) -> Family | NoFamily:
-    if replaced := what_replaces_the_loss(trainer.model):
+    if replaced := find_replaced_loss(trainer.model):
         return _unknown(f"{replaced}, and whether that loss can be divided is not known")
     # trl before 1.3 averages entropy over prompts too; with Liger there is an accuracy instead.
     return (
@@ -259,11 +259,11 @@ def _family_of_dpo(trainer: Any) -> Family | NoFamily:
     if "sft" in kinds and trainer.args.use_weighting:  # trl 1.16 itself fails with several pairs
         return NoFamily('DPO\'s "sft" with use_weighting multiplies two means')
     if kinds & {*_DPO_SORTED}:
-        return _seen_by_trl(trainer, _SEEN_PAIRS)
+        return _find_seam(trainer, _SEEN_PAIRS)
     return replace(_PAIRS, coupling=coupled.dpo_with_sft(trainer)) if "sft" in kinds else _PAIRS
 
 
-def _seen_by_trl(trainer: Any, family: Family) -> Family | NoFamily:
+def _find_seam(trainer: Any, family: Family) -> Family | NoFamily:
     """Put the seam around models that return few numbers a token, and no logits (trl 1.16)."""
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
     if "fused_lm_head" not in inspect.getsource(own):
@@ -320,7 +320,7 @@ _BY_TRAINER: dict[tuple[str, str], Callable[[HfTrainer], Family | NoFamily]] = {
     ("trl", "DPOTrainer"): _family_of_dpo,
     ("trl", "ORPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.orpo(trainer)),
     ("trl", "CPOTrainer"): lambda trainer: replace(_ROWS, coupling=coupled.cpo(trainer)),
-    ("trl", "KTOTrainer"): lambda trainer: _seen_by_trl(trainer, _SEEN_ROWS),
+    ("trl", "KTOTrainer"): lambda trainer: _find_seam(trainer, _SEEN_ROWS),
     ("trl", "GKDTrainer"): lambda _: _NEXT_TOKENS,
     ("trl", "GRPOTrainer"): _family_of_grpo,
     ("trl", "RLOOTrainer"): lambda _: _COMPLETIONS,

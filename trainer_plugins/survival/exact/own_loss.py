@@ -21,17 +21,17 @@ from trainer_plugins.survival.attempt.users_code import (
     is_library,
     is_users_function,
     name_of,
-    wrapped,
+    walk_wrapped,
 )
 from trainer_plugins.survival.exact.finality import GradientMark
 from trainer_plugins.survival.exact.shares import Inputs
-from trainer_plugins.wrapped import unwrapped
+from trainer_plugins.wrapped import unwrap
 
 _LIBRARIES = ("transformers", "trl")
 _AMONG_RANKS = {"all_reduce", "all_gather", "all_gather_object", "reduce", "barrier", "broadcast"}
 
 
-def what_replaces_the_loss(model: nn.Module) -> str:
+def find_replaced_loss(model: nn.Module) -> str:
     """Say what code of a user computes, or may change, a model's loss; empty if none does."""
     for module in _around_the_loss(model):
         kind = type(module).__name__
@@ -39,11 +39,11 @@ def what_replaces_the_loss(model: nn.Module) -> str:
             if is_users_function(hook):
                 return f"a forward hook of {kind} ({name_of(hook)}) may set another loss"
         own = vars(module).get("forward")
-        if own is not None and any(map(is_users_function, wrapped(own))):
+        if own is not None and any(map(is_users_function, walk_wrapped(own))):
             return f"the forward of this {kind} was replaced by {name_of(own)}"
         owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
         forward = vars(owner)["forward"]
-        if is_library(owner.__module__) and any(map(is_users_function, wrapped(forward))):
+        if is_library(owner.__module__) and any(map(is_users_function, walk_wrapped(forward))):
             return f"{owner.__name__}.forward was replaced by {name_of(forward)}"
     loss_type = getattr(module, "loss_type", None)
     if loss_type is None:
@@ -73,7 +73,7 @@ def _sets(owner: type, loss_type: object) -> bool:
 
 def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
     """Give the modules that hand the loss on, from the outermost to the one that computes it."""
-    inner: Any = unwrapped(model)
+    inner: Any = unwrap(model)
     yield inner
     if hasattr(inner, "get_base_model"):  # PEFT's wrapper, and what it wraps
         tuner, base = inner.base_model, inner.get_base_model()
@@ -82,7 +82,7 @@ def _around_the_loss(model: nn.Module) -> Iterator[nn.Module]:
         yield base
 
 
-def whose_loss(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | None:
+def find_owner(trainer: HfTrainer, compute_loss: Callable[..., Any]) -> type | None:
     """Find the library's class that a user's `compute_loss` may call, if it can be watched."""
     if isinstance(compute_loss, Delegation):
         compute_loss = compute_loss.original
@@ -133,7 +133,7 @@ class Delegation:
         signature = inspect.signature(compute_loss)
 
         @functools.wraps(compute_loss)
-        def watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
+        def compute_watched(trainer: HfTrainer, *args: Any, **kwargs: Any) -> Any:
             got = signature.bind(trainer, *args, **kwargs).arguments
             is_same = (
                 got["model"] is model
@@ -146,10 +146,10 @@ class Delegation:
             return result
 
         with Patches(keeps_later=True) as patches:  # `super()` looks nowhere else
-            patches.set(self._known, "compute_loss", watched)
+            patches.set(self._known, "compute_loss", compute_watched)
             result = self.original(model, inputs, **options)
         is_changed = any(_num_changes(value) != version for value, version in given.values())
-        why = _why_not(calls, _loss(result), is_changed or bool(before.changed()))
+        why = _explain_refusal(calls, _loss(result), is_changed or bool(before.find_changed()))
         name = type(self._trainer).__name__
         self.why_not = why and (
             f"{name}.compute_loss is not known to be a sum over examples: it {why} "
@@ -158,7 +158,7 @@ class Delegation:
         return result
 
 
-def _why_not(calls: list[_Call], loss: Any, is_changed: bool) -> str:
+def _explain_refusal(calls: list[_Call], loss: Any, is_changed: bool) -> str:
     if len(calls) != 1:
         return "calls, this time, more than once" if calls else "does not call, this time,"
     (call,) = calls

@@ -28,7 +28,7 @@ _Passed = Callable[[Any, _Rows], Any]  # a module's outputs: those kept of all, 
 
 
 @dataclass(slots=True)
-class _Call:
+class _SeamCall:
     outputs: Any = None  # of all rows, without a graph
     before: dict[_Rows, Generators] = field(default_factory=dict)  # the moment each piece passed
     after: Generators | None = None
@@ -42,7 +42,7 @@ class Seam(Coupling):
     def __init__(self, trainer: Any, modules: Iterable[nn.Module]) -> None:
         self._trainer, self._modules = trainer, list(modules)
         self._whole: Inputs | None = None
-        self._calls: list[_Call] = []  # of one computation of the loss, in their order
+        self._calls: list[_SeamCall] = []  # of one computation of the loss, in their order
         self._passed: set[_Rows] = set()  # the pieces that have passed in all of them
         self._next, self._is_inside = 0, False
 
@@ -81,11 +81,11 @@ class Seam(Coupling):
         self._next, self._is_inside = 0, False
         with Patches() as patches:
             for module in self._modules:
-                call = partial(self._called, instead, module.forward)
+                call = partial(self._call, instead, module.forward)
                 patches.set(module, "forward", call)
             yield
 
-    def _called(
+    def _call(
         self, instead: Callable[..., Any], forward: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
         if self._is_inside:  # one of them may call another
@@ -93,13 +93,13 @@ class Seam(Coupling):
         self._is_inside = True
         try:
             number, self._next = self._next, self._next + 1
-            return instead(number, partial(self._passed_by, forward, args, options))
+            return instead(number, partial(self._pass_by, forward, args, options))
         finally:
             self._is_inside = False
 
     def _first(self, missing: list[_Rows], number: int, passed: _Passed) -> Any:
         if number == len(self._calls):
-            self._calls.append(_Call())
+            self._calls.append(_SeamCall())
         call = self._calls[number]
         again = call.after
         if again is not None:  # a piece was divided: its parts draw other numbers
@@ -109,11 +109,11 @@ class Seam(Coupling):
             call.outputs = passed(call.outputs, rows)
         call.after = again or Generators(self._trainer.args.device)
         call.after.restore()
-        return _copied(call.outputs)
+        return _copy(call.outputs)
 
     def _again(self, rows: _Rows, number: int, passed: _Passed) -> Any:
         call = self._calls[number]
-        outputs = _copied(call.outputs)
+        outputs = _copy(call.outputs)
         if torch.is_grad_enabled():
             call.before[rows].restore()
             outputs = passed(call.outputs, rows)
@@ -121,7 +121,7 @@ class Seam(Coupling):
         call.after.restore()
         return outputs
 
-    def _passed_by(
+    def _pass_by(
         self,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -133,9 +133,9 @@ class Seam(Coupling):
         assert self._whole is not None
         num = len(self._whole[ROW])
         num_each = _num_each((args, options), num)
-        places = _in_each(rows, num, num_each)
-        outputs = forward(*_taken(args, places, num), **_taken(options, places, num))
-        return _joined(kept, outputs, places, num * num_each)
+        places = _repeat_rows(rows, num, num_each)
+        outputs = forward(*_take(args, places, num), **_take(options, places, num))
+        return _join(kept, outputs, places, num * num_each)
 
 
 def _places(part: Inputs, whole: Inputs) -> _Rows:
@@ -149,11 +149,11 @@ def _num_each(value: Any, num: int) -> int:
     return max([1, *(len(t) // num for t in tensors_in(value) if t.dim() and len(t) % num == 0)])
 
 
-def _in_each(rows: _Rows, num: int, num_each: int) -> _Rows:
+def _repeat_rows(rows: _Rows, num: int, num_each: int) -> _Rows:
     return tuple(row + column * num for column in range(num_each) for row in rows)
 
 
-def _taken(value: Any, rows: _Rows, num: int) -> Any:
+def _take(value: Any, rows: _Rows, num: int) -> Any:
     """Take these rows out of what a module is called with, which has a multiple of `num`."""
     if torch.is_tensor(value):
         if not value.dim() or (len(value) == 1 and num > 1):
@@ -164,20 +164,20 @@ def _taken(value: Any, rows: _Rows, num: int) -> Any:
             )
         return value[list(rows)]
     if isinstance(value, Mapping):
-        return {name: _taken(each, rows, num) for name, each in value.items()}
+        return {name: _take(each, rows, num) for name, each in value.items()}
     if isinstance(value, tuple):
-        return tuple(_taken(each, rows, num) for each in value)
+        return tuple(_take(each, rows, num) for each in value)
     return value
 
 
-def _copied(outputs: Any) -> Any:
+def _copy(outputs: Any) -> Any:
     """Copy what holds the tensors: CLIP exchanges one of them for its projection."""
     if isinstance(outputs, Mapping):
-        return type(outputs)(**{name: _copied(each) for name, each in outputs.items()})
-    return tuple(map(_copied, outputs)) if isinstance(outputs, tuple) else outputs
+        return type(outputs)(**{name: _copy(each) for name, each in outputs.items()})
+    return tuple(map(_copy, outputs)) if isinstance(outputs, tuple) else outputs
 
 
-def _joined(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
+def _join(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
     """Put what a module returned for some rows into what is kept of all, in a copy."""
     if torch.is_tensor(value):
         if not value.dim() or len(value) != len(rows):
@@ -188,9 +188,9 @@ def _joined(kept: Any, value: Any, rows: _Rows, num: int) -> Any:
         return kept.index_put((places,), value)
     if isinstance(value, Mapping):
         there = kept if kept is not None else {}
-        joined = {n: _joined(there.get(n), each, rows, num) for n, each in value.items()}
+        joined = {n: _join(there.get(n), each, rows, num) for n, each in value.items()}
         return type(value)(**joined)
     if isinstance(value, tuple):
         before = kept if kept is not None else (None,) * len(value)
-        return tuple(_joined(k, v, rows, num) for k, v in zip(before, value, strict=True))
+        return tuple(_join(k, v, rows, num) for k, v in zip(before, value, strict=True))
     return value if value is None or isinstance(value, bool | int | float | str) else None

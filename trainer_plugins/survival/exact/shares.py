@@ -54,7 +54,7 @@ class Weight:
     def share(self, piece: float, whole: float) -> float:
         return 1.0 if self.measure is None or whole == 0 else piece / whole
 
-    def of(self, inputs: Inputs, num: int) -> float:
+    def weigh(self, inputs: Inputs, num: int) -> float:
         """Measure inputs. It reads the device, so it is for micro-batches that are divided."""
         return 1.0 if self.measure is None else self.measure(inputs, num)
 
@@ -93,7 +93,7 @@ def _tokens_in_sight(inputs: Inputs, _: int) -> float:
     return float(is_counted.sum())
 
 
-def _attended_tokens(inputs: Inputs, _: int) -> float:
+def _count_attended_tokens(inputs: Inputs, _: int) -> float:
     """Count all tokens except padding; packed sequences have none."""
     mask = inputs.get("attention_mask")
     return float(mask.sum() if torch.is_tensor(mask) else inputs["input_ids"].numel())
@@ -104,13 +104,13 @@ def _completion_tokens(inputs: Inputs, _: int) -> float:
     return float((mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum())
 
 
-def _labelled_rows(inputs: Inputs, _: int) -> float:
+def _count_labelled_rows(inputs: Inputs, _: int) -> float:
     """Count rows with a label: of classes, one a row, cross-entropy leaves out ignored ones."""
     labels = labels_of(inputs)
     return _num_counted(labels) if labels.dim() == 1 else float(len(labels))
 
 
-def _answered_rows(inputs: Inputs, _: int) -> float:
+def _count_answered_rows(inputs: Inputs, _: int) -> float:
     """Count rows whose answer lies within their tokens (transformers, ForQuestionAnsweringLoss)."""
     if not all(torch.is_tensor(inputs.get(name)) for name in ANSWERS):
         raise IndivisibleError("it has no `start_positions` and `end_positions`")
@@ -122,13 +122,13 @@ def _answered_rows(inputs: Inputs, _: int) -> float:
 
 SUM = Weight("a sum over the window", None)
 ALL_ROWS = Weight("a loss of all rows, of which a part has the gradient of its own", None)
-LABELLED_ROWS = Weight("a mean over labelled rows", _labelled_rows)
+LABELLED_ROWS = Weight("a mean over labelled rows", _count_labelled_rows)
 ROWS = Weight("a mean over rows", lambda _, num: float(num))
-ANSWERED_ROWS = Weight("a mean over rows with an answer", _answered_rows)
+ANSWERED_ROWS = Weight("a mean over rows with an answer", _count_answered_rows)
 NEXT_TOKENS = Weight("a mean over next tokens", lambda x, _: _num_counted(labels_of(x)[..., 1:]))
 TOKENS = Weight("a mean over tokens", lambda x, _: _num_counted(labels_of(x)))
 TOKENS_IN_SIGHT = Weight("a mean over tokens that the attention mask shows", _tokens_in_sight)
-ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _attended_tokens)
+ATTENDED_TOKENS = Weight("a mean over tokens, with a label or without", _count_attended_tokens)
 COMPLETION_TOKENS = Weight("a mean over tokens of completions", _completion_tokens, is_finite=True)
 WITHOUT_LABELS = (SUM, ROWS, ANSWERED_ROWS)  # the weights that need no `labels`
 
@@ -226,7 +226,7 @@ class _Mean(NamedTuple):
     ignored: int  # the label that does not count
 
 
-def without_graph(compute: Callable[[], T]) -> T:
+def compute_without_graph(compute: Callable[[], T]) -> T:
     """Compute a loss without its graph, unless it takes a gradient itself, as a penalty does."""
     try:
         with torch.no_grad():
@@ -248,7 +248,7 @@ class ClassWeights:
     def look(self, compute: Callable[[], object]) -> None:
         """See which class weights a pass uses for its mean, if it calls torch's cross-entropy."""
         with _Seen() as seen:
-            without_graph(compute)
+            compute_without_graph(compute)
         found = seen.found[0] if len(seen.found) == 1 else None
         if found is None or self._seen is None or not _is_same(found, self._seen):
             self._seen = found

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer_plugins.checkpointing import is_checkpointing, switch_off, switch_on
-from trainer_plugins.streaming.attach import begun, main_memory_lacks, model_refusals
+from trainer_plugins.streaming.attach import main_memory_lacks, model_refusals, report_begin
 from trainer_plugins.streaming.stream import Stream, stream_of
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
 from trainer_plugins.survival.attempt.generators import draw_the_same_again
@@ -65,7 +65,7 @@ def _stream(model: nn.Module) -> bool:
     if main_memory_lacks(model, device):
         return False
     stream = Stream(model, device, RESIDENT_LAYERS)
-    logger.warning("%s", begun(stream, "the smallest piece of a micro-batch did not fit"))
+    logger.warning("%s", report_begin(stream, "the smallest piece of a micro-batch did not fit"))
     return True
 
 

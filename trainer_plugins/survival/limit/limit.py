@@ -66,7 +66,7 @@ def lower(num: int, num_cells: int, limit: float, min_micro_batch: int) -> float
     return min(limit, num_cells * math.ceil(num / 2) / num)
 
 
-def allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
+def read_allowed_bytes(reading: MemoryReading, device: torch.device) -> int:
     """Return how much of a card torch may use here: all, or `set_per_process_memory_fraction`."""
     module = torch.get_device_module(device)
     if not hasattr(module, "get_per_process_memory_fraction"):  # as of the CPU
@@ -96,10 +96,10 @@ def most(fits: Callable[[int], bool], num: int, least: int, first: Iterable[int]
     return low if low >= least else 0
 
 
-def predicted_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
+def predict_peak(peaks: Sequence[tuple[float, int]], size: float) -> float:
     """Predict the peak of a size, in bytes, by the line through the last two peaks; 0 without two.
 
-    >>> predicted_peak([(1, 30), (2, 50)], 8), predicted_peak([(1, 30)], 8)
+    >>> predict_peak([(1, 30), (2, 50)], 8), predict_peak([(1, 30)], 8)
     (170.0, 0.0)
     """
     if len(peaks) < 2:
@@ -125,7 +125,7 @@ class Pace:
     num_thrashing: int = 0
     ceiling: float = math.inf  # the limit that a rehearsal found: more is never tried
 
-    def failed(self, num_cells: int, lowered: float) -> float:
+    def note_failure(self, num_cells: int, lowered: float) -> float:
         """Note what did not fit; return the limit that fitted before, or else `lowered`."""
         self.has_failed, self.num_clean = True, 0
         self.too_much = min(self.too_much, num_cells)
@@ -135,11 +135,11 @@ class Pace:
         self.patience_steps *= 2
         return limit
 
-    def computed(self, num_cells: int, is_divided: bool) -> None:
+    def note_computed(self, num_cells: int, is_divided: bool) -> None:
         self.largest = max(self.largest, num_cells)
         self.is_divided |= is_divided
 
-    def after_step(self, limit: float, num_retries: int) -> tuple[float, bool]:
+    def adapt(self, limit: float, num_retries: int) -> tuple[float, bool]:
         """Return the limit from now on, and whether it was lowered because of the allocator."""
         retried, self.num_retries = num_retries > self.num_retries, num_retries
         self.num_thrashing = self.num_thrashing + 1 if retried and not self.has_failed else 0

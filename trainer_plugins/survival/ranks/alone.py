@@ -13,7 +13,7 @@ from torch import nn
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, Release, attempt, card_of
 from trainer_plugins.survival.exact.gathers import Exchanging
-from trainer_plugins.survival.limit.limit import SLACK, allowed_bytes, most
+from trainer_plugins.survival.limit.limit import SLACK, most, read_allowed_bytes
 from trainer_plugins.survival.micro_batch import MicroBatch
 from trainer_plugins.units import MIB
 from trainer_plugins.upkeep.agreement import Agreement, RollCall
@@ -77,7 +77,7 @@ class Ranks(Exchanging):
     def end(self) -> None:
         """Undo what was changed on the model."""
 
-    def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
+    def select_kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
         """Return the parameters that keep the gradient which a failed pass has finished."""
         return parameters
 
@@ -87,7 +87,7 @@ class Ranks(Exchanging):
         """Run work that may not fit; with `is_end` False a backward pass is still to come."""
         return attempt(work, release, self.device)
 
-    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         """Note an attempt that did not fit; say why the run cannot go on, empty if it can."""
         return ""
 
@@ -99,10 +99,10 @@ class Ranks(Exchanging):
         """Surround forward and backward of a piece; gives the model to compute it on."""
         yield self.model
 
-    def finished(self) -> None:
+    def finish(self) -> None:
         """Finish what the other ranks wait for, after every piece of a micro-batch is computed."""
 
-    def agreed(self, limit: float) -> float:
+    def agree(self, limit: float) -> float:
         """Return the limit in cells that holds for every rank which divides with this one."""
         return limit
 
@@ -154,7 +154,9 @@ class Ranks(Exchanging):
         device = self.device
         reading = card_of(device).read()
         # No less than a segment of the allocator.
-        slack_bytes = max(2 * MIB, int(SLACK * allowed_bytes(reading, device))) if reading else 0
+        slack_bytes = (
+            max(2 * MIB, int(SLACK * read_allowed_bytes(reading, device))) if reading else 0
+        )
         missing = [p for p in self.bare.parameters() if p.requires_grad and p.grad is None]
         try:
             if isinstance(attempt(partial(_add_gradients, missing)), DidNotFit):
@@ -200,34 +202,34 @@ class Together(Ranks):
         missing = roll_call.missing(_WAIT_IF_MET_SECONDS if is_met else _WAIT_SECONDS)
         return f"{missing}; give every rank the same callbacks" if missing else ""
 
-    def agreed(self, limit: float) -> float:
+    def agree(self, limit: float) -> float:
         """Return the least limit of all ranks, in whole cells: a fraction more never fitted."""
         lowest = self.lowest(_NO_LIMIT if math.isinf(limit) else math.floor(limit))
         return math.inf if lowest == _NO_LIMIT else float(lowest)
 
     def highest(self, value: int) -> int:
-        return self._answered(self._votes.highest(value))
+        return self._check_answer(self._votes.highest(value))
 
     def _gather(self, value: torch.Tensor) -> torch.Tensor:
         """Do what accelerate's `gather` does, with a tensor on the CPU."""
-        values = self._votes.gathered(value.reshape(1) if value.dim() == 0 else value)
-        return torch.cat(self._answered(values))
+        values = self._votes.gather(value.reshape(1) if value.dim() == 0 else value)
+        return torch.cat(self._check_answer(values))
 
     def _reduce(
         self, value: torch.Tensor, reduction: str = "sum", scale: float = 1.0
     ) -> torch.Tensor:
         """Do what accelerate's `reduce` does, with a tensor on the CPU."""
-        values = torch.stack(self._answered(self._votes.gathered(value)))
+        values = torch.stack(self._check_answer(self._votes.gather(value)))
         if reduction == "max":
             return values.amax(0)
         total = values.sum(0)
         return total / len(values) if reduction == "mean" else total
 
-    def _answered(self, found: T | None) -> T:
+    def _check_answer(self, found: T | None) -> T:
         if found is None:
-            raise RuntimeError(self._no_answer())
+            raise RuntimeError(self._explain_no_answer())
         return found
 
-    def _no_answer(self) -> str:
+    def _explain_no_answer(self) -> str:
         """Say why training stops when a vote could not be taken."""
         raise NotImplementedError

@@ -100,7 +100,7 @@ class DDP(Ranks):
         hooks = (
             self.model.register_forward_pre_hook(lambda *_: self._prepares()),
             self.bare.register_forward_pre_hook(lambda *_: self._computes()),
-            self.bare.register_forward_hook(lambda *_: self._computed()),
+            self.bare.register_forward_hook(lambda *_: self._note_computed()),
         )
         self._num_calls = 0
         try:
@@ -109,7 +109,7 @@ class DDP(Ranks):
             for hook in hooks:
                 hook.remove()
 
-    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         progress, self._progress = self._progress, _Progress.OUTSIDE
         has_computed, self._has_computed = self._has_computed, False
         if self._has_begun:
@@ -132,11 +132,11 @@ class DDP(Ranks):
         finally:
             if shadows is not None:
                 shadows.leave()
-            self._used |= mark.changed()
+            self._used |= mark.find_changed()
         if reaches_others:
-            self._sent = mark.changed()
+            self._sent = mark.find_changed()
 
-    def finished(self) -> None:
+    def finish(self) -> None:
         missing = self._used - self._sent
         if self._has_begun and not missing:
             raise RuntimeError(
@@ -164,7 +164,7 @@ class DDP(Ranks):
             num = 1 if self._is_first else self._num_calls
             self._num_exchanged = max(self._num_exchanged, num)
 
-    def _computed(self) -> None:
+    def _note_computed(self) -> None:
         if self._progress == _Progress.INSIDE:
             self._progress = _Progress.OUTSIDE
             self._has_computed |= torch.is_grad_enabled()
@@ -257,7 +257,7 @@ def finishes_here() -> bool:
         try:
             loss.backward()
         except RuntimeError:
-            sent = mark.changed()
+            sent = mark.find_changed()
         else:
             return False
         for row in torch.ones(2, 1):

@@ -81,7 +81,7 @@ class Sharded(Together):
         self._is_spoilt = self._is_spoilt or self.on_any(self.is_finishing)
         return not self._is_spoilt
 
-    def kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
+    def select_kept(self, parameters: tuple[nn.Parameter, ...]) -> tuple[nn.Parameter, ...]:
         return ()
 
     def part_failed(self, error: Exception) -> None:
@@ -224,7 +224,7 @@ class Sharded(Together):
             except IndivisibleError as error:
                 why = str(error)
                 break
-        raise failure.as_error(why)
+        raise failure.make_error(why)
 
     def _reset(self) -> None:
         """Undo what an evaluation leaves: gathered weights, and its order of prefetching."""
@@ -237,7 +237,7 @@ class Sharded(Together):
         self.is_finishing = self._is_spoilt = False
         self._reshard()
 
-    def _no_answer(self) -> str:
+    def _explain_no_answer(self) -> str:
         return (
             "survive_oom: the ranks could not agree whether everything fitted, so training stops "
             "here. The rank that ended first logs why"

@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
-from trainer_plugins.survival.limit.limit import SLACK, allowed_bytes, most, predicted_peak
+from trainer_plugins.survival.limit.limit import SLACK, most, predict_peak, read_allowed_bytes
 from trainer_plugins.survival.ranks.alone import HowToRecover, Together
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
@@ -76,11 +76,11 @@ class Zero(Together):
             yield "DeepSpeed without ZeRO (stage 0) is not supported: use stage 1, 2 or 3, or DDP"
         if "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters:
             yield "this accelerate counts pieces as micro-batches of the window: use 1.15 or newer"
-        yield from _in_config(plugin.deepspeed_config)
+        yield from _judge_config(plugin.deepspeed_config)
         if "pipeline" in plugin.deepspeed_config or hasattr(trainer.model, "pipeline_enable"):
             yield "pipeline parallelism is not supported: it cuts micro-batches itself"
         if (engine := getattr(trainer, "deepspeed", None)) is not None:
-            yield from _in_engine(engine)  # at attach it is not there yet
+            yield from _judge_engine(engine)  # at attach it is not there yet
 
     @property
     def bare(self) -> nn.Module:
@@ -88,7 +88,7 @@ class Zero(Together):
         module: nn.Module = self._engine if self._stage == 3 else self._engine.module
         return module
 
-    def failed(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
+    def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         return self._stop(f"a {phase} pass of ZeRO cannot be repeated")
 
     @contextmanager
@@ -146,8 +146,8 @@ class Zero(Together):
         if (reading := card.read()) is None:
             raise RuntimeError(self._stop("the memory of its card cannot be read"))
         free_bytes = reading.total_bytes - reading.non_torch_bytes
-        room_bytes = (1 - SLACK) * min(free_bytes, allowed_bytes(reading, device))
-        if self.on_any(predicted_peak(peaks, size) > room_bytes):
+        room_bytes = (1 - SLACK) * min(free_bytes, read_allowed_bytes(reading, device))
+        if self.on_any(predict_peak(peaks, size) > room_bytes):
             return False
         card.reset_peak()
         failure = self.attempt(partial(compute, size))
@@ -172,11 +172,11 @@ class Zero(Together):
             _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{said}")
         return said
 
-    def _no_answer(self) -> str:
+    def _explain_no_answer(self) -> str:
         return self._stop("a rank did not answer how it divides its micro-batch")
 
 
-def _in_config(config: Mapping[str, Any]) -> Iterator[str]:
+def _judge_config(config: Mapping[str, Any]) -> Iterator[str]:
     zero: Mapping[str, Any] = config.get("zero_optimization", {})
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
@@ -199,7 +199,7 @@ def _in_config(config: Mapping[str, Any]) -> Iterator[str]:
         yield "tensor parallelism (autotp_size) is not supported: its ranks hold the same rows"
 
 
-def _in_engine(engine: Any) -> Iterator[str]:
+def _judge_engine(engine: Any) -> Iterator[str]:
     name = type(engine.optimizer).__name__
     if name not in _OPTIMIZERS:
         yield f"DeepSpeed's {name} is not supported"

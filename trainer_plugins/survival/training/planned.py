@@ -1,8 +1,8 @@
-"""Planned: recovery on ranks that divide together, into equally many pieces.
+"""PlannedPieces: recovery on ranks that divide together, into equally many pieces.
 
-`Planned` divides before a micro-batch is computed, `Replay` computes a window (the micro-batches of
-one optimizer step) again: a failure spoils its sums, so no parameter is frozen. Each rank asks the
-same questions (`ranks.highest`) in the same order, independent of its rows.
+It divides before a micro-batch is computed. `Replay` computes a window (the micro-batches of one
+optimizer step) again: a failure spoils its sums, so no parameter is frozen. Each rank asks the same
+questions (`ranks.highest`) in the same order, independent of its rows.
 """
 
 import math
@@ -19,10 +19,10 @@ from trainer_plugins.survival.limit.limit import even, lower
 from trainer_plugins.survival.micro_batch import MicroBatch, Piece, Start
 from trainer_plugins.survival.training.recovery import Recovery
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import not_attached, part_raised
+from trainer_plugins.survival.words import part_raised, report_not_attached
 
 
-class Planned(Recovery):
+class PlannedPieces(Recovery):
     """Finishes one micro-batch in as many pieces as all ranks; a piece that fails ends the run."""
 
     _num_pieces = 1
@@ -33,7 +33,7 @@ class Planned(Recovery):
         run.memo.pace = None
         if run.is_refused:
             return
-        run.memo.limit = run.ranks.agreed(run.memo.limit)
+        run.memo.limit = run.ranks.agree(run.memo.limit)
         if math.isinf(run.memo.limit):
             return
         why, first = "", MicroBatch(Piece(dict(inputs), 1), num_items, 1.0, run.start())
@@ -45,7 +45,7 @@ class Planned(Recovery):
         if run.ranks.on_any(bool(why)):
             run.memo.limit = math.inf
             why = why or "those of another rank cannot"
-            run.attached.say(not_attached([f"micro-batches cannot be divided: {why}"]))
+            run.attached.say(report_not_attached([f"micro-batches cannot be divided: {why}"]))
 
     @classmethod
     def may_divide(cls, run: TrainingRun, micro: MicroBatch) -> bool:
@@ -76,27 +76,27 @@ class Planned(Recovery):
                 weight = self._run.certificate.weight(self._layout, self._kind)
                 cuts = [cut for cut in even(whole.num, num) if cut]
                 pieces = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        return _filled(pieces, num)
+        return _fill(pieces, num)
 
     def _cut(self, piece: Piece) -> list[Piece]:
         return [piece]
 
     def _take_back(self, error: Exception) -> NoReturn:
-        said = self._ranks.failed(self._phase, False, set())
+        said = self._ranks.note_failure(self._phase, False, set())
         raise RuntimeError(f"survive_oom could not help: {part_raised(error)}; {said}") from error
 
 
-class Replay(Planned):
+class Replay(PlannedPieces):
     """Finishes one micro-batch, and computes again those before it in its window."""
 
     _total: torch.Tensor | None = None
 
-    def failed(
+    def recover(
         self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt on every rank; `piece` is what this rank tried meanwhile."""
         why_not = self._wrong_so_far() or self._why_whole
-        self._story.failed(failure, piece, phase)
+        self._story.note_failure(failure, piece, phase)
         if failure.is_here:
             self._tried.append(piece.num)
         if self._ranks.on_any(bool(why_not)):
@@ -141,7 +141,7 @@ class Replay(Planned):
                     replay._micro.start.snapshot.begin_next()
                 loss = self._ranks.attempt(partial(replay._compute, piece, number == num))
                 if isinstance(loss, DidNotFit):
-                    self.failed(piece, replay._micro.start, loss, replay._phase)
+                    self.recover(piece, replay._micro.start, loss, replay._phase)
                     return False
                 replay._look_at_state(piece, replay._micro.start, is_last=True)
                 replay._total = loss if replay._total is None else replay._total + loss
@@ -156,7 +156,7 @@ class Replay(Planned):
         if len(cuts) > 1 and self._layout is not None:
             weight = self._weight(self._layout, max(cuts))
             parts = whole.parts(self._layout, cuts, weight, self._attached.family.share)
-        return _filled(parts, num)
+        return _fill(parts, num)
 
     def _make_room_for(self, piece: Piece | None) -> None:
         """Lower the limit, or switch something on; `piece` is None if another rank failed."""
@@ -173,7 +173,7 @@ class Replay(Planned):
             except IndivisibleError as error:  # on every rank
                 why = str(error)
             else:
-                memo.limit = self._ranks.agreed(self._without_what_failed(limit))
+                memo.limit = self._ranks.agree(self._lower_by_measured(limit))
                 return
         self._climb(
             why or "another rank has nothing smaller to try, and there is nothing left to switch on"
@@ -206,7 +206,7 @@ class Replay(Planned):
             replay._measure(replay._layout, replay._num_fit(limit))
 
 
-def _filled(pieces: list[Piece], num: int) -> list[Piece]:
+def _fill(pieces: list[Piece], num: int) -> list[Piece]:
     """Put pieces that count as 0 before others, so that there are `num`."""
     least = min(pieces, key=lambda piece: piece.num_cells)
     idle = replace(least, factor=0.0, share=0.0, is_idle=True)

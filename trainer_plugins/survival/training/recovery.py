@@ -14,18 +14,18 @@ from torch import nn
 
 from trainer_plugins.checkpointing import is_checkpointing
 from trainer_plugins.survival.attempt.attempt import DidNotFit, attempt
-from trainer_plugins.survival.attempt.state import Moved, why_not_divided, why_rows_differ
+from trainer_plugins.survival.attempt.state import Moved, explain_not_divided, explain_rows_differ
 from trainer_plugins.survival.certificate.certificate import Kind, batch_kind
-from trainer_plugins.survival.certificate.comparison import no_room
+from trainer_plugins.survival.certificate.comparison import report_no_room
 from trainer_plugins.survival.exact.coupled import ROW, Coupling, Divided
-from trainer_plugins.survival.exact.finality import frozen, what_is_never_final
+from trainer_plugins.survival.exact.finality import explain_never_final, frozen
 from trainer_plugins.survival.exact.layouts import Layout, Rows
 from trainer_plugins.survival.exact.shares import IndivisibleError, Inputs, NumItems, Weight
 from trainer_plugins.survival.limit.ladder import CHECKPOINTING
 from trainer_plugins.survival.limit.limit import Pace, has_tokens, lower, num_that_fit, sizes
 from trainer_plugins.survival.micro_batch import Added, MicroBatch, Piece, Start
 from trainer_plugins.survival.training_run import TrainingRun
-from trainer_plugins.survival.words import Story, in_doubt, part_raised, what_else
+from trainer_plugins.survival.words import Story, part_raised, report_doubt, suggest_else
 
 
 class Recovery:
@@ -72,7 +72,7 @@ class Recovery:
     def _wrong_so_far(self) -> str:
         """Say what is wrong already, as a loss that `training_step` changed; empty if nothing."""
         for micro in self._ranks.micros or [self._micro]:
-            if micro.handed is not None and (changed := micro.handed.seen()):
+            if micro.handed is not None and (changed := micro.handed.judge_seen()):
                 return changed
         if self._run.has_exchanged_parameters():
             return (
@@ -81,13 +81,13 @@ class Recovery:
             )
         return ""
 
-    def failed(
+    def recover(
         self, piece: Piece, start: Start, failure: DidNotFit, phase: str, *, is_last: bool = True
     ) -> None:
         """Undo a failed attempt, keep what it finished, and make room; if there is none, raise."""
-        changed = start.mark.changed()
-        why_not = self._ranks.failed(phase, is_last, changed) or self._wrong_so_far()
-        self._story.failed(failure, piece, phase)
+        changed = start.mark.find_changed()
+        why_not = self._ranks.note_failure(phase, is_last, changed) or self._wrong_so_far()
+        self._story.note_failure(failure, piece, phase)
         self._tried.append(piece.num)
         if why_not:
             self._give_up(why_not)
@@ -121,12 +121,12 @@ class Recovery:
             except Exception as error:
                 if piece is self._micro.whole:
                     raise
-                self._note_added(piece, start, start.mark.changed())
+                self._note_added(piece, start, start.mark.find_changed())
                 self._take_back(error)
                 queue, total = deque([self._micro.whole]), None
                 continue
             if isinstance(loss, DidNotFit):
-                self.failed(piece, start, loss, self._phase, is_last=not queue)
+                self.recover(piece, start, loss, self._phase, is_last=not queue)
                 queue.appendleft(piece)
                 continue
             self._added.append(Added(piece, start.snapshot, set(piece.final)))
@@ -136,7 +136,7 @@ class Recovery:
                 self._micro.start.snapshot.begin_next()
         if self._coupling is not None:
             self._coupling.forget()
-        self._ranks.finished()
+        self._ranks.finish()
         self._tell()
         assert total is not None
         return total
@@ -150,9 +150,9 @@ class Recovery:
         self._story.pieces.append(piece.num)
         is_part = piece is not self._micro.whole
         if self._run.memo.pace is not None:
-            self._run.memo.pace.computed(piece.num_cells, is_part)
+            self._run.memo.pace.note_computed(piece.num_cells, is_part)
         if is_part:
-            self._run.certificate.computed(piece.num_cells, self._step)
+            self._run.certificate.note_computed(piece.num_cells, self._step)
 
     @property
     def _step(self) -> int:
@@ -173,9 +173,9 @@ class Recovery:
             limit = f"{story.count(num_fit)} of this length at once"
         if story.failures:
             run.memo.num_survived += 1
-            self._attached.say(story.survived(whole, limit))
+            self._attached.say(story.report_survived(whole, limit))
         elif is_divided and not run.is_division_said:
-            self._attached.say(story.divided(whole, limit))
+            self._attached.say(story.report_divided(whole, limit))
         run.is_division_said |= is_divided
 
     def _take_back(self, error: Exception) -> None:
@@ -199,12 +199,12 @@ class Recovery:
     def _give_up(self, why: str) -> NoReturn:
         num_rows = self._attached.trainer.args.per_device_train_batch_size
         least = min(self._tried, default=1)
-        remedy = what_else(
+        remedy = suggest_else(
             is_divisible=num_rows > 1 and (self._layout is None or least > 1),
             is_checkpointing=is_checkpointing(self._run.model),
         )
-        self._attached.say(self._story.refused(self._micro.whole, why, remedy))
-        raise self._story.failures[0].as_error(why)
+        self._attached.say(self._story.report_refused(self._micro.whole, why, remedy))
+        raise self._story.failures[0].make_error(why)
 
     def _compute(self, piece: Piece, is_last: bool, others: Iterable[Piece] = ()) -> torch.Tensor:
         """Run forward and backward of a piece; `others` are to be computed after it."""
@@ -282,18 +282,18 @@ class Recovery:
         memo, why = self._run.memo, self._why_whole
         limit = lower(piece.num, piece.num_cells, memo.limit, self._attached.min_micro_batch)
         if memo.pace is not None and limit is not None:
-            limit = memo.pace.failed(piece.num_cells, limit)
+            limit = memo.pace.note_failure(piece.num_cells, limit)
         if limit is not None and self._layout is not None:
             try:
                 self._divide(piece, limit)
             except IndivisibleError as error:
                 why = str(error)
             else:
-                memo.limit = self._without_what_failed(limit)
+                memo.limit = self._lower_by_measured(limit)
                 return
         self._climb(why or self._nothing_left(piece))
 
-    def _without_what_failed(self, limit: float) -> float:
+    def _lower_by_measured(self, limit: float) -> float:
         """Lower a limit by what a measurement could not compute: training needs more for it."""
         pace = self._run.memo.pace
         for num, num_cells in self._not_measured:
@@ -313,8 +313,8 @@ class Recovery:
         on = dict.fromkeys([*users, *self._run.memo.rungs])
         tried = f" ({' and '.join(on)} on)" if on else ""
         return (
-            f"there is nothing smaller to try than {self._story.what(piece)}, and nothing left to "
-            f"switch on{tried}"
+            f"there is nothing smaller to try than {self._story.describe(piece)}, and nothing left "
+            f"to switch on{tried}"
         )
 
     def _weight(self, layout: Layout, num_fit: int) -> Weight:
@@ -357,10 +357,10 @@ class Recovery:
             if self._ranks.measures_together:
                 measure()
             elif (failure := attempt(measure)) is not None:
-                raise IndivisibleError(no_room(failure.first_line))
+                raise IndivisibleError(report_no_room(failure.first_line))
         except IndivisibleError as error:
             if certificate.why_broken and certificate.divided_since is not None:
-                doubt = in_doubt(certificate.divided_since, self._step - 1, str(error))
+                doubt = report_doubt(certificate.divided_since, self._step - 1, str(error))
                 self._attached.say(doubt)
             raise
 
@@ -370,20 +370,20 @@ class Recovery:
         return batch_kind(self._layout, self._micro.whole.inputs)
 
     def _look_at_state(self, piece: Piece, start: Start, *, is_last: bool) -> None:
-        moved = start.snapshot.state.moved()
+        moved = start.snapshot.state.find_moved()
         if piece is self._micro.whole or not (moved or self._moved):
             return
         certificate = self._run.certificate
         self._moved = moved if self._moved is None else self._moved
-        why = why_not_divided(moved.values())
+        why = explain_not_divided(moved.values())
         skipped = certificate.overwritten | certificate.notes
-        why = why or why_rows_differ(self._moved, moved, skipped)
+        why = why or explain_rows_differ(self._moved, moved, skipped)
         if not why or certificate.why_broken:
             return
         certificate.why_broken = why
         if not is_last:
             raise IndivisibleError(why)
-        self._attached.say(in_doubt(certificate.divided_since or self._step, self._step, why))
+        self._attached.say(report_doubt(certificate.divided_since or self._step, self._step, why))
 
     def _check_finality(self) -> None:
         run, inputs = self._run, self._micro.whole.inputs
@@ -391,7 +391,7 @@ class Recovery:
             return
         probe = self._layout.probe(inputs, 1) if self._layout else inputs
         with run.measuring():
-            why = what_is_never_final(run.model, partial(self._loss, probe, run.model))
+            why = explain_never_final(run.model, partial(self._loss, probe, run.model))
         if why:
             self._give_up(why)
         run.is_final = True

@@ -34,7 +34,7 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
         sources = _sources(run)
     if ranks.on_any(sources is None) or sources is None:
         return
-    with _without_trace(run, sources):
+    with _leave_no_trace(run, sources):
         rehearsal = None
         # It asks the user's data set and collator; their rows may be indivisible.
         with run.memo.harmless(), suppress(IndivisibleError):
@@ -53,11 +53,11 @@ def rehearse(run: TrainingRun, inputs: Inputs, num_items: NumItems, scale: float
         least = min(run.attached.min_micro_batch, rehearsal.num)
         run.memo.limit = rehearsal.cells(max(num_fit, least))
     elif not climbed:
-        logger.info("%s: they fit at once", rehearsal.told())
+        logger.info("%s: they fit at once", rehearsal.describe())
         return
     run.card.release_cached()  # failed attempts have cut it into small pieces
     summary = rehearsal.summary(num_fit, climbed)
-    run.attached.say(foreseen(summary, rehearsal.told(), num_fit))
+    run.attached.say(foreseen(summary, rehearsal.describe(), num_fit))
 
 
 def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
@@ -68,7 +68,7 @@ def divide_from_the_start(run: TrainingRun, inputs: Inputs) -> None:
     trainer, longest = run.attached.trainer, inputs
     with run.memo.harmless():
         if (sources := _sources(run)) is not None:
-            with _without_trace(run, sources):
+            with _leave_no_trace(run, sources):
                 longest = _longest_batch(run, inputs) or inputs
     part = run.attached.rows_at_once / trainer._train_batch_size
     if part < 1:
@@ -95,7 +95,7 @@ class _Rehearsal:
     def cells(self, num: float) -> int:
         return cells(self._some(num))
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return (
             f"rehearsed {self._what} ({self.cells(self.num)} tokens with "
             f"padding) in {self._num_tried} forward and backward passes, "
@@ -142,7 +142,7 @@ class _Rehearsal:
         """Take the last ones: the short one, which is padded, is among them."""
         some = self._layout.take(self._inputs, self.num - math.ceil(num), self.num)
         if num < 1 and isinstance(self._layout, Completions):
-            return self._layout.shortened(some, num)
+            return self._layout.shorten(some, num)
         return some
 
 
@@ -174,14 +174,14 @@ def _sources(run: TrainingRun) -> State | None:
     loader = trainer.callback_handler.train_dataloader
     roots = {name: getattr(loader, name, None) for name in ("dataset", "collate_fn")}
     sources = State(Roots({**roots, "trainer": trainer}))
-    if one := next(sources.consumed(), ""):
+    if one := next(sources.name_consumed(), ""):
         logger.info("nothing is rehearsed: rows come from %s, which cannot be restored", one)
         return None
     return sources
 
 
 @contextmanager
-def _without_trace(run: TrainingRun, sources: State) -> Iterator[None]:
+def _leave_no_trace(run: TrainingRun, sources: State) -> Iterator[None]:
     """Restore everything afterwards, except gradients: `ranks.most` takes care of these."""
     before = RestorePoint(run.attached.trainer, state=run.full_state())
     try:

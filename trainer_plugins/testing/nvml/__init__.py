@@ -21,7 +21,7 @@ from pathlib import Path
 from trainer_plugins.compiled import (
     CompileError,
     cache_folder,
-    compiled_once,
+    compile_once,
     fingerprint,
     plain_compiler,
 )
@@ -74,7 +74,7 @@ class ScriptedNvml:
         process_record_bytes: int = 24,
     ) -> "ScriptedNvml":
         """Describe the driver; 535.43 to 535.86 had `process_record_bytes=32` (gpustat #161)."""
-        return self._with(
+        return self._replace(
             "driver", version=version, cuda=cuda_version, record_bytes=process_record_bytes
         )
 
@@ -98,7 +98,7 @@ class ScriptedNvml:
         index = len(self._cards)
         uuid = uuid or f"GPU-{index:08x}-1111-2222-3333-444444444444"
         bus = f"00000000:{0x17 + index:02X}:00.0"
-        return self._with(
+        return self._replace(
             "card", uuid=uuid, name=name, bus=bus, total=total_bytes, reserved=reserved_bytes
         )
 
@@ -111,7 +111,7 @@ class ScriptedNvml:
         it exists, it is read until the next script.
         """
         bus = f"00000000:{0x17 + len(self._cards):02X}:00.0"
-        return self._with(
+        return self._replace(
             "card", name=name, bus=bus, reserved=reserved_bytes, file=Path(path).absolute()
         )
 
@@ -120,7 +120,7 @@ class ScriptedNvml:
     ) -> "ScriptedNvml":
         """Add a MIG slice, with its own memory and processes; the last card is then in MIG mode."""
         self._last_card()
-        return self._with("slice", uuid=uuid, name=name, total=total_bytes)
+        return self._replace("slice", uuid=uuid, name=name, total=total_bytes)
 
     def process(
         self,
@@ -148,13 +148,13 @@ class ScriptedNvml:
         if "\tfile=" in self._last_card():
             raise ValueError("the processes of a card from a file are in that file: add it there")
         flags = "l" * live + "u" * (not says_bytes) + "g" * graphics
-        return self._with(
+        return self._replace(
             "process", pid=pid, bytes=used_bytes, grow=grow_bytes, flags=flags, name=name
         )
 
     def hide(self, pid: int) -> "ScriptedNvml":
         """Leave a process out of every list, as drivers do outside a container; its bytes count."""
-        return self._with("hide", pid=pid)
+        return self._replace("hide", pid=pid)
 
     def fault(
         self,
@@ -182,7 +182,7 @@ class ScriptedNvml:
                 f"the scripted NVML has no function {function!r}; {SOURCE.name} lists those it has"
             )
         limits = {} if times is None else {"times": times}
-        return self._with(
+        return self._replace(
             "fault", function=function, code=code, uuid=uuid or "", skip=skip, **limits
         )
 
@@ -244,7 +244,7 @@ class ScriptedNvml:
             )
         ours.scriptedNvmlFollow(os.fsencode(self.path.absolute()))
 
-    def _with(self, kind: str, **fields: object) -> "ScriptedNvml":
+    def _replace(self, kind: str, **fields: object) -> "ScriptedNvml":
         record = "\t".join([kind, *(f"{key}={value}" for key, value in fields.items())])
         if "\n" in record or record.count("\t") != len(fields):
             raise ValueError(
@@ -272,7 +272,7 @@ def build() -> Path:
         raise RuntimeError(unavailable_reason())
     command = [*compiler, *COMPILER_FLAGS, str(SOURCE)]
     try:
-        return compiled_once(library, command, _TIMEOUT_SECONDS)
+        return compile_once(library, command, _TIMEOUT_SECONDS)
     except CompileError as error:
         raise RuntimeError(
             f"could not compile the scripted NVML: {error}\n{error.output}"

@@ -160,7 +160,7 @@ def allocations() -> int:
 
 
 def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
-    variables = Variables.of(environ)
+    variables = Variables.pick(environ)
     text = variables.texts.get(variables.read_by(gather_machine(environ)) or "", "")
     return bool(values_of(read(text)[0]).get("expandable_segments"))
 

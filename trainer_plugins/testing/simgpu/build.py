@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer_plugins.compiled import (
     CompileError,
     cache_folder,
-    compiled_once,
+    compile_once,
     cpp_compiler,
     fingerprint,
     torch_library_command,
@@ -56,7 +56,7 @@ def built_library() -> Path:
     version = f"-DSIMGPU_TORCH_VERSION={int(major) * 100 + int(minor)}"
     command = torch_library_command(compiler or "", _SOURCES / "backend.cpp", version)
     try:
-        return compiled_once(library, command, _TIMEOUT_SECONDS)
+        return compile_once(library, command, _TIMEOUT_SECONDS)
     except CompileError as error:
         raise SimgpuUnavailable(
             f"simgpu cannot be built for torch {torch.__version__}: {error}"

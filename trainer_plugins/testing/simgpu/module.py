@@ -66,11 +66,11 @@ def _device(num_indices: int) -> Functions:
         "device_count": lambda: num_indices,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "device": _in_context,
+        "device": _enter_context,
         "synchronize": lambda device=None: None,
         "Stream": torch.Stream,
         "Event": torch.Event,
-        "stream": _in_context,
+        "stream": _enter_context,
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
         "default_stream": lambda device=None: torch.accelerator.current_stream(),
         "manual_seed": torch.default_generator.manual_seed,
@@ -121,5 +121,5 @@ def _limits(current_card: Callable[[], SimCard], limit: Callable[[int], None]) -
 
 
 @contextlib.contextmanager
-def _in_context(_: object = None) -> Iterator[None]:
+def _enter_context(_: object = None) -> Iterator[None]:
     yield

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from trainer_plugins._site.trainer_plugins_on_import import when_imported
+from trainer_plugins._site.trainer_plugins_on_import import call_when_imported
 
 
 def teach_libraries() -> None:
@@ -22,7 +22,7 @@ def teach_libraries() -> None:
         if name in sys.modules:
             _teach(name)
         else:
-            when_imported(name, functools.partial(_teach, name))
+            call_when_imported(name, functools.partial(_teach, name))
 
 
 def _teach(name: str) -> None:

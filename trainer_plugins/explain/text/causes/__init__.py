@@ -16,10 +16,10 @@ RULES: tuple[Rule, ...] = (
     others.own_ranks,
     others.data_parallel,
     others.engine_share,
-    numbers.spilled,
-    others.kept_after_catch,
+    numbers.judge_spill,
+    others.judge_catch,
     others.gave_up,
-    others.refused_load,
+    others.judge_refused_load,
     # Not the card's memory.
     *off_card.RULES,
     numbers.pieces_beside_others,
@@ -45,6 +45,6 @@ def causes_of(facts: TextFacts) -> tuple[Cause, ...]:
         if one is not None:
             if not found and one.grade == "certain":
                 return (one,)
-            doubt = facts.vendor.translated(one.doubt) or one.doubt
+            doubt = facts.vendor.translate(one.doubt) or one.doubt
             found.setdefault(one.code, replace(one, doubt=doubt))
     return tuple(found.values())[:_MOST_CAUSES]

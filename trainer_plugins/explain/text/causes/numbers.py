@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, is_in_pieces, said
+from trainer_plugins.explain.shared import Said, cause, is_in_pieces, say
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
@@ -68,11 +68,11 @@ def contradictory(facts: TextFacts) -> Cause | None:
     room = facts.total if facts.free is None else facts.free
     held_nothing = facts.live == 0 and room is not None and (facts.asked or 0) <= room
     if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
-        return _refused_at_once(facts)
-    return refused_though_free(facts)
+        return _judge_early_refusal(facts)
+    return judge_refusal(facts)
 
 
-def refused_though_free(facts: TextFacts) -> Cause | None:
+def judge_refusal(facts: TextFacts) -> Cause | None:
     """The driver refused though memory was free."""
     free, total, asked = facts.free, facts.total, facts.asked
     if free is None or asked is None or facts.oom.limit_bytes is not None:
@@ -95,7 +95,7 @@ def refused_though_free(facts: TextFacts) -> Cause | None:
     )
 
 
-def _refused_at_once(facts: TextFacts) -> Cause:
+def _judge_early_refusal(facts: TextFacts) -> Cause:
     asked = "It asked for {requested_bytes} of {capacity_bytes}; torch held nothing."
     return cause(
         "contradictory",
@@ -106,7 +106,7 @@ def _refused_at_once(facts: TextFacts) -> Cause:
     )
 
 
-def spilled(facts: TextFacts) -> Cause | None:
+def judge_spill(facts: TextFacts) -> Cause | None:
     """More is allocated than the card has: Windows lends main memory."""
     if facts.live is None or facts.total is None or facts.live <= facts.total:
         return None
@@ -133,7 +133,7 @@ def mps_other(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "mps-other",
-        said(
+        say(
             "{other_bytes} of the {allowed_bytes} that are allowed are 'other allocations': torch's"
             " cache, Metal's graphs, or other libraries.",
             other_bytes=held,
@@ -180,7 +180,7 @@ def mostly_cache(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "fragmentation",
-        said(
+        say(
             "The log shows {reserved_bytes} reserved, and at most {peak_allocated_bytes} allocated:"
             " the rest is the allocator's cache.",
             reserved_bytes=int(reserved),
@@ -236,7 +236,7 @@ def capacity(facts: TextFacts) -> Cause:
     if is_held_outside_torch(facts):
         outside = "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other"
         outside += " libraries."
-        evidence.append(said(outside, own_outside_bytes=facts.outside_torch))
+        evidence.append(say(outside, own_outside_bytes=facts.outside_torch))
     if frame:
         evidence.append(f"It failed in {frame}.")
     if facts.oom.source == "driver" and total is None:

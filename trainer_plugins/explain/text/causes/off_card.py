@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, said
+from trainer_plugins.explain.shared import Said, cause, say
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.units import GIB
@@ -105,12 +105,12 @@ def host_end(facts: TextFacts) -> Cause | None:
         _host_use(facts),
         summary=summary,
         grade=None if is_limited or by_kernel or is_memory else "possible",
-        doubt=f"SIGKILL does not say who sent it: {who_killed(facts)} settles it",
+        doubt=f"SIGKILL does not say who sent it: {name_killer(facts)} settles it",
         is_sure=(by_limit and facts.oom.is_certain) or (by_kernel and not is_limited),
     )
 
 
-def who_killed(facts: TextFacts) -> str:
+def name_killer(facts: TextFacts) -> str:
     """Name what shows who sent SIGKILL, by where the run was."""
     if facts.says(HOSTED):
         return "the notebook's own display of RAM, while it runs,"
@@ -162,11 +162,11 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     return cause("host-alloc", facts.words, asked, facts.users_line, _host_use(facts))
 
 
-def pinned(facts: TextFacts) -> Cause | None:
+def judge_pinned(facts: TextFacts) -> Cause | None:
     """Page-locked main memory ran out, which the driver reports in its own words."""
     is_certain = facts.oom.source == "pinned"
     is_driver = facts.oom.source == "driver" and facts.total is None
-    frame = facts.called(_PINS, innermost=6) if is_driver else None
+    frame = facts.find_call(_PINS, innermost=6) if is_driver else None
     is_wsl = is_driver and facts.is_wsl
     if not is_certain and not frame and not is_wsl:
         return None
@@ -185,11 +185,11 @@ def _host_use(facts: TextFacts) -> str | Said:
     used = list(re.finditer(_USED, facts.text))
     if not used:
         return ""
-    return said(
+    return say(
         "DeepSpeed last saw {host_used_bytes} of main memory in use, {host_used_fraction} of it.",
         host_used_bytes=int(float(used[-1][1]) * GIB),  # psutil's bytes by 2**30, which it calls GB
         host_used_fraction=float(used[-1][2]) / 100,
     )
 
 
-RULES: tuple[Rule, ...] = (shm, host_end, host_commit, host_alloc, nccl, pinned)
+RULES: tuple[Rule, ...] = (shm, host_end, host_commit, host_alloc, nccl, judge_pinned)

@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, are_alike, cause, quoted, said
+from trainer_plugins.explain.shared import Said, are_alike, cause, quote, say
 from trainer_plugins.explain.text.causes.numbers import is_held_by_others, is_held_outside_torch
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.units import size
@@ -57,7 +57,7 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
         return None
     return cause(
         "ddp-gpu0",
-        said(
+        say(
             "nvidia-smi lists {num_processes} processes on card {card} that hold another card too,"
             " with {stray_bytes} on card {card}.",
             num_processes=len(stray),
@@ -72,14 +72,14 @@ def ddp_gpu0(facts: TextFacts) -> Cause | None:
 
 def data_parallel(facts: TextFacts) -> Cause | None:
     """One process drives several cards, and gathers what they make on the first."""
-    frame = facts.called(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
+    frame = facts.find_call(r"scatter_gather\.py|Gather\.apply|gather\(outputs", innermost=6)
     evidence: list[str | Said] = [f"It failed in {frame}."] if frame else []
     for pid in dict.fromkeys(one.pid for one in facts.processes):
         held = sorted((one.card, one.num_bytes) for one in facts.processes if one.pid == pid)
         rest = max((num_bytes for _, num_bytes in held[1:]), default=0)
         if held[0][0] != held[-1][0] and held[0][1] > _UNEVEN * rest:
             evidence.append(
-                said(
+                say(
                     "nvidia-smi shows one process (pid {pid}) on {num_cards} cards, with"
                     " {first_bytes} on card {card} and at most {rest_bytes} on the others.",
                     pid=str(pid),
@@ -106,13 +106,13 @@ def engine_share(facts: TextFacts) -> Cause | None:
         return None
     if facts.oom.source == "engine":
         summary = next(summary for each, summary in _REFUSALS if re.search(each, words))
-        return cause("engine-share", f"The engine's words are: {quoted(words)}", summary=summary)
-    inside = facts.called(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
+        return cause("engine-share", f"The engine's words are: {quote(words)}", summary=summary)
+    inside = facts.find_call(r"[/\\](?:vllm|sglang)(?=[/\\ ])|\b(?:vllm|sglang)\.")
     engine = inside or re.search(ENGINE, facts.writer + words)
     if not facts.frames:
         engine = engine or facts.says(_SERVES)
     warming = re.search(_WARMS_UP, facts.oom.text)
-    if facts.called(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
+    if facts.find_call(r"load_weights|create_weights|initialize_model|get_model\b") and not warming:
         return None
     if not warming and not engine and not (_is_crowded(facts) and facts.says(ENGINE)):
         return None
@@ -151,7 +151,7 @@ def gave_up(facts: TextFacts) -> Cause | None:
     )
 
 
-def refused_load(facts: TextFacts) -> Cause | None:
+def judge_refused_load(facts: TextFacts) -> Cause | None:
     """A quantised model does not fit whole, and bitsandbytes leaves no part in main memory."""
     if "dispatched on the CPU or the disk" not in facts.oom.text:
         return None
@@ -166,11 +166,11 @@ def refused_load(facts: TextFacts) -> Cause | None:
 def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
     if facts.others is None or not facts.total:
-        return _by_table(facts) or _at_first_touch(facts)
+        return _judge_table(facts) or _judge_first_touch(facts)
     room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
     if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
         return None
-    if frame := facts.called(r"_cuda_deserialize|restore_location", innermost=12):
+    if frame := facts.find_call(r"_cuda_deserialize|restore_location", innermost=12):
         return cause(
             "ddp-gpu0",
             sum_of(facts),
@@ -207,7 +207,7 @@ def _names(facts: TextFacts) -> str:
     return f"The text names {', '.join(found[:6])}." if found else ""
 
 
-def _by_table(facts: TextFacts) -> Cause | None:
+def _judge_table(facts: TextFacts) -> Cause | None:
     """Judge by a pasted nvidia-smi table, where the message has no numbers."""
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:
@@ -218,7 +218,7 @@ def _by_table(facts: TextFacts) -> Cause | None:
         used, total = full[0]
     return cause(
         "foreign",
-        said(
+        say(
             "nvidia-smi shows {used_bytes} of {capacity_bytes} in use.",
             used_bytes=used,
             capacity_bytes=total,
@@ -229,8 +229,8 @@ def _by_table(facts: TextFacts) -> Cause | None:
     )
 
 
-def _at_first_touch(facts: TextFacts) -> Cause | None:
-    is_later = facts.progress or facts.called(r"\bforward\b|backward|_step\b|optimizer")
+def _judge_first_touch(facts: TextFacts) -> Cause | None:
+    is_later = facts.progress or facts.find_call(r"\bforward\b|backward|_step\b|optimizer")
     is_driver = facts.oom.source == "driver" and facts.oom.is_certain
     if not is_driver or not facts.failed or is_later:
         return None
@@ -265,13 +265,13 @@ def leftover(facts: TextFacts) -> Cause | None:
     )
 
 
-def kept_after_catch(facts: TextFacts) -> Cause | None:
+def judge_catch(facts: TextFacts) -> Cause | None:
     """The script catches the OOM, and what it caught keeps the tensors."""
     if facts.num_skipped < 2:
         return None
     return cause(
         "leak",
-        said("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
+        say("{num_skipped} lines report a skipped batch.", num_skipped=facts.num_skipped),
         summary="the script catches the OOM and keeps its tensors",
         doubt="The text does not show whether each failure has its own reason: print"
         " torch.cuda.memory_allocated() after each skipped batch; it should fall back",

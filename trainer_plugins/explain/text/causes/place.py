@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, quoted
+from trainer_plugins.explain.shared import Said, cause, quote
 from trainer_plugins.explain.text.causes.others import leftover
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.units import GIB, MIB
@@ -80,19 +80,19 @@ class ByFrame:
     words: str = ""  # a person's words for it, where no frame shows the place
 
     def __call__(self, facts: TextFacts) -> Cause | None:
-        if self.words and not facts.frames and (sentence := facts.told(self.words)):
-            return self._found(f"The text says: {quoted(sentence)}")
-        frame = facts.called(self.pattern, self.innermost)
-        if not frame or (self.unless and facts.called(self.unless, self.innermost)):
+        if self.words and not facts.frames and (sentence := facts.find_sentence(self.words)):
+            return self._make_cause(f"The text says: {quote(sentence)}")
+        frame = facts.find_call(self.pattern, self.innermost)
+        if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):
             return None
-        if self.within and not facts.called(self.within):
+        if self.within and not facts.find_call(self.within):
             return None
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
-        if self.unless_within and deeper and facts.called(self.unless_within, deeper):
+        if self.unless_within and deeper and facts.find_call(self.unless_within, deeper):
             return None
-        return self._found(f"It failed in {frame}.")
+        return self._make_cause(f"It failed in {frame}.")
 
-    def _found(self, evidence: str) -> Cause:
+    def _make_cause(self, evidence: str) -> Cause:
         doubt = f"The text does not show {self.unknown}"
         return cause(self.code, evidence, summary=self.summary, doubt=doubt)
 
@@ -105,13 +105,13 @@ def _moment(words: str) -> str:
 
 def logits_loss(facts: TextFacts) -> Cause | None:
     """Logits over the vocabulary, in fp32, at the loss."""
-    frame = facts.called(LOGITS, innermost=4)
+    frame = facts.find_call(LOGITS, innermost=4)
     asked = facts.asked
     least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total or _NEEDLE_BYTES))
     if not frame or (asked is not None and asked < least):
         return None
     tokens: str | Said = ""
-    if asked and facts.called(_LANGUAGE):
+    if asked and facts.find_call(_LANGUAGE):
         counts = " or ".join(
             f"{asked // (4 * one):,} tokens of {one:,} words" for one in _vocabularies(facts)
         )
@@ -129,7 +129,7 @@ def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
     """Return the vocabulary of the text, else of the model in the traceback, else usual ones."""
     if vocabulary := facts.rows("vocab_size"):
         return (vocabulary,)
-    named = facts.called(r"modeling_\w+\.py")
+    named = facts.find_call(r"modeling_\w+\.py")
     if not named:
         return _USUAL_VOCABULARIES
     return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.file), ())
@@ -137,7 +137,7 @@ def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:
     """A matrix of length x length."""
-    frame = facts.called(ATTENTION, innermost=3)
+    frame = facts.find_call(ATTENTION, innermost=3)
     asked = facts.asked or 0
     if not frame or asked < LEAST_QUADRATIC_BYTES:
         return None
@@ -156,7 +156,7 @@ def quadratic_attention(facts: TextFacts) -> Cause | None:
 
 def long_sample(facts: TextFacts) -> Cause | None:
     """The run had fitted for some steps."""
-    is_else = facts.called(EVALUATION) or not (facts.called(TRAINING) or not facts.frames)
+    is_else = facts.find_call(EVALUATION) or not (facts.find_call(TRAINING) or not facts.frames)
     if not facts.progress or is_else or facts.oom.source not in ("allocator", "masked", "library"):
         return None
     return cause(

@@ -24,15 +24,15 @@ def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]
     """Collect the remedies of the answer, then the first one of each other possible cause."""
     found: dict[str, Remedy] = {}
     for number, cause in enumerate(causes):
-        offered = in_turn(cause.code, _order(cause.code, facts), facts)
+        offered = choose_remedies(cause.code, _order(cause.code, facts), facts)
         for one in offered if number == 0 else islice(offered, 1):
             found.setdefault(one.do, one)
     return tuple(found.values())
 
 
-def in_turn(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
+def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Iterator[Remedy]:
     """Yield what applies to a text of the advice against a cause."""
-    return remedies_for(code, order, lambda each: _made(each, code, facts), facts.vendor)
+    return remedies_for(code, order, lambda each: _build(each, code, facts), facts.vendor)
 
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
@@ -42,8 +42,8 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
         return FOR_CAUSE[code]
     if facts.has_tried_one_row:
         return ONE_ROW
-    uses = facts.called(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
-    trains = facts.called(r"(?i)backward|train|optimizer|closure")
+    uses = facts.find_call(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
+    trains = facts.find_call(r"(?i)backward|train|optimizer|closure")
     return ONLY_RUN if uses is not None and trains is None else FOR_CAUSE[code]
 
 
@@ -55,7 +55,7 @@ def _is_last_straw(facts: TextFacts) -> bool:
     return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total
 
 
-def _made(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
+def _build(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
     applies = APPLIES_TO_CAUSE.get((code, one)) or APPLIES.get(one)
     if is_followed(one, facts) or (applies is not None and not applies(facts)):
         return None

@@ -29,8 +29,8 @@ from trainer_plugins.explain.text.text_facts import TextFacts
 Test = Callable[[TextFacts], object]
 
 
-def _called(pattern: str, innermost: int | None = None) -> Test:
-    return lambda facts: facts.called(pattern, innermost)
+def _is_called(pattern: str, innermost: int | None = None) -> Test:
+    return lambda facts: facts.find_call(pattern, innermost)
 
 
 def _says(pattern: str) -> Test:
@@ -72,29 +72,30 @@ def _has_workers(facts: TextFacts) -> bool:
 def _loads_twice(facts: TextFacts) -> bool:
     """Return whether loading may have filled main memory, and nothing shows that another did."""
     is_else = _has_workers(facts) or facts.says(_OFFLOADS)
-    return not is_else and (not facts.oom.is_certain or facts.called(LOADING) is not None)
+    return not is_else and (not facts.oom.is_certain or facts.find_call(LOADING) is not None)
 
 
 _OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
-_FSDP = _any_of(_called("fsdp"), _says("(?i)fsdp"))
-_UNSLOTH = _any_of(_called("(?i)unsloth"), _says("CPU_BUFFERS"))
+_FSDP = _any_of(_is_called("fsdp"), _says("(?i)fsdp"))
+_UNSLOTH = _any_of(_is_called("(?i)unsloth"), _says("CPU_BUFFERS"))
 _SLURM = _says(SLURM)
 _CONTAINER = _says(CONTAINER)
 _ON_THE_HOST = _says(NCCL_ON_THE_HOST)
 _REGISTERS_FOR_IB = _says("ibv_reg_mr")
 _SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
-_GATHERS_ALL = _called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
-_GENERATES = _any_of(_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
+_GATHERS_ALL = _is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
+_GENERATES = _any_of(_is_called("generat"), _says(r"(?i)\bgenerat(?:e|ion)\b"))
 _NO_PLACE = _none_of(lambda facts: facts.frames)
-_DEEPSPEED = _called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
-_MERGE = _called(r"\bmerge")
-_DORA = _called(r"\bdora\.py|get_weight_norm")
-_KBIT = _called("prepare_model_for_kbit_training")
-_MXFP4 = _any_of(_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
-_CONVERTS = _called(r"core_model_loading.*\bconvert\b")
+_DEEPSPEED = _is_called(r"deepspeed|zero3|\bstage(?:3|_1_and_2)\.py")
+_MERGE = _is_called(r"\bmerge")
+_DORA = _is_called(r"\bdora\.py|get_weight_norm")
+_KBIT = _is_called("prepare_model_for_kbit_training")
+_MXFP4 = _any_of(_is_called("mxfp4"), _says(r"(?i)mxfp4|openai/gpt-oss"))
+_CONVERTS = _is_called(r"core_model_loading.*\bconvert\b")
 _STACKS_EXPERTS = _all_of(
-    _CONVERTS, _any_of(_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts"))
+    _CONVERTS,
+    _any_of(_is_called("MergeModulelist|torch\\.stack|concatenate"), _says("(?i)experts")),
 )
 _EXPERTS_IN_16_BITS = _all_of(
     _STACKS_EXPERTS,
@@ -105,9 +106,9 @@ _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
 # Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
 _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
-_IS_LOADING = _any_of(_called(LOADING), _says(LOAD_BAR))
+_IS_LOADING = _any_of(_is_called(LOADING), _says(LOAD_BAR))
 _TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
-_SDPA = _called(r"scaled_dot_product|\bsdpa", innermost=3)
+_SDPA = _is_called(r"scaled_dot_product|\bsdpa", innermost=3)
 
 APPLIES: Mapping[Advice, Test] = {
     advice.SURVIVE: lambda facts: uses_trainer(facts) and not SURVIVAL_REFUSED.search(facts.whole),
@@ -117,7 +118,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.REDUCED_EACH_TIME: _all_of(
         _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),
-    advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.called(LOADING),
+    advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.find_call(LOADING),
     advice.NO_GRAD: _none_of(uses_trainer),
     advice.EXPANDABLE_SEGMENTS: _none_of(
         _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
@@ -128,30 +129,30 @@ APPLIES: Mapping[Advice, Test] = {
     advice.NEWER_XPU: _says(ONE_BLOCK),
     advice.WSL_MEMORY: _is_windows,
     advice.NO_DORA: _all_of(_DORA, _none_of(_MERGE)),
-    advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _called(r"baddbmm\(W")),
+    advice.NEWER_PEFT: _none_of(_MERGE, _DORA, _is_called(r"baddbmm\(W")),
     advice.NO_EXPERTS: _none_of(_MERGE, _DORA),
     advice.UNPREPARED: _KBIT,
     advice.FOUR_BITS: _none_of(_KBIT, _MXFP4, _STACKS_EXPERTS),
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
-    advice.LOAD_ON_ONE_RANK: _called(SHARDING),
+    advice.LOAD_ON_ONE_RANK: _is_called(SHARDING),
     advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
-    advice.SEARCH_BY_FAISS: _called("mine_hard_negatives"),
+    advice.SEARCH_BY_FAISS: _is_called("mine_hard_negatives"),
     advice.SHOW_HOLDERS: _HIDES_HOLDERS,
     advice.LIST_PROCESSES: _none_of(_HIDES_HOLDERS),
-    advice.OWN_CARD_FIRST: _none_of(_called(r"torch\.load|serialization\.py")),
-    advice.RESUME_GUARD: _called(
+    advice.OWN_CARD_FIRST: _none_of(_is_called(r"torch\.load|serialization\.py")),
+    advice.RESUME_GUARD: _is_called(
         "load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict"
     ),
-    advice.RESUME_WITHOUT_STATES: _called("_load_optimizer_and"),
+    advice.RESUME_WITHOUT_STATES: _is_called("_load_optimizer_and"),
     advice.COPY_IN_MAIN_MEMORY: _never,
     advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
     advice.SAVE_WITHOUT_GATHER: _any_of(_DEEPSPEED, _all_of(_NO_PLACE, _none_of(_FSDP))),
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
     advice.GENERATE_ON_ITS_OWN_CARD: _all_of(_GATHERS_ALL, _GENERATES),
-    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_called("generat"))),
+    advice.GATHER_BY_MODULE: _all_of(_GATHERS_ALL, _none_of(_is_called("generat"))),
     advice.NO_CUMEM_HOST: _SHARES_THE_HOST,
     advice.NO_NCCL_SHM: _SHARES_THE_HOST,
     advice.NEWER_NCCL: _SHARES_THE_HOST,
@@ -161,9 +162,9 @@ APPLIES: Mapping[Advice, Test] = {
     advice.END_PROCESS: _never,  # a text cannot show whose process it is
     advice.ASK_SLURM: _SLURM,
     advice.LIGHTER_SAMPLES: lambda facts: is_followed(advice.FEWER_WORKERS, facts),
-    advice.SAVE_ONLY_MODEL: _called("_save_optimizer"),
+    advice.SAVE_ONLY_MODEL: _is_called("_save_optimizer"),
     advice.EMPTY_CACHE_BEFORE_SAVE: _none_of(_FSDP, _DEEPSPEED),
-    advice.FUSED_ADAMW: _all_of(_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
+    advice.FUSED_ADAMW: _all_of(_is_called("_multi_tensor|_foreach_"), _none_of(_DEEPSPEED)),
     advice.OFFLOAD_OPTIMIZER: _DEEPSPEED,
     advice.EXPORT_SETTINGS_FOR_VLLM: engine.is_in_training,
     advice.EIGHT_BIT_ADAMW: _none_of(_DEEPSPEED),
@@ -180,7 +181,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.LOAD_ONCE: _loads_twice,
     advice.MORE_MAIN_MEMORY: _CONTAINER,
     advice.MORE_SLURM_MEMORY: _SLURM,
-    advice.NO_PINNED_OFFLOAD: _any_of(_called("deepspeed"), _says("(?i)deepspeed")),
+    advice.NO_PINNED_OFFLOAD: _any_of(_is_called("deepspeed"), _says("(?i)deepspeed")),
     advice.NO_PINNED_ACTIVATIONS: _UNSLOTH,
     advice.NO_PINNED_BATCHES: _none_of(_UNSLOTH),
     advice.HEADROOM: _all_of(shows_trainer, _none_of(_ON_THE_HOST)),
@@ -192,13 +193,15 @@ APPLIES: Mapping[Advice, Test] = {
 APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("api-misuse", advice.FEWER_INPUTS): _says(ONE_BLOCK),
     ("ddp-gpu0", advice.LOAD_INTO_MAIN_MEMORY): _any_of(
-        _called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
+        _is_called(r"torch\.load|serialization\.py"), lambda facts: facts.processes
     ),
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
-    ("host-alloc", advice.SDPA_ATTENTION): _all_of(_called(ATTENTION, innermost=3), _is_large),
-    ("host-alloc", advice.SMALLER_MICRO_BATCH): _called(r"\bforward\b|backward|loss", innermost=4),
+    ("host-alloc", advice.SDPA_ATTENTION): _all_of(_is_called(ATTENTION, innermost=3), _is_large),
+    ("host-alloc", advice.SMALLER_MICRO_BATCH): _is_called(
+        r"\bforward\b|backward|loss", innermost=4
+    ),
     ("host-kill", advice.FEWER_WORKERS): _all_of(
         _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_says(SAVE_LINE))
     ),

@@ -21,17 +21,17 @@ _LENGTH = r"maximum model length is (\d+)|stored in KV cache \((\d+)\)"
 _LARGEST_SHARE, _SMALLEST_SHARE, _STEP = 0.95, 0.1, 0.05
 
 
-class _Program(NamedTuple):
+class _Engine(NamedTuple):
     words: str
     door: Door
     usual_share: float  # what it takes by default
 
 
 _PROGRAMS = (
-    _Program(r"\bverl\b|actor_rollout_ref", Door.VERL, 0.5),
-    _Program(r"sglang|mem.fraction.static", Door.SGLANG, 0.88),
-    _Program(r"(?i)\btrl\b|GRPO|colocate|use_vllm", Door.TRL, 0.3),
-    _Program(r"", Door.VLLM, 0.9),
+    _Engine(r"\bverl\b|actor_rollout_ref", Door.VERL, 0.5),
+    _Engine(r"sglang|mem.fraction.static", Door.SGLANG, 0.88),
+    _Engine(r"(?i)\btrl\b|GRPO|colocate|use_vllm", Door.TRL, 0.3),
+    _Engine(r"", Door.VLLM, 0.9),
 )
 
 
@@ -55,7 +55,7 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
     if new < (_SMALLEST_SHARE if refuses_to_start else _STEP):
         return None
     is_known = total and free is not None
-    return remedy(one, _spelled(one, facts, new), effect + default, by_arithmetic=is_known)
+    return remedy(one, _spell(one, facts, new), effect + default, by_arithmetic=is_known)
 
 
 def higher(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -75,7 +75,7 @@ def higher(one: Advice, facts: TextFacts) -> Remedy | None:
     effect = (
         f"more than {share:g}: what weights and graphs leave of it is the KV cache{known}{default}"
     )
-    return remedy(one, _spelled(one, facts, new), effect, by_arithmetic=missing and total)
+    return remedy(one, _spell(one, facts, new), effect, by_arithmetic=missing and total)
 
 
 def shorter(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -131,11 +131,11 @@ def _share(facts: TextFacts) -> tuple[float, str]:
     return usual, f"; {usual:g} is the default"
 
 
-def _program(facts: TextFacts) -> _Program:
+def _program(facts: TextFacts) -> _Engine:
     return next(each for each in _PROGRAMS if facts.says(each.words))
 
 
-def _spelled(one: Advice, facts: TextFacts, share: float) -> str:
+def _spell(one: Advice, facts: TextFacts, share: float) -> str:
     """Write the setting as the text does, if it is a flag, an argument or an override there."""
     found = facts.says(_SETTING)
     if found and (found["name"].startswith("-") or found["sep"].strip() == "="):

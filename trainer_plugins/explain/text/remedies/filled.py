@@ -37,7 +37,7 @@ def uses_trainer(facts: TextFacts) -> bool:
 
 def shows_trainer(facts: TextFacts) -> bool:
     """Return whether a frame or a word is of a Trainer of transformers."""
-    return bool(facts.called(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
+    return bool(facts.find_call(_IN_TRAINER) or facts.says(rf"{_ROWS}|TrainingArguments"))
 
 
 def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
@@ -47,7 +47,7 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
     values: dict[str, object] = {"rows": half, "steps": steps * factor} if rows else {}
     effect, asked = f"{one.effect}; one halving may not be enough", facts.asked
-    has_rows = facts.called(r"\bforward\b|backward|loss|logits", innermost=4) is not None
+    has_rows = facts.find_call(r"\bforward\b|backward|loss|logits", innermost=4) is not None
     if asked and has_rows:
         effect = f"{size(asked // factor)} instead of {size(asked)} there; {effect}"
     door = Door.TRAINER if rows or uses_trainer(facts) else Door.CODE
@@ -57,16 +57,16 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def _survive(one: Advice, facts: TextFacts) -> Remedy:
-    if facts.called(r"hydra[/\\]"):
+    if facts.find_call(r"hydra[/\\]"):
         return remedy(one, f"{facts.launched} {one.flag(Door.HYDRA)}")
-    found = _relaunched(one, facts)
+    found = _suggest_relaunch(one, facts)
     if facts.has_tried_one_row:
         without = "take auto_find_batch_size out, which begins again with fewer rows"
         return replace(found, effect=f"{found.effect}; {without}")
     return found
 
 
-def _relaunched(one: Advice, facts: TextFacts) -> Remedy:
+def _suggest_relaunch(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, Door.SHELL, command=facts.launched)
 
 
@@ -78,26 +78,26 @@ def _plan(one: Advice, facts: TextFacts) -> Remedy:
 
 def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
     if not uses_trainer(facts):
-        return _with_shortage(one, facts)
+        return _add_shortage(one, facts)
     rows = facts.rows("per_device_eval_batch_size") or 2
     return remedy(one, Door.TRAINER, rows=ceil(rows / 2)) if rows > 1 else None
 
 
-def _with_shortage(one: Advice, facts: TextFacts) -> Remedy:
+def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked, free = "", facts.asked, facts.free
     if asked and free is not None and asked > free:
         effect = f"at least {size(asked - free)} less are needed"
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
-def _with_asked(one: Advice, facts: TextFacts) -> Remedy:
+def _add_request(one: Advice, facts: TextFacts) -> Remedy:
     asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
     return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
     effect, asked = one.effect, facts.asked
-    is_table = facts.called(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
+    is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
         effect = f"{size(asked / 4)} instead of {size(asked)} at half the length; {effect}"
     door = Door.TRL if uses_trainer(facts) else Door.CODE
@@ -184,13 +184,13 @@ def _fewer_workers(one: Advice, facts: TextFacts) -> Remedy:
 FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.SMALLER_MICRO_BATCH: _smaller_micro_batch,
     advice.SURVIVE: _survive,
-    advice.OBSERVE: _relaunched,
-    advice.ONE_CARD: _relaunched,
+    advice.OBSERVE: _suggest_relaunch,
+    advice.ONE_CARD: _suggest_relaunch,
     advice.PLAN_THE_RUN: _plan,
     advice.SMALLER_EVAL_BATCH: _smaller_eval_batch,
-    advice.FEWER_INPUTS: _with_shortage,
-    advice.LIGER: _with_asked,
-    advice.ARGMAX_LOGITS: _with_asked,
+    advice.FEWER_INPUTS: _add_shortage,
+    advice.LIGER: _add_request,
+    advice.ARGMAX_LOGITS: _add_request,
     advice.SHORTER_ROWS: _shorter_rows,
     advice.EXPANDABLE_SEGMENTS: _expandable_segments,
     advice.LIST_PROCESSES: _list_processes,

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainer_plugins import checkpointing
-from trainer_plugins.explain.text.command import shown
+from trainer_plugins.explain.text.command import find_command
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.printable import printable
 from trainer_plugins.units import GIB
@@ -46,8 +46,8 @@ _LEFT_OPEN = ("MODEL", "LENGTH", "RANK", "ROWS")
 
 class _Settings:  # looks in the command line that a text shows, then anywhere in the text
     def __init__(self, facts: TextFacts) -> None:
-        self.text = checkpointing.spelled(facts.whole)
-        self.given = _arguments(shown(self.text))
+        self.text = checkpointing.spell(facts.whole)
+        self.given = _arguments(find_command(self.text))
 
     def value(self, names: str, values: str) -> str:
         """Return what one of several names is set to; empty if to nothing of this form."""
@@ -111,7 +111,7 @@ def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
 
 def _adapter(facts: TextFacts, read: _Settings) -> Iterator[str]:
     bits = read.value(_BITS, "[48]")
-    is_called = facts.called("matmul_4bit|MatMul4Bit|Linear4bit")
+    is_called = facts.find_call("matmul_4bit|MatMul4Bit|Linear4bit")
     if bits == "4" or is_called or read.is_on("load_in_4bit|use_4bit"):
         yield "--load-in-4bit"
         if kind := read.value("bnb_4bit_quant_type|quant_type", "nf4|fp4"):
@@ -126,7 +126,7 @@ def _adapter(facts: TextFacts, read: _Settings) -> Iterator[str]:
     in_python = re.search(r"LoraConfig\([^)]{0,300}?\br=(\d{1,4})", read.text)
     if not rank and in_python:
         rank = in_python[1]
-    if rank or read.is_on("use_peft|use_lora") or facts.called(r"\bpeft[/\\]"):
+    if rank or read.is_on("use_peft|use_lora") or facts.find_call(r"\bpeft[/\\]"):
         yield from ("--lora-r", rank or "RANK")
 
 
