@@ -92,7 +92,7 @@ def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
 
 def _add_request(one: Advice, facts: TextFacts) -> Remedy:
     asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
-    return remedy(one, next(iter(one.spellings)), asked, by_arithmetic=facts.asked)
+    return remedy(one, effect=asked, by_arithmetic=facts.asked)
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
