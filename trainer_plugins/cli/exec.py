@@ -115,33 +115,38 @@ def exec_(
         ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
-        from trainer_plugins.cli import exec_fit  # which imports what plans
-        from trainer_plugins.planner.plan import PlanError
-
-        try:
-            asked = exec_fit.run_to_plan(
-                words,
-                given,
-                settings,
-                exec_fit.choose_cards(gpu, num_gpus),
-                writes=allow_writes or (),
-                network=allow_network,
-            )
-            answer = sys.stdout if fit_ask else sys.stderr
-            options, changes = exec_fit.fit(asked, given, may or (), answer, anyway)
-        except exec_fit.NothingFits as error:
-            ExecCommand.refuse(
-                f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
-                " memory, add --preset survive",
-                _DOES_NOT_FIT,
-            )
-        except PlanError as error:
-            ExecCommand.refuse(f"--fit: {error}; nothing was started")
+        options, changes = _fit(
+            words,
+            given,
+            settings,
+            card=(gpu, num_gpus),
+            may=may or (),
+            allowed=(allow_writes or (), allow_network),
+            answer=sys.stdout if fit_ask else sys.stderr,
+            anyway=anyway,
+        )
         given, settings = given | options, settings | changes
         if fit_ask:
             return
     attached = {"TRAINER_PLUGINS_ATTACH": json.dumps(given), "PYTHONPATH": _python_path()}
     _run(words, os.environ | settings | attached)
+
+
+def _fit(*command: Any, **options: Any) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan the command as `exec_fit.fit_command` does, or say why nothing is started, and end."""
+    from trainer_plugins.cli import exec_fit  # which imports what plans
+    from trainer_plugins.planner.plan import PlanError
+
+    try:
+        return exec_fit.fit_command(*command, **options)
+    except exec_fit.NothingFits as error:
+        ExecCommand.refuse(
+            f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
+            " memory, add --preset survive",
+            _DOES_NOT_FIT,
+        )
+    except PlanError as error:
+        ExecCommand.refuse(f"--fit: {error}; nothing was started")
 
 
 def _run(words: list[str], environ: dict[str, str]) -> None:
