@@ -14,7 +14,6 @@ PUBLIC_PATHS = [
     "trainer_plugins.callbacks",
     "trainer_plugins.integrations.hydra",
     "trainer_plugins.oom",
-    "trainer_plugins.planner",
     "trainer_plugins.presets",
     "trainer_plugins.run",
     "trainer_plugins.testing",
@@ -25,7 +24,6 @@ PUBLIC_PATHS = [
 PUBLIC_NAMES = [
     ("trainer_plugins.allocator.in_force", "check"),
     ("trainer_plugins.oom", "classify"),
-    ("trainer_plugins.planner", "calibrate"),
     ("trainer_plugins.presets", "Preset"),
     ("trainer_plugins.testing.card", "SimCard"),
 ]

@@ -32,6 +32,7 @@ _HOMES = {
     "SurviveOOM": "survival",
     "attach": "plug_in.attachment",
     "attached": "plug_in.attachment",
+    "calibrate": "planner.calibrate",
     "callbacks_from_args": "plug_in.options",
     "classify": "oom",
     "detach": "plug_in.attachment",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # the same names, as type checkers read them
     from trainer_plugins.drycuda.predict import plan_run as plan_run
     from trainer_plugins.finding import Finding as Finding
     from trainer_plugins.oom import classify as classify
+    from trainer_plugins.planner.calibrate import calibrate as calibrate
     from trainer_plugins.planner.plan import MemoryPlan as MemoryPlan
     from trainer_plugins.planner.plan import NotPredicted as NotPredicted
     from trainer_plugins.planner.plan import PlanError as PlanError
