@@ -1,4 +1,10 @@
-"""Checks a run before step 1: facts are gathered in one place, and judged by pure functions."""
+"""Checks a run before step 1: facts are gathered in one place, and judged by pure functions.
+
+To add a check, write a pure function from facts to a line, and put it into the `CHECKS` of its
+file. What it needs is a field in `trainer_plugins/check/facts.py`, which the `gather_` files fill
+that can read it. `docs/check.md` and `docs/findings.md` explain it, and `tests/check/` plants its
+fault.
+"""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""Prints what a command found as JSON, for other programs; docs/json.md describes it."""
+"""Prints what a command found as JSON, for other programs; docs/json.md describes it.
+
+To add a value, write a field with what it means behind it, and run `python -m tests.schemas`;
+`docs/json.md` explains it. A value that goes or changes needs a new `VERSION`.
+"""
 
 import json
 from collections.abc import Mapping

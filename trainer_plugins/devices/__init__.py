@@ -1,4 +1,8 @@
-"""Devices: where memory numbers come from; torch comes with the first name that needs it."""
+"""Devices: where memory numbers come from; torch comes with the first name that needs it.
+
+To add a kind of device, write one of `trainer_plugins/devices/base.py`'s protocol;
+`tests/devices/test_contract.py` has to hold for it.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,9 @@
-"""What a user says of a run that is to be planned: the options of `plan` and `check`."""
+"""What a user says of a run that is to be planned: the options of `plan` and `check`.
+
+To add an option, write a field here (or in `AnswerOptions` of `trainer_plugins/cli/plan.py`, if it
+prints something else), and what becomes of it in `trainer_plugins/planner/inputs.py`.
+`docs/plan.md` explains it.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,10 @@
-"""What the snapshot of a card says about an OOM: its cause, and what helps."""
+"""What the snapshot of a card says about an OOM: its cause, and what helps.
+
+To add a cause, judge it in `trainer_plugins/explain/snapshot/causes.py`; what a replay tries is in
+`trainer_plugins/explain/snapshot/remedies.py`, and the frames of a library are in
+`trainer_plugins/snapshot/stacks.py`. `tests/explain/test_snapshot.py` has its story, and
+`docs/explain_snapshots.md` its page.
+"""
 
 from trainer_plugins.explain.snapshot.explained import compare_snapshots, explain_snapshot
 from trainer_plugins.snapshot.pickled import NotReadableError

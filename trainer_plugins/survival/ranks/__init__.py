@@ -1,4 +1,7 @@
-"""These files know how ranks share a micro-batch, and what a failure on one asks of the others."""
+"""These files know how ranks share a micro-batch, and what a failure on one asks of the others.
+
+To add a kind of parallelism, write it in a file of this folder, and give it its place in `kind_of`.
+"""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,10 @@
-"""The rules that name a cause of a text: numbers and words that prove one come before places."""
+"""The rules that name a cause of a text: numbers and words that prove one come before places.
+
+To add a cause, write its rule here and give it its place in `RULES`, its remedies in
+`trainer_plugins/advice/for_causes.py`, and where these apply in
+`trainer_plugins/explain/text/remedies/applies.py`. `docs/explain.md` explains its code, and
+`tests/explain/corpus/` has a real text.
+"""
 
 from dataclasses import replace
 
