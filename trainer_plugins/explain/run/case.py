@@ -62,38 +62,41 @@ class Case:
         return gather(Excerpt(oom, excerpt, at=len(lines)), oom)
 
     @property
-    def asked(self) -> int:
+    def asked_bytes(self) -> int:
         """Return what was asked for and refused; 0 if the error does not say."""
-        return self.text.asked or 0
+        return self.text.asked_bytes or 0
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Return the memory of the card; 0 if unknown."""
-        return self.text.total or 0
+        return self.text.total_bytes or 0
 
     @property
-    def free(self) -> int:
-        return self.text.free or 0
+    def free_bytes(self) -> int:
+        return self.text.free_bytes or 0
 
     @property
-    def live(self) -> int:
+    def live_bytes(self) -> int:
         """Return what tensors of this process held."""
-        return self.text.live or 0
+        return self.text.live_bytes or 0
 
     @property
-    def unused(self) -> int:
+    def unused_bytes(self) -> int:
         """Return what the allocator held under no tensor."""
-        return self.text.unused or 0
+        return self.text.unused_bytes or 0
 
     @property
-    def outside(self) -> int:
+    def outside_bytes(self) -> int:
         """Return what is neither free nor torch's: context, libraries, other processes."""
-        return max(0, self.total - self.free - self.live - self.unused)
+        return max(0, self.total_bytes - self.free_bytes - self.live_bytes - self.unused_bytes)
 
     @property
     def stated(self) -> Stated:
         """Return the numbers of the error, and of the reading after it; None is not known."""
-        return {**self.text.stated, "others_bytes": self.outside if self.total else None}
+        return {
+            **self.text.stated,
+            "others_bytes": self.outside_bytes if self.total_bytes else None,
+        }
 
     def says(self, words: str, **more: int | float | str | None) -> Said:
         """Make a sentence of numbers that are known here by these names, and of `more`."""
@@ -105,10 +108,10 @@ class Case:
             num_rows=rows,
             num_tokens=length,
             num_earlier_steps=len(self.samples),
-            highest_peak_bytes=self.highest_peak,
-            kept_by_training_bytes=self.fixed,
-            of_the_batch_bytes=self.live - self.fixed,
-            foreign_bytes=self.foreign,
+            highest_peak_bytes=self.highest_peak_bytes,
+            kept_by_training_bytes=self.fixed_bytes,
+            of_the_batch_bytes=self.live_bytes - self.fixed_bytes,
+            foreign_bytes=self.foreign_bytes,
             **more,
         )
 
@@ -138,13 +141,13 @@ class Case:
         return steps[WARM_UP_STEPS:]
 
     @property
-    def risen(self) -> int:
+    def risen_bytes(self) -> int:
         """Return by how much more was live after the last step than after the first of them."""
         steps = self.live_after_steps
         return steps[-1][1] - steps[0][1] if steps else 0
 
     @property
-    def highest_peak(self) -> int:
+    def highest_peak_bytes(self) -> int:
         """Return the most that a step before it needed; 0 if none is known."""
         return max((each.reading.peak_allocated_bytes for each in self.samples), default=0)
 
@@ -184,7 +187,7 @@ class Case:
         return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
 
     @property
-    def kept_logits(self) -> int:
+    def kept_logits_bytes(self) -> int:
         """Return the bytes of outputs that an evaluation keeps; 0 if they are few."""
         vocabulary = self.config("vocab_size")
         tensors = self.record.alive.largest if self.record.alive else ()
@@ -194,7 +197,7 @@ class Case:
             if "EvalLoopContainer" in each.holder
             or (vocabulary and each.shape[-1:] == (vocabulary,) and len(each.shape) == 3)
         )
-        return kept if kept > 0.1 * self.live else 0
+        return kept if kept > 0.1 * self.live_bytes else 0
 
     @property
     def kept_tensors(self) -> list[tuple[str, str]]:
@@ -219,24 +222,24 @@ class Case:
         return [each for each in self.models if trainer and of_trainer.search(each.holder)]
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """Return what stays from step to step, as far as it was there."""
         return sum(map(self.category, ("parameter", "buffer", "gradient", "optimizer")))
 
     @property
-    def trained(self) -> int:
+    def trained_bytes(self) -> int:
         """Return what is trained: as much as the gradients, where they were there."""
         return self.category("gradient") or self.category("parameter")
 
     @property
-    def states(self) -> int:
+    def state_bytes(self) -> int:
         """Return what the optimizer's states take of what is trained."""
-        return int(self._state_factor * self.trained)
+        return int(self._state_factor * self.trained_bytes)
 
     @property
-    def to_come(self) -> int:
+    def to_come_bytes(self) -> int:
         """Return what training still adds to `fixed`: gradients and states not yet made."""
-        trained = self.trained
+        trained = self.trained_bytes
         if not self.is_first_step:
             trained = self.category("optimizer") // 2 or trained
         missing = max(0, trained - self.category("gradient"))
@@ -251,9 +254,9 @@ class Case:
         return factor / 4 if "8bit" in name else factor
 
     @property
-    def room(self) -> int:
+    def room_bytes(self) -> int:
         """Return what this process could have had of the card, less a twentieth."""
-        return int(0.95 * (self.total - self.outside))
+        return int(0.95 * (self.total_bytes - self.outside_bytes))
 
     @property
     def is_expandable(self) -> bool:
@@ -262,17 +265,17 @@ class Case:
 
     def is_size_of(self, num_bytes: int) -> bool:
         """Return whether exactly this was asked for, as the allocator rounds it."""
-        return num_bytes >= 10 * MIB and 0 <= self.asked - num_bytes < _ROUNDING_BYTES
+        return num_bytes >= 10 * MIB and 0 <= self.asked_bytes - num_bytes < _ROUNDING_BYTES
 
     @property
-    def foreign(self) -> int:
+    def foreign_bytes(self) -> int:
         """Return what other processes held, as far as that is sure; 0 if it may be our own."""
         listed = self.record.processes or ()
         if any(each.is_own for each in listed):
             return sum(each.used_bytes or 0 for each in listed if not each.is_own)
         named = sum(used for pid, used in self.record.error.process_bytes if pid is not None)
-        may_be_ours = max(min(2 * GIB, self.total // 4), 0.15 * self.total)
-        return max(named, self.outside if self.outside > may_be_ours else 0)
+        may_be_ours = max(min(2 * GIB, self.total_bytes // 4), 0.15 * self.total_bytes)
+        return max(named, self.outside_bytes if self.outside_bytes > may_be_ours else 0)
 
 
 def _complete(error: OutOfMemory, reading: MemoryReading | None) -> OutOfMemory:

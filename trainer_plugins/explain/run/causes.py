@@ -103,7 +103,10 @@ def _evaluation(case: Case) -> Cause | None:
                 place=f"{last.function} ({last.file}, line {last.line})",
             ),
         )
-    kept, is_collecting = case.kept_logits, case.text.find_call(place.COLLECTING, innermost=10)
+    kept, is_collecting = (
+        case.kept_logits_bytes,
+        case.text.find_call(place.COLLECTING, innermost=10),
+    )
     if kept or is_collecting:
         return cause(
             "eval-logits",
@@ -130,9 +133,9 @@ def _leak(case: Case) -> Cause | None:
     if len(steps) < _FEWEST_STEPS:
         return None
     rising = [after[1] > before[1] for before, after in pairwise(steps)]
-    if sum(rising) < 0.8 * len(rising) or case.risen < 0.1 * case.total:
+    if sum(rising) < 0.8 * len(rising) or case.risen_bytes < 0.1 * case.total_bytes:
         return None
-    a_step = case.risen / max(1, steps[-1][0] - steps[0][0])
+    a_step = case.risen_bytes / max(1, steps[-1][0] - steps[0][0])
     remarks = (each.finding for each in reversed(case.entries) if isinstance(each, Remark))
     noted = next((each for each in remarks if each.code == "leak-tensors"), None)
     return cause(
@@ -141,7 +144,7 @@ def _leak(case: Case) -> Cause | None:
             "{bytes_a_step} more after each step, {risen_bytes} from step {first_step} to"
             " {last_step}",
             bytes_a_step=int(a_step),
-            risen_bytes=case.risen,
+            risen_bytes=case.risen_bytes,
             first_step=steps[0][0],
             last_step=steps[-1][0],
         ),
@@ -186,11 +189,11 @@ def _zero3(case: Case) -> Cause | None:
 
 
 def _fragmentation(case: Case) -> Cause | None:
-    if not is_in_pieces(case.asked, case.unused, case.free, case.total):
+    if not is_in_pieces(case.asked_bytes, case.unused_bytes, case.free_bytes, case.total_bytes):
         return None
-    fitted_before = case.live + case.asked <= case.highest_peak
+    fitted_before = case.live_bytes + case.asked_bytes <= case.highest_peak_bytes
     # Where no step was as large before, little of the card in pieces may be chance.
-    is_much = case.unused >= 0.1 * case.total
+    is_much = case.unused_bytes >= 0.1 * case.total_bytes
     return cause(
         "fragmentation",
         case.says(
@@ -200,7 +203,7 @@ def _fragmentation(case: Case) -> Cause | None:
         case.says("earlier steps needed as much, {highest_peak_bytes}") if fitted_before else "",
         grade="certain" if fitted_before else "likely" if is_much else "possible",
         doubt="" if fitted_before else "whether the rest of the step would have fitted",
-        highest_peak_bytes=case.highest_peak,
+        highest_peak_bytes=case.highest_peak_bytes,
     )
 
 
@@ -215,7 +218,7 @@ def _logits(case: Case) -> Cause | None:
         for width in (2, 4)
     )
     num_bytes = rows * length * vocabulary * 4
-    room = case.record.error.limit_bytes or case.total
+    room = case.record.error.limit_bytes or case.total_bytes
     if num_bytes < 0.1 * room or (
         not is_exact and not case.text.find_call(place.LOGITS, innermost=4)
     ):
@@ -253,9 +256,9 @@ def _quadratic(case: Case) -> Cause | None:
 
 
 def _long_sample(case: Case) -> Cause | None:
-    needed = case.live + case.asked
+    needed = case.live_bytes + case.asked_bytes
     is_step = case.record.moment == "train" and case.record.part in ("forward", "backward")
-    if not is_step or len(case.samples) <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak:
+    if not is_step or len(case.samples) <= WARM_UP_STEPS or needed < 1.1 * case.highest_peak_bytes:
         return None
     return cause(
         "long-sample",
@@ -286,21 +289,25 @@ def _capacity(case: Case) -> Cause:
         if is_counted
         else "",
         case.says("not fragmentation: {unused_bytes} unused")
-        if case.unused < FRAGMENTED_FRACTION * case.total
+        if case.unused_bytes < FRAGMENTED_FRACTION * case.total_bytes
         else "",
         grade="likely" if is_counted else "possible",
         doubt="" if is_counted else "what was alive could not be counted",
-        kept_by_training_bytes=case.fixed,
-        of_the_batch_bytes=case.live - case.fixed,
+        kept_by_training_bytes=case.fixed_bytes,
+        of_the_batch_bytes=case.live_bytes - case.fixed_bytes,
     )
 
 
 def _other_processes(case: Case) -> Cause | None:
     """Find other processes that hold what was missing."""
-    foreign, limit = case.foreign, case.record.error.limit_bytes
-    if limit is not None and case.free >= case.asked:
+    foreign, limit = case.foreign_bytes, case.record.error.limit_bytes
+    if limit is not None and case.free_bytes >= case.asked_bytes:
         return None  # it was not the card that was full
-    if not foreign or foreign < 0.1 * case.total or case.asked > case.free + foreign:
+    if (
+        not foreign
+        or foreign < 0.1 * case.total_bytes
+        or case.asked_bytes > case.free_bytes + foreign
+    ):
         return None
     listed = [each for each in case.record.processes or () if not each.is_own]
     names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
@@ -327,7 +334,7 @@ def _leftover(case: Case) -> Cause | None:
         each for each in case.models if each.name == case.record.run.model and each not in others
     ]
     held = sum(each.num_bytes for each in copies[1:])
-    if len(copies) < 2 or held < 0.1 * case.total:
+    if len(copies) < 2 or held < 0.1 * case.total_bytes:
         return None
     return cause(
         "leftover",
@@ -346,7 +353,7 @@ def _second_model(case: Case) -> Cause | None:
     """Find a model that the run uses beside the one that it trains."""
     models = case.second_models
     held = sum(each.num_bytes for each in models)
-    if not models or held < 0.1 * case.total:
+    if not models or held < 0.1 * case.total_bytes:
         return None
     largest = models[0]
     return cause(

@@ -176,11 +176,11 @@ def _facts(case: Case) -> tuple[str, ...]:
         f"rank {record.rank} of {run.world_size} ran out of memory in {record.where}, in"
         f" {record.call}(): {record.error_class}{host}"
     ]
-    if case.total:
+    if case.total_bytes:
         found.append(
-            f"{run.card or run.device}: {size(case.total)}, of which {size(case.live)} in tensors,"
-            f" {size(case.unused)} unused by the allocator, {size(case.free)} free; asked for"
-            f" {size(case.asked)}"
+            f"{run.card or run.device}: {size(case.total_bytes)}, of which {size(case.live_bytes)}"
+            f" in tensors, {size(case.unused_bytes)} unused by the allocator,"
+            f" {size(case.free_bytes)} free; asked for {size(case.asked_bytes)}"
         )
     if record.alive is not None:
         parts = sorted(record.alive.category_bytes.items(), key=lambda pair: -pair[1])
@@ -189,7 +189,7 @@ def _facts(case: Case) -> tuple[str, ...]:
         found += [
             f"held: {size(each.num_bytes)} {list(each.shape)} by {each.holder}"
             for each in record.alive.largest
-            if each.num_bytes >= _SHOWN_FRACTION * case.live
+            if each.num_bytes >= _SHOWN_FRACTION * case.live_bytes
         ]
     if record.batch:
         shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in record.batch.items())

@@ -11,26 +11,28 @@ _TWO_BYTES = ("bfloat16", "float16")
 
 def _subtract(freed: int, case: Case) -> int:
     """Return what was there and what was asked for, less what is freed; 0 if it is not known."""
-    return case.live + case.asked - freed if case.asked and freed else 0
+    return case.live_bytes + case.asked_bytes - freed if case.asked_bytes and freed else 0
 
 
 # 0 is not known.
 NEEDED_WITH: Mapping[Advice, Callable[[Case], int]] = {
-    advice.KEEP_NUMBERS: lambda case: _subtract(case.risen, case),
+    advice.KEEP_NUMBERS: lambda case: _subtract(case.risen_bytes, case),
     # What its steps needed: a save takes no more if it copies nothing on the card.
     advice.COPY_IN_MAIN_MEMORY: lambda case: (
-        max(case.highest_peak, case.fixed) if case.highest_peak else 0
+        max(case.highest_peak_bytes, case.fixed_bytes) if case.highest_peak_bytes else 0
     ),
     # Weights, gradients and states; the batch of a run that had no step is not known.
-    advice.LOAD_INTO_MAIN_MEMORY: lambda case: case.fixed + case.to_come if case.fixed else 0,
-    advice.END_PROCESS: lambda case: _subtract(case.foreign, case),
+    advice.LOAD_INTO_MAIN_MEMORY: lambda case: (
+        case.fixed_bytes + case.to_come_bytes if case.fixed_bytes else 0
+    ),
+    advice.END_PROCESS: lambda case: _subtract(case.foreign_bytes, case),
     advice.EXPANDABLE_SEGMENTS: lambda case: (
-        max(case.live + case.asked, case.highest_peak) if case.asked else 0
+        max(case.live_bytes + case.asked_bytes, case.highest_peak_bytes) if case.asked_bytes else 0
     ),
     advice.SECOND_MODEL_IN_16_BITS: lambda case: _subtract(
         sum(each.num_bytes for each in case.second_models[:1]) // 2, case
     ),
-    advice.OUTPUTS_TO_MAIN_MEMORY: lambda case: _subtract(case.kept_logits, case),
+    advice.OUTPUTS_TO_MAIN_MEMORY: lambda case: _subtract(case.kept_logits_bytes, case),
 }
 
 
@@ -47,14 +49,14 @@ def cache_that_fits(case: Case, rows: int) -> tuple[int, int]:
     num_bytes = 2 if case.record.run.dtype.rpartition(".")[2] in _TWO_BYTES else 4
     beams = max(1, case.argument("generation_num_beams", 1))
     a_row = 2 * layers * heads * width * length * num_bytes * beams
-    if not a_row or not case.total:
+    if not a_row or not case.total_bytes:
         return rows // 2, 0
     rows //= 2
-    while rows > 1 and _add_cache(case, rows * a_row, layers) > case.room:
+    while rows > 1 and _add_cache(case, rows * a_row, layers) > case.room_bytes:
         rows //= 2
     return rows, _add_cache(case, rows * a_row, layers)
 
 
 def _add_cache(case: Case, cache: int, layers: int) -> int:
     """Return what is needed with a full cache: each token joins a layer's keys to a new tensor."""
-    return case.fixed + cache + cache // (2 * layers)
+    return case.fixed_bytes + cache + cache // (2 * layers)

@@ -219,7 +219,7 @@ def request_of(case: Case) -> PlanRequest:
     device = run.device.split(":")[0]
     if record.call != "train":
         raise PlanError(f"it failed in {record.call}(), and a plan is of train()")
-    if device not in _DEVICES or not case.total:
+    if device not in _DEVICES or not case.total_bytes:
         raise PlanError(f"it ran on {run.device or 'an unknown device'}")
     if case.tokens is None:
         raise PlanError("the batch is not known, or has no input_ids")
@@ -230,8 +230,8 @@ def request_of(case: Case) -> PlanRequest:
     allocator = run.allocator.get("PYTORCH_CUDA_ALLOC_CONF", "")
     card = Card(
         name=run.card or device,
-        capacity_bytes=case.total,
-        context_bytes=case.outside,
+        capacity_bytes=case.total_bytes,
+        context_bytes=case.outside_bytes,
         context_source="what was outside torch when it ran out of memory",
     )
     return PlanRequest(

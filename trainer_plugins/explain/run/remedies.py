@@ -53,11 +53,11 @@ def less_main_memory(cause: str, num_workers: int) -> tuple[Remedy, ...]:
 
 def _build(cause: str, case: Case, one: Advice) -> Remedy | None:
     found = _build_if_it_applies(cause, case, one)
-    needed = NEEDED_WITH[one](case) if one in NEEDED_WITH and case.total else 0
+    needed = NEEDED_WITH[one](case) if one in NEEDED_WITH and case.total_bytes else 0
     if found is None or found.fits is not None or not needed:
         return found
     batch = " and its batch," if one is advice.LOAD_INTO_MAIN_MEMORY else ""
-    peak = f"{size(needed + case.outside)}{batch} of {size(case.total)}"
+    peak = f"{size(needed + case.outside_bytes)}{batch} of {size(case.total_bytes)}"
     effect = f"{found.effect}; until then it would have needed {peak}"
     found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
@@ -76,8 +76,8 @@ def _build_if_it_applies(cause: str, case: Case, one: Advice) -> Remedy | None:
 
 def _add_peak(found: Remedy, case: Case, needed: int) -> Remedy:
     """Add what the run would have needed, beside what is outside torch."""
-    peak = needed + case.outside
-    return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total - peak)
+    peak = needed + case.outside_bytes
+    return replace(found, predicted_peak_bytes=peak, spare_bytes=case.total_bytes - peak)
 
 
 def _rows(case: Case) -> int:
@@ -88,7 +88,7 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
     rows, steps = _rows(case), max(1, case.argument("gradient_accumulation_steps", 1))
     if rows <= 1:
         return None
-    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
+    smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     effect = f"{_describe_need(case, needed)}, with the same effective batch"
     values = {"rows": smaller, "steps": steps * rows // smaller}
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, **values)
@@ -100,21 +100,22 @@ def _smaller_micro_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
 def _rows_that_fit(case: Case, rows: int, fixed: int) -> tuple[int, int]:
     """Return the most rows that should fit, and their bytes; half and 0 if none were counted."""
     divisors = [each for each in range(rows - 1, 0, -1) if rows % each == 0]
-    if case.record.alive is None or not case.total:
+    if case.record.alive is None or not case.total_bytes:
         return next((each for each in divisors if each <= rows // 2), 1), 0
-    of_batch = max(0, case.live + case.asked - case.fixed)
+    of_batch = max(0, case.live_bytes + case.asked_bytes - case.fixed_bytes)
     if case.record.part != "backward":
         of_batch *= 2  # we assume that the rest of the forward pass needs as much again
     sizes = [(each, fixed + of_batch * each // rows) for each in divisors]
-    return next((pair for pair in sizes if pair[1] <= case.room), sizes[-1])
+    return next((pair for pair in sizes if pair[1] <= case.room_bytes), sizes[-1])
 
 
 def _describe_need(case: Case, needed: int) -> str:
     if not needed:
         return "less of the batch is on the card at once"
-    if needed > case.room:
-        return f"about {size(needed)} of {size(case.total)}, which alone is not enough"
-    return f"about {size(needed)} of {size(case.total)} instead of more than {size(case.total)}"
+    card = size(case.total_bytes)
+    if needed > case.room_bytes:
+        return f"about {size(needed)} of {card}, which alone is not enough"
+    return f"about {size(needed)} of {card} instead of more than {card}"
 
 
 def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -124,7 +125,7 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     found, rows = _suggest_relaunch(one, cause, case), _rows(case)
     if rows <= 1 or case.record.moment != "train":
         return found
-    smaller, needed = _rows_that_fit(case, rows, case.fixed + case.to_come)
+    smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     if not needed:
         return found
     piece = (
@@ -160,14 +161,14 @@ def _suggest_without_table(one: Advice, cause: str, case: Case) -> Remedy | None
     is_sdpa = case.text.find_call("scaled_dot_product_attention") is not None
     if is_sdpa is not (one is advice.FLASH_ATTENTION):
         return None  # it has this kernel already
-    effect = f"the table of {size(case.asked)} is not made"
+    effect = f"the table of {size(case.asked_bytes)} is not made"
     return remedy(one, Door.ARGUMENTS, effect, by_arithmetic=True)
 
 
 def _outputs_to_main_memory(one: Advice, cause: str, case: Case) -> Remedy | None:
     if cause != "eval-logits" or case.argument("eval_accumulation_steps", 0):
         return None
-    kept = case.kept_logits
+    kept = case.kept_logits_bytes
     effect = f"{size(kept)} of outputs go to main memory" if kept else ""
     return remedy(one, Door.TRAINER, effect, by_arithmetic=kept, steps=1)
 
@@ -180,7 +181,7 @@ def _smaller_eval_batch(one: Advice, cause: str, case: Case) -> Remedy | None:
         smaller, needed = cache_that_fits(case, rows)
         effect = "less of the cache at once"
     else:
-        smaller, needed = _rows_that_fit(case, rows, case.fixed)
+        smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes)
         effect = "metrics stay the same"
     effect = f"{_describe_need(case, needed)}; {effect}"
     found = remedy(one, Door.TRAINER, effect, by_arithmetic=needed, rows=smaller)
@@ -197,11 +198,11 @@ def _smaller_states(one: Advice, cause: str, case: Case) -> Remedy | None:
     has_other = is_sharded or _saves_states(case) or _copying(case) is not None
     if cause == "save-gather" and has_other:
         return None
-    states, effect = case.states, ""
+    states, effect = case.state_bytes, ""
     if one is advice.FUSED_ADAMW:
         if not case.text.find_call("multi_tensor"):
             return None
-        effect = f"temporaries of up to {size(case.trained)} are not made"
+        effect = f"temporaries of up to {size(case.trained_bytes)} are not made"
     elif one is advice.EIGHT_BIT_ADAMW:
         if not states or "bitsandbytes" not in case.record.run.versions:
             return None
@@ -259,18 +260,23 @@ def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
     if len(others) != 1 or not others[0].is_of_user or case.record.run.world_size > 1:
         return None
     pid, name = others[0].pid, others[0].name or "its name is unknown"
-    effect = f"frees {size(case.foreign)}; it is yours: {name}"
+    effect = f"frees {size(case.foreign_bytes)}; it is yours: {name}"
     return remedy(one, Door.SHELL, effect, by_arithmetic=True, pid=pid)
 
 
 def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
-    share, total = case.record.run.arguments.get("vllm_gpu_memory_utilization"), max(1, case.total)
-    now, door = case.foreign / total, Door.VLLM
+    share, total = (
+        case.record.run.arguments.get("vllm_gpu_memory_utilization"),
+        max(1, case.total_bytes),
+    )
+    now, door = case.foreign_bytes / total, Door.VLLM
     if isinstance(share, float):
         now, door = share, Door.TRL
-    new = advice.smaller_share(now, max(0, case.asked - case.free) / total)
-    effect = f"the engine holds {size(case.foreign)} now, and takes this share of the card then"
-    return remedy(one, door, effect, by_arithmetic=case.asked, share=f"{new:g}")
+    new = advice.smaller_share(now, max(0, case.asked_bytes - case.free_bytes) / total)
+    effect = (
+        f"the engine holds {size(case.foreign_bytes)} now, and takes this share of the card then"
+    )
+    return remedy(one, door, effect, by_arithmetic=case.asked_bytes, share=f"{new:g}")
 
 
 def _fewer_workers(cause: str, num_workers: int) -> Remedy | None:
@@ -354,7 +360,9 @@ _APPLIES: Mapping[Advice, Callable[[Case], bool]] = {
 # What the error and its frames fill in, as for a text.
 _AS_IN_TEXTS = {advice.EXPANDABLE_SEGMENTS, advice.LIGER, advice.PRINT_SHAPES}
 _EFFECTS: Mapping[Advice, Callable[[Case], str]] = {
-    advice.LIST_PROCESSES: lambda case: f"shows what holds {size(case.foreign)}; end it, or wait",
+    advice.LIST_PROCESSES: lambda case: (
+        f"shows what holds {size(case.foreign_bytes)}; end it, or wait"
+    ),
     advice.RELEASED: lambda case: (
         f"releases {size(sum(each.num_bytes for each in case.models[1:]))} of weights and what"
         " belongs to them; names what holds more"

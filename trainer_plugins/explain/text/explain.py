@@ -178,9 +178,14 @@ def _list_known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
         lines.append(f"the first to fail was {'rank ' * facts.writer.isdigit()}{facts.writer}")
     if facts.progress:
         lines.append(facts.progress)
-    if facts.unused is not None and facts.asked is not None and not is_fragmented(facts):
+    if (
+        facts.unused_bytes is not None
+        and facts.asked_bytes is not None
+        and not is_fragmented(facts)
+    ):
         lines.append(
-            f"not fragmentation: {size(facts.unused)} cached, {size(facts.asked)} asked for"
+            f"not fragmentation: {size(facts.unused_bytes)} cached, {size(facts.asked_bytes)} asked"
+            " for"
         )
     return tuple(lines)
 
@@ -191,7 +196,7 @@ def _unknown(facts: TextFacts) -> tuple[str, ...]:
     is_host = facts.oom.source == "host" and facts.oom.is_certain and not facts.oom.fatal
     if not facts.frames and (is_host or facts.oom.source in has_a_place):
         lines.append("where it failed: the text has no traceback")
-    if facts.oom.source == "allocator" and facts.total is None:
+    if facts.oom.source == "allocator" and facts.total_bytes is None:
         lines.append("the card's numbers: the message is cut, or its library prints none")
     if facts.hides_processes:
         lines.append("what each process holds: 17179869184 GiB is the driver's word for not known")

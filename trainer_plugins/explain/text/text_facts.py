@@ -73,45 +73,49 @@ class TextFacts:
     num_skipped: int  # lines that report a skipped batch
 
     @property
-    def asked(self) -> int | None:
+    def asked_bytes(self) -> int | None:
         return self.oom.requested_bytes
 
     @property
-    def total(self) -> int | None:
+    def total_bytes(self) -> int | None:
         return self.oom.total_bytes
 
     @property
-    def free(self) -> int | None:
+    def free_bytes(self) -> int | None:
         free = self.oom.free_bytes
         return None if free is not None and free >= NOT_AVAILABLE_BYTES else free
 
     @property
-    def live(self) -> int | None:
+    def live_bytes(self) -> int | None:
         return self.oom.allocated_bytes
 
     @property
-    def unused(self) -> int | None:
+    def unused_bytes(self) -> int | None:
         """Return what the allocator holds under no tensor."""
         oom = self.oom
-        if oom.unused_bytes is None and oom.reserved_bytes is not None and self.live is not None:
-            return max(0, oom.reserved_bytes - self.live)
+        if (
+            oom.unused_bytes is None
+            and oom.reserved_bytes is not None
+            and self.live_bytes is not None
+        ):
+            return max(0, oom.reserved_bytes - self.live_bytes)
         return oom.unused_bytes
 
     @property
     def stated(self) -> Stated:
         """Return the numbers of the message."""
         reserved = self.oom.reserved_bytes
-        if reserved is None and self.live is not None and self.unused is not None:
-            reserved = self.live + self.unused
+        if reserved is None and self.live_bytes is not None and self.unused_bytes is not None:
+            reserved = self.live_bytes + self.unused_bytes
         return {
-            "requested_bytes": self.asked,
-            "capacity_bytes": self.total,
+            "requested_bytes": self.asked_bytes,
+            "capacity_bytes": self.total_bytes,
             "limit_bytes": self.oom.limit_bytes,
-            "free_bytes": self.free,
-            "allocated_bytes": self.live,
+            "free_bytes": self.free_bytes,
+            "allocated_bytes": self.live_bytes,
             "reserved_bytes": reserved,
-            "unused_bytes": self.unused,
-            "others_bytes": self.others,
+            "unused_bytes": self.unused_bytes,
+            "others_bytes": self.others_bytes,
         }
 
     def states(self, words: str, **more: int | float | str | None) -> Said:
@@ -133,17 +137,17 @@ class TextFacts:
         return "No executable batch size" in self.oom.text
 
     @property
-    def own(self) -> int | None:
+    def own_bytes(self) -> int | None:
         """Return what this process holds: by the message, else what torch has reserved."""
         own = [size for pid, size in self._named if pid is None]
-        reserved = None if self.live is None else self.live + (self.unused or 0)
-        if own or reserved is None or self.total is None or self.free is None:
+        reserved = None if self.live_bytes is None else self.live_bytes + (self.unused_bytes or 0)
+        if own or reserved is None or self.total_bytes is None or self.free_bytes is None:
             return own[0] if own else reserved
         # In a container torch calls itself by a foreign pid. If all that are named and this
         # process do not fit in what is used, one of them is this process.
         sizes = [size for _, size in self._named]
         fits = [size for size in sizes if size >= reserved]
-        used = self.total - self.free
+        used = self.total_bytes - self.free_bytes
         return min(fits) if fits and sum(sizes) + reserved > 1.02 * used else reserved
 
     @property
@@ -151,22 +155,24 @@ class TextFacts:
         return [one for one in self.oom.process_bytes if 0 < one[1] < NOT_AVAILABLE_BYTES]
 
     @property
-    def others(self) -> int | None:
+    def others_bytes(self) -> int | None:
         """Return what is neither free nor this process's: T - F - L - U."""
-        if self.total is None or self.free is None or self.own is None:
+        if self.total_bytes is None or self.free_bytes is None or self.own_bytes is None:
             return None
-        return max(0, self.total - self.free - self.own)
+        return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
 
     @property
-    def outside_torch(self) -> int:
+    def outside_torch_bytes(self) -> int:
         """Return what this process holds outside torch's allocator, as far as it is named."""
         own = [size for pid, size in self._named if pid is None]
-        return max(0, own[0] - (self.live or 0) - (self.unused or 0)) if own else 0
+        return max(0, own[0] - (self.live_bytes or 0) - (self.unused_bytes or 0)) if own else 0
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
         """Return the other processes that the message names, as pairs (pid, bytes)."""
-        return [(pid, size) for pid, size in self._named if pid is not None and size != self.own]
+        return [
+            (pid, size) for pid, size in self._named if pid is not None and size != self.own_bytes
+        ]
 
     def find_call(self, pattern: str, innermost: int | None = None) -> TracebackFrame | None:
         frames = self.frames[-innermost:] if innermost else self.frames

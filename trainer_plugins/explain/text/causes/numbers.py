@@ -26,7 +26,7 @@ _IMPORTANT_FRACTION = 0.85
 def impossible_size(facts: TextFacts) -> Cause | None:
     """More than a TiB at once is a wrong shape."""
     is_cut = "1EB" in facts.oom.text  # torch's word for any larger size
-    if not is_cut and (facts.asked or 0) <= IMPOSSIBLE_BYTES:
+    if not is_cut and (facts.asked_bytes or 0) <= IMPOSSIBLE_BYTES:
         return None
     asked = "It asked for {requested_bytes} at once."
     return cause(
@@ -51,22 +51,22 @@ def largest_block(facts: TextFacts) -> Cause | None:
 
 def is_held_by_others(facts: TextFacts) -> bool:
     """Return whether others hold more of the card than a context or a desktop takes."""
-    total = facts.total or 0
+    total = facts.total_bytes or 0
     least = max(_LEAST_OTHERS_FRACTION * total, min(_LEAST_OTHERS_BYTES, total / 2))
     named = sum(size for _, size in facts.neighbours)
-    return max(facts.others or 0, named) > least
+    return max(facts.others_bytes or 0, named) > least
 
 
 def is_held_outside_torch(facts: TextFacts) -> bool:
     """Return whether this process holds much of the card outside torch: an engine, JAX, NCCL."""
-    least = max(_LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total or 0))
-    return facts.outside_torch > least
+    least = max(_LEAST_OTHERS_BYTES, _LEAST_OTHERS_FRACTION * (facts.total_bytes or 0))
+    return facts.outside_torch_bytes > least
 
 
 def contradictory(facts: TextFacts) -> Cause | None:
     """The driver refused before torch held any memory, or though memory was free."""
-    room = facts.total if facts.free is None else facts.free
-    held_nothing = facts.live == 0 and room is not None and (facts.asked or 0) <= room
+    room = facts.total_bytes if facts.free_bytes is None else facts.free_bytes
+    held_nothing = facts.live_bytes == 0 and room is not None and (facts.asked_bytes or 0) <= room
     if held_nothing or "cudaGetDeviceCount" in facts.oom.text:
         return _judge_early_refusal(facts)
     return judge_refusal(facts)
@@ -74,7 +74,7 @@ def contradictory(facts: TextFacts) -> Cause | None:
 
 def judge_refusal(facts: TextFacts) -> Cause | None:
     """The driver refused though memory was free."""
-    free, total, asked = facts.free, facts.total, facts.asked
+    free, total, asked = facts.free_bytes, facts.total_bytes, facts.asked_bytes
     if free is None or asked is None or facts.oom.limit_bytes is not None:
         return None
     if facts.oom.source == "engine":
@@ -99,7 +99,9 @@ def _judge_early_refusal(facts: TextFacts) -> Cause:
     asked = "It asked for {requested_bytes} of {capacity_bytes}; torch held nothing."
     return cause(
         "contradictory",
-        facts.states(asked) if facts.asked and facts.total else "Nothing had been asked for yet.",
+        facts.states(asked)
+        if facts.asked_bytes and facts.total_bytes
+        else "Nothing had been asked for yet.",
         summary="memory was refused before this process held any",
         doubt="The text does not show how much was free: another process, or a limit of the driver"
         " (of one allocation, of mappings, of WSL). `nvidia-smi` before the start settles it",
@@ -108,7 +110,11 @@ def _judge_early_refusal(facts: TextFacts) -> Cause:
 
 def judge_spill(facts: TextFacts) -> Cause | None:
     """More is allocated than the card has: Windows lends main memory."""
-    if facts.live is None or facts.total is None or facts.live <= facts.total:
+    if (
+        facts.live_bytes is None
+        or facts.total_bytes is None
+        or facts.live_bytes <= facts.total_bytes
+    ):
         return None
     return cause(
         "capacity",
@@ -163,7 +169,7 @@ def fragmentation(facts: TextFacts) -> Cause | None:
 
 def mostly_cache(facts: TextFacts) -> Cause | None:
     """Lines of a log show far more reserved than was ever allocated, and the message no numbers."""
-    if facts.live is not None or facts.oom.source not in ("allocator", "masked"):
+    if facts.live_bytes is not None or facts.oom.source not in ("allocator", "masked"):
         return None
     found: dict[bool, float] = {}
     lines = [line for line in facts.text.splitlines() if "by PyTorch" not in line]
@@ -194,14 +200,19 @@ def mostly_cache(facts: TextFacts) -> Cause | None:
 
 def pieces_beside_others(facts: TextFacts) -> Cause | None:
     """Others hold much too, but torch's own unused memory is more, and was enough alone."""
-    was_enough = (facts.unused or 0) > max(facts.asked or 0, facts.others or 0)
+    was_enough = (facts.unused_bytes or 0) > max(facts.asked_bytes or 0, facts.others_bytes or 0)
     is_doubtful = is_held_by_others(facts) and not facts.neighbours
     return fragmentation(facts) if was_enough and is_doubtful else None
 
 
 def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reservation was large enough to be worth anything here."""
-    asked, unused, free, total = facts.asked, facts.unused, facts.free or 0, facts.total
+    asked, unused, free, total = (
+        facts.asked_bytes,
+        facts.unused_bytes,
+        facts.free_bytes or 0,
+        facts.total_bytes,
+    )
     if asked is None or unused is None or total is None:
         return False
     return asked >= free and is_in_pieces(asked, unused, free, total)
@@ -209,7 +220,11 @@ def is_fragmented(facts: TextFacts) -> bool:
 
 def wrong_shape(facts: TextFacts) -> Cause | None:
     """One tensor is larger than the card."""
-    if facts.asked is None or facts.total is None or facts.asked <= facts.total:
+    if (
+        facts.asked_bytes is None
+        or facts.total_bytes is None
+        or facts.asked_bytes <= facts.total_bytes
+    ):
         return None
     return cause(
         "api-misuse",
@@ -223,7 +238,7 @@ def wrong_shape(facts: TextFacts) -> Cause | None:
 
 def capacity(facts: TextFacts) -> Cause:
     """Nothing else is shown: the run is too large for the card."""
-    live, total, frame = facts.live, facts.total, facts.users_frame or facts.failed
+    live, total, frame = facts.live_bytes, facts.total_bytes, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
     evidence: list[str | Said] = []
@@ -236,7 +251,7 @@ def capacity(facts: TextFacts) -> Cause:
     if is_held_outside_torch(facts):
         outside = "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other"
         outside += " libraries."
-        evidence.append(say(outside, own_outside_bytes=facts.outside_torch))
+        evidence.append(say(outside, own_outside_bytes=facts.outside_torch_bytes))
     if frame:
         evidence.append(f"It failed in {frame}.")
     if facts.oom.source == "driver" and total is None:

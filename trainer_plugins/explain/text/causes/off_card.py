@@ -142,7 +142,7 @@ def host_commit(facts: TextFacts) -> Cause | None:
     by_torch = facts.oom.source == "host" and re.search(
         r"not enough memory: you tried", facts.oom.text
     )
-    if not by_code and not (by_torch and (facts.asked or 0) < _SMALL_BYTES):
+    if not by_code and not (by_torch and (facts.asked_bytes or 0) < _SMALL_BYTES):
         return None
     return cause(
         "host-commit",
@@ -158,14 +158,14 @@ def host_alloc(facts: TextFacts) -> Cause | None:
     if facts.oom.source != "host" or not facts.oom.is_certain:
         return None
     words = "It asked for {requested_bytes} of main memory."
-    asked = facts.states(words) if facts.asked else ""
+    asked = facts.states(words) if facts.asked_bytes else ""
     return cause("host-alloc", facts.words, asked, facts.users_line, _host_use(facts))
 
 
 def judge_pinned(facts: TextFacts) -> Cause | None:
     """Page-locked main memory ran out, which the driver reports in its own words."""
     is_certain = facts.oom.source == "pinned"
-    is_driver = facts.oom.source == "driver" and facts.total is None
+    is_driver = facts.oom.source == "driver" and facts.total_bytes is None
     frame = facts.find_call(_PINS, innermost=6) if is_driver else None
     is_wsl = is_driver and facts.is_wsl
     if not is_certain and not frame and not is_wsl:

@@ -31,10 +31,14 @@ _REFUSALS = (
 def own_ranks(facts: TextFacts) -> Cause | None:
     """The other processes are this launch's own ranks, all on one card."""
     sizes = [size for _, size in facts.neighbours]
-    if facts.own is None or not facts.total:
+    if facts.own_bytes is None or not facts.total_bytes:
         return None
     is_at_home = facts.writer.isdigit() and int(facts.writer) == facts.oom.device
-    if not are_alike(facts.own, sizes) or not facts.has_ranks or (is_at_home and facts.oom.device):
+    if (
+        not are_alike(facts.own_bytes, sizes)
+        or not facts.has_ranks
+        or (is_at_home and facts.oom.device)
+    ):
         return None
     return cause(
         "ddp-gpu0",
@@ -124,7 +128,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
         why = "The text speaks of vLLM or SGLang on the same card."
     return cause(
         "engine-share",
-        sum_of(facts) if facts.others is not None else "",
+        sum_of(facts) if facts.others_bytes is not None else "",
         why,
         doubt="The text does not show whether the engine or the training takes too much: the"
         " engine's log has what it reserved for its KV cache",
@@ -135,7 +139,7 @@ def engine_share(facts: TextFacts) -> Cause | None:
 def _is_crowded(facts: TextFacts) -> bool:
     """Return whether others hold the card, or the engine counts what it has released."""
     held = is_held_by_others(facts) or is_held_outside_torch(facts)
-    return held or (facts.live or 0) > (facts.total or facts.live or 0)
+    return held or (facts.live_bytes or 0) > (facts.total_bytes or facts.live_bytes or 0)
 
 
 def gave_up(facts: TextFacts) -> Cause | None:
@@ -165,10 +169,10 @@ def judge_refused_load(facts: TextFacts) -> Cause | None:
 
 def foreign(facts: TextFacts) -> Cause | None:
     """Other processes hold the card."""
-    if facts.others is None or not facts.total:
+    if facts.others_bytes is None or not facts.total_bytes:
         return _judge_table(facts) or _judge_first_touch(facts)
-    room_without_them = (facts.free or 0) + facts.others + (facts.unused or 0)
-    if not is_held_by_others(facts) or (facts.asked or 0) > room_without_them:
+    room_without_them = (facts.free_bytes or 0) + facts.others_bytes + (facts.unused_bytes or 0)
+    if not is_held_by_others(facts) or (facts.asked_bytes or 0) > room_without_them:
         return None
     if frame := facts.find_call(r"_cuda_deserialize|restore_location", innermost=12):
         return cause(
@@ -179,7 +183,7 @@ def foreign(facts: TextFacts) -> Cause | None:
             doubt="The text does not show whether the others are ranks of this run that load onto"
             " the same card: `nvidia-smi` settles it",
         )
-    is_sure = bool(facts.neighbours) or facts.others >= _SURE_FRACTION * facts.total
+    is_sure = bool(facts.neighbours) or facts.others_bytes >= _SURE_FRACTION * facts.total_bytes
     is_sure = is_sure and not facts.has_ranks
     return cause(
         "foreign",
@@ -197,7 +201,7 @@ def sum_of(facts: TextFacts) -> Said:
     return facts.states(
         "{capacity_bytes} card: {own_bytes} yours, {free_bytes} free, so {others_bytes} are"
         " others'. You asked for {requested_bytes}.",
-        own_bytes=facts.own,
+        own_bytes=facts.own_bytes,
     )
 
 
@@ -210,7 +214,7 @@ def _names(facts: TextFacts) -> str:
 def _judge_table(facts: TextFacts) -> Cause | None:
     """Judge by a pasted nvidia-smi table, where the message has no numbers."""
     full = [one for one in facts.cards if one[0] >= _FULL_FRACTION * one[1]]
-    if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live:
+    if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live_bytes:
         return None
     device = facts.oom.device or 0
     used, total = facts.cards[device] if device < len(facts.cards) else full[0]
@@ -247,9 +251,9 @@ def _judge_first_touch(facts: TextFacts) -> Cause | None:
 def leftover(facts: TextFacts) -> Cause | None:
     """Something of an earlier run in this process is still alive."""
     trial = facts.says(_TRIAL)
-    share = (facts.live or 0) / (facts.total or 1)
-    is_small = (facts.asked or 0) < 0.05 * (facts.total or 0)
-    if not trial and not (facts.is_notebook and facts.total and share >= 0.7 and is_small):
+    share = (facts.live_bytes or 0) / (facts.total_bytes or 1)
+    is_small = (facts.asked_bytes or 0) < 0.05 * (facts.total_bytes or 0)
+    if not trial and not (facts.is_notebook and facts.total_bytes and share >= 0.7 and is_small):
         return None
     return cause(
         "leftover",

@@ -106,8 +106,8 @@ def _moment(words: str) -> str:
 def logits_loss(facts: TextFacts) -> Cause | None:
     """Logits over the vocabulary, in fp32, at the loss."""
     frame = facts.find_call(LOGITS, innermost=4)
-    asked = facts.asked
-    least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total or _NEEDLE_BYTES))
+    asked = facts.asked_bytes
+    least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total_bytes or _NEEDLE_BYTES))
     if not frame or (asked is not None and asked < least):
         return None
     tokens: str | Said = ""
@@ -138,7 +138,7 @@ def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
 def quadratic_attention(facts: TextFacts) -> Cause | None:
     """A matrix of length x length."""
     frame = facts.find_call(ATTENTION, innermost=3)
-    asked = facts.asked or 0
+    asked = facts.asked_bytes or 0
     if not frame or asked < LEAST_QUADRATIC_BYTES:
         return None
     lengths = ", ".join(

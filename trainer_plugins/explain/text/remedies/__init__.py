@@ -49,7 +49,7 @@ def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
 
 def _is_last_straw(facts: TextFacts) -> bool:
     """Return whether little was asked of a full card after some steps: memory may have grown."""
-    asked, live, total = facts.asked, facts.live, facts.total
+    asked, live, total = facts.asked_bytes, facts.live_bytes, facts.total_bytes
     if not facts.progress or not uses_trainer(facts) or asked is None or not live or not total:
         return False
     return asked <= _STRAW_FRACTION * total and live >= _FULL_FRACTION * total

@@ -59,7 +59,7 @@ def _is_windows(facts: TextFacts) -> bool:
 
 
 def _is_large(facts: TextFacts) -> bool:
-    return (facts.asked or 0) >= LEAST_QUADRATIC_BYTES
+    return (facts.asked_bytes or 0) >= LEAST_QUADRATIC_BYTES
 
 
 def _has_workers(facts: TextFacts) -> bool:

@@ -41,7 +41,7 @@ def lower(one: Advice, facts: TextFacts) -> Remedy | None:
     if refuses_to_start and not is_startup(facts):
         return None
     (share, default), total = _share(facts), _total(facts)
-    free, asked = facts.free, facts.asked
+    free, asked = facts.free_bytes, facts.asked_bytes
     if refuses_to_start and total and free is not None:
         new = floor(round(free / total * 100, 3)) / 100
         effect = f"{size(new * total)} of the {size(free)} that are free"
@@ -63,8 +63,8 @@ def higher(one: Advice, facts: TextFacts) -> Remedy | None:
     if not _has_no_cache(facts) or " runs out of memory" in facts.oom.text:
         return None
     (share, default), total, missing = _share(facts), _total(facts), 0
-    if facts.asked and facts.free is not None:
-        missing = max(0, facts.asked - facts.free)
+    if facts.asked_bytes and facts.free_bytes is not None:
+        missing = max(0, facts.asked_bytes - facts.free_bytes)
     elif below := facts.says(_KV_CACHE):
         missing = int(-float(below[1]) * GIB)
     least = max(share + _STEP, share + missing / total if total else 0)
@@ -146,4 +146,6 @@ def _spell(one: Advice, facts: TextFacts, share: float) -> str:
 def _total(facts: TextFacts) -> int | None:
     found = facts.says(_TOTAL)
     cards = facts.cards[facts.oom.device or 0 :]
-    return facts.total or (int(float(found[1]) * GIB) if found else cards[0][1] if cards else None)
+    return facts.total_bytes or (
+        int(float(found[1]) * GIB) if found else cards[0][1] if cards else None
+    )

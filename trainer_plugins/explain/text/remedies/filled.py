@@ -46,7 +46,7 @@ def _smaller_micro_batch(one: Advice, facts: TextFacts) -> Remedy | None:
         return None
     half, factor = (rows // 2, 2) if rows and rows % 2 == 0 else (1, rows or 2)
     values: dict[str, object] = {"rows": half, "steps": steps * factor} if rows else {}
-    effect, asked = f"{one.effect}; one halving may not be enough", facts.asked
+    effect, asked = f"{one.effect}; one halving may not be enough", facts.asked_bytes
     has_rows = facts.find_call(r"\bforward\b|backward|loss|logits", innermost=4) is not None
     if asked and has_rows:
         effect = f"{size(asked // factor)} instead of {size(asked)} there; {effect}"
@@ -84,19 +84,19 @@ def _smaller_eval_batch(one: Advice, facts: TextFacts) -> Remedy | None:
 
 
 def _add_shortage(one: Advice, facts: TextFacts) -> Remedy:
-    effect, asked, free = "", facts.asked, facts.free
+    effect, asked, free = "", facts.asked_bytes, facts.free_bytes
     if asked and free is not None and asked > free:
         effect = f"at least {size(asked - free)} less are needed"
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
 def _add_request(one: Advice, facts: TextFacts) -> Remedy:
-    asked = f"{one.effect} ({size(facts.asked)} at that place)" if facts.asked else ""
-    return remedy(one, effect=asked, by_arithmetic=facts.asked)
+    asked = f"{one.effect} ({size(facts.asked_bytes)} at that place)" if facts.asked_bytes else ""
+    return remedy(one, effect=asked, by_arithmetic=facts.asked_bytes)
 
 
 def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
-    effect, asked = one.effect, facts.asked
+    effect, asked = one.effect, facts.asked_bytes
     is_table = facts.find_call(r"attn|attention|softmax|matmul|bmm", innermost=3) is not None
     if asked and is_table:
         effect = f"{size(asked / 4)} instead of {size(asked)} at half the length; {effect}"
@@ -105,9 +105,9 @@ def _shorter_rows(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _expandable_segments(one: Advice, facts: TextFacts) -> Remedy:
-    if facts.unused is None or facts.asked is None:
+    if facts.unused_bytes is None or facts.asked_bytes is None:
         return remedy(one, Door.ENVIRONMENT)
-    pieces, needed = size(facts.unused), size(facts.asked)
+    pieces, needed = size(facts.unused_bytes), size(facts.asked_bytes)
     effect = f"up to {pieces} in pieces become usable, {needed} are needed"
     return remedy(one, Door.ENVIRONMENT, effect, by_arithmetic=True)
 
@@ -124,7 +124,7 @@ def _other_card(one: Advice, facts: TextFacts) -> Remedy | None:
     rooms = [each.total_bytes - each.used_bytes for each in facts.cards]
     best = rooms.index(max(rooms)) if rooms else 0 if facts.oom.device else 1
     there = f"{size(rooms[best])} were free there" if rooms else "if there is one"
-    gone = f"; {size(facts.others)} are in the way on this one" if facts.others else ""
+    gone = f"; {size(facts.others_bytes)} are in the way on this one" if facts.others_bytes else ""
     values = {"card": best, "command": facts.launched}
     effect = f"{one.effect}, {there}{gone}"
     return remedy(one, Door.SHELL, effect, by_arithmetic=rooms or gone, **values)
@@ -145,7 +145,7 @@ def _load_into_main_memory(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
-    asked, total = facts.asked, facts.total
+    asked, total = facts.asked_bytes, facts.total_bytes
     if not asked or not total or asked >= total / 2:
         return remedy(one, Door.CODE)
     most = f"{int(_OF_THE_REST * (total - asked) / GIB)}GiB"
@@ -154,7 +154,9 @@ def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
-    effect = f"frees {size(facts.live)}, if it is left from before" if facts.live else ""
+    effect = (
+        f"frees {size(facts.live_bytes)}, if it is left from before" if facts.live_bytes else ""
+    )
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
@@ -170,7 +172,7 @@ def _print_shapes(one: Advice, facts: TextFacts) -> Remedy:
 def _look_at(one: Advice, facts: TextFacts) -> Remedy | None:
     if not (place := _place(facts)):
         return None
-    asked = f"{size(facts.asked)} were asked for at once" if facts.asked else ""
+    asked = f"{size(facts.asked_bytes)} were asked for at once" if facts.asked_bytes else ""
     return remedy(one, Door.CODE, asked, by_arithmetic=asked, place=place)
 
 

@@ -85,8 +85,8 @@ def plan_command(facts: TextFacts) -> tuple[str, list[str]]:
 
 def _words(facts: TextFacts, read: _Settings) -> Iterator[str]:
     yield from ("--model", read.model or "MODEL")
-    if facts.total:
-        yield from ("--gpu", f"{facts.total / GIB:.2f}GiB")
+    if facts.total_bytes:
+        yield from ("--gpu", f"{facts.total_bytes / GIB:.2f}GiB")
     if (ranks := read.value(_RANKS, r"\d{1,4}")) not in ("", "0", "1"):
         yield from ("--num-gpus", ranks)
     if "config_file" in read.given:
