@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
@@ -26,14 +27,18 @@ _PANELS = {
 }
 
 
+@cache
+def _import_command(name: str, panel: str) -> Any:
+    command: Any = typer.main.get_command(import_module(f"{__name__}.{name}").app)
+    command.name, command.rich_help_panel = name, panel
+    return command
+
+
 class _Modules(Mapping[str, Any]):
     """Holds the commands by name; the module of one is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> Any:
-        panel = _PANELS[name]
-        command: Any = typer.main.get_command(import_module(f"{__name__}.{name}").app)
-        command.name, command.rich_help_panel = name, panel
-        return command
+        return _import_command(name, _PANELS[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(_PANELS)

@@ -21,7 +21,6 @@ from trainer_plugins.printable import printable
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
     help="Launch files for accelerate: list, show, copy, check.",
 )
 _command = partial(app.command, cls=Command)

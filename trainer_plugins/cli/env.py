@@ -15,7 +15,7 @@ from trainer_plugins.launch.environment import launch_environment
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 class Shell(str, Enum):

@@ -30,7 +30,7 @@ _ASK = "--fit-ask"
 _OF_FIT = ("--gpu", "--num-gpus", "--may", "--allow-writes", "--allow-network")
 _DOES_NOT_FIT, _NOT_EXECUTABLE, _NOT_FOUND = 3, 126, 127
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 class ExecCommand(CommandInFront):
@@ -120,9 +120,9 @@ def exec_(
             given,
             settings,
             card=(gpu, num_gpus),
-            may=may or (),
-            allowed=(allow_writes or (), allow_network),
-            answer=sys.stdout if fit_ask else sys.stderr,
+            may=may or [],
+            allowed=(allow_writes or [], allow_network),
+            is_only_asked=fit_ask,
             anyway=anyway,
         )
         given, settings = given | options, settings | changes
@@ -132,14 +132,25 @@ def exec_(
     _run(words, os.environ | settings | attached)
 
 
-def _fit(*command: Any, **options: Any) -> tuple[dict[str, object], dict[str, str]]:
-    """Plan the command as `exec_fit.fit_command` does, or say why nothing is started, and end."""
-    from trainer_plugins.cli import exec_fit  # which imports what plans
+def _fit(
+    words: list[str],
+    given: dict[str, Any],
+    settings: dict[str, str],
+    *,
+    card: tuple[str | None, int | None],
+    may: list[str],
+    allowed: tuple[list[Path], bool],
+    is_only_asked: bool,
+    anyway: bool,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return options and variables with which the command fits, or say why it is not started."""
+    from trainer_plugins.cli.exec_fit import NothingFits, choose_cards, fit, run_to_plan
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        return exec_fit.fit_command(*command, **options)
-    except exec_fit.NothingFits as error:
+        asked = run_to_plan(words, given, settings, choose_cards(*card), *allowed)
+        return fit(asked, given, may, sys.stdout if is_only_asked else sys.stderr, anyway)
+    except NothingFits as error:
         ExecCommand.refuse(
             f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"
             " memory, add --preset survive",

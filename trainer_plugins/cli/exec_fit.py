@@ -33,49 +33,23 @@ class NothingFits(PlanError):  # noqa: N818
     """Says what was tried, none of which fits."""
 
 
-def fit_command(
-    words: Sequence[str],
-    given: Mapping[str, Any],
-    settings: Mapping[str, str],
-    *,
-    card: tuple[str | None, int | None],
-    may: Sequence[str],
-    allowed: tuple[Sequence[Path], bool],
-    answer: TextIO,
-    anyway: bool,
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Plan a command; return options of the callbacks and variables with which it fits.
-
-    Args:
-        words: the command.
-        given: the options of the callbacks, as `attach` takes them.
-        settings: the allocator settings that it will get.
-        card: its name, and how many there are; None for those of this machine.
-        may: what may change besides, of `MAY`.
-        allowed: the folders in which its plans may write, and whether they may use the network.
-        answer: where the choice is printed; what is being done goes to standard error.
-        anyway: train as `given` where nothing fits.
-
-    Raises:
-        NothingFits: nothing does that keeps the result.
-        PlanError: there is no plan of this command, or `may` is not of `MAY`.
-    """
-    writes, network = allowed
-    cards = _choose_cards(*card)
-    asked = _run_to_plan(words, given, settings, cards, writes=writes, network=network)
-    return _fit(asked, given, may, answer, anyway)
-
-
-def _run_to_plan(
+def run_to_plan(
     words: Sequence[str],
     given: Mapping[str, Any],
     settings: Mapping[str, str],
     cards: tuple[Card, int],
-    *,
     writes: Sequence[Path],
     network: bool,
 ) -> DryRun:
     """Return the command on dry cards, with the allocator settings that it will get.
+
+    Args:
+        words: the command.
+        given: the options of the callbacks, as `attach` takes them.
+        settings: the allocator settings.
+        cards: the kind, and how many there are.
+        writes: the folders in which its plans may write for real.
+        network: whether they may connect to other hosts.
 
     Raises:
         PlanError: the preset has no SurviveOOM, which is to divide what does not fit.
@@ -96,9 +70,18 @@ def _run_to_plan(
     )
 
 
-def _fit(
+def fit(
     asked: DryRun, given: Mapping[str, Any], may: Sequence[str], answer: TextIO, anyway: bool
 ) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan the command; return options of the callbacks and variables with which it fits.
+
+    Where nothing fits it may train `anyway`, as `given`. The choice is printed to `answer`, and
+    what is being done to standard error.
+
+    Raises:
+        NothingFits: nothing does that keeps the result.
+        PlanError: there is no plan of this command, or `may` is not of `MAY`.
+    """
     if unknown := {*may} - {*MAY}:
         raise PlanError(
             f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
@@ -141,7 +124,7 @@ def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
     yield f"without a plan, type: trainer-plugins {typed}"
 
 
-def _choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
+def choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
     """Return the card that is named, or the visible one with the least memory free; and how many.
 
     Raises:

@@ -21,7 +21,7 @@ from trainer_plugins.report.page import Indented, show
 _NO_OOM = 1
 _PICKLE = b"\x80"  # the first byte of a pickle (protocol 2 and later), but of no log
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=Command)

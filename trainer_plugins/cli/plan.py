@@ -70,7 +70,7 @@ class AnswerOptions:
     )
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)

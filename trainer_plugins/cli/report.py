@@ -15,7 +15,7 @@ from trainer_plugins.report.page import show
 from trainer_plugins.report.summary import add_last_readings, summary
 from trainer_plugins.report.text import history_report
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=Command)

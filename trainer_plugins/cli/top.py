@@ -21,7 +21,7 @@ from trainer_plugins.report.top import TopPage, rank_lines
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 3600
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=Command)

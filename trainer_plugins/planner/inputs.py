@@ -191,8 +191,8 @@ def read_config(given: str | os.PathLike[str], from_hub: bool = False) -> dict[s
 
 def _config_on_hub(name: str, from_hub: bool) -> Path:
     """Return a model's config.json in the hub's cache; `from_hub` fetches that one file."""
-    # Otherwise it also asks the hub for a list of agents, to describe itself in each request.
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if from_hub:  # or it also asks for a list of agents, to describe itself in each request
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     try:
