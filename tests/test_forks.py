@@ -246,7 +246,7 @@ print(*[name for name, files in read.items() if any(not file.endswith(own) for f
 """
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_no_import_reads_what_may_differ():
     """Three are read, and no harm: a fork looks for its own TMPDIR, and of the others defaults are set."""
     environ = {**os.environ, "MASTER_ADDR": "localhost", "RANK": "0", "CUDA_VISIBLE_DEVICES": ""}

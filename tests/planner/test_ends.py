@@ -198,6 +198,7 @@ print(CliRunner().invoke(app, ["plan", "--model", str(place), "--lora-r", "4"]).
 """
 
 
+@pytest.mark.all
 def test_a_script_with_the_name_of_a_library_plans_once(tmp_path: Path) -> None:
     """Its plan imports it instead of the library: each such plan would begin another."""
     pytest.importorskip("peft")

@@ -82,6 +82,7 @@ def test_a_plan_names_the_data_set_that_it_could_not_read_whole(tmp_path) -> Non
     assert any(told in line for line in plan.not_reliable)
 
 
+@pytest.mark.all
 def test_columns_that_only_the_trainers_own_loader_reads(tmp_path) -> None:
     """As sentence-transformers does: rows are texts, and its collator makes tokens of them."""
 

@@ -151,6 +151,7 @@ def test_main_memory_has_a_verdict_of_its_own(tmp_path: Path):
     assert "t4 (14.56 GiB): no 2.0 MiB in one piece, in the" in verdict(in_pieces)
 
 
+@pytest.mark.all
 def test_what_a_card_has_to_spare_is_without_the_cache_that_it_releases(tmp_path: Path):
     """What a card without a limit reserves is more than a full one: that is no shortage."""
     wide = {"n_embd": 512, "n_layer": 4}

@@ -43,6 +43,7 @@ def offloaded(*devices: str, num_gpus: int = 2) -> MemoryPlan:
     return planned(*flags, config=WIDE, num_gpus=num_gpus, gpu="h100-80gb")
 
 
+@pytest.mark.all
 def test_what_deepspeed_offloads_is_in_main_memory_and_not_on_the_card() -> None:
     on_card, in_main = offloaded(), offloaded("optimizer")
     states = 12 * on_card.num_parameters // 2  # the weights in float32 and two averages, a rank

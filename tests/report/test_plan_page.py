@@ -25,7 +25,7 @@ def written(tmp_path_factory) -> tuple[MemoryPlan, str]:
         "--seq-length",
         "64",
         "--gpu",
-        "560MiB",
+        "8GiB",
         "--eval_strategy",
         "epoch",
         "--json",
