@@ -13,7 +13,14 @@ from tests.advice.asked import Said, all_said
 from trainer_plugins import advice, checkpointing
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.advice.entry import BLANKS
-from trainer_plugins.advice.for_causes import FIRST_IN, FOR_CAUSE, ONE_ROW, ONLY_RUN, order_remedies
+from trainer_plugins.advice.for_causes import (
+    FIRST_IN,
+    FOR_CAUSE,
+    ONE_ROW,
+    ONLY_OF_RECORDS,
+    ONLY_RUN,
+    order_remedies,
+)
 from trainer_plugins.advice.vendors import CUDA_ON_WINDOWS, VENDORS
 from trainer_plugins.explain.text.remedies.applies import APPLIES, APPLIES_TO_CAUSE
 from trainer_plugins.explain.text.remedies.filled import FILLED
@@ -186,6 +193,7 @@ def orders(cause: str, room: str) -> list[tuple[Advice, ...]]:
 
 SOMETIMES = {*APPLIES, *FILLED, *(each for _, each in APPLIES_TO_CAUSE), advice.DROP_THE_COPY}
 SOMETIMES |= {advice.SHORTER_ANSWERS, advice.EMPTY_CACHE_AFTER_EXCEPT}
+SOMETIMES |= {each for left_out in ONLY_OF_RECORDS.values() for each in left_out}
 """What fits some runs alone."""
 
 

@@ -126,6 +126,13 @@ CACHE_FLUSHES = (EMPTY_CACHE_EACH_STEP, SMALLER_MICRO_BATCH)
 ONLY_RUN = (FEWER_INPUTS, HALF_PRECISION_WEIGHTS)  # where a model is used and not trained
 
 
+# What a record shows to apply, whose process it is and which line copied, and no text does.
+ONLY_OF_RECORDS: Mapping[str, tuple[Advice, ...]] = {
+    "engine-share": (END_PROCESS,),
+    "foreign": (END_PROCESS,),
+    "save-gather": (COPY_IN_MAIN_MEMORY, *SMALLER_STATES),
+}
+
 # A room that knows more, or less, begins with another remedy.
 FIRST_IN: Mapping[tuple[Room, str], Advice] = {
     # The driver has listed the process, and that it belongs to the user.
@@ -150,5 +157,7 @@ FIRST_IN: Mapping[tuple[Room, str], Advice] = {
 
 def order_remedies(cause: str, room: Room) -> tuple[Advice, ...]:
     """Return the remedies of a cause, with what a room begins with at the front."""
-    order, first = FOR_CAUSE[cause], FIRST_IN.get((room, cause))
+    left_out = ONLY_OF_RECORDS.get(cause, ()) if room == "text" else ()
+    order = tuple(each for each in FOR_CAUSE[cause] if each not in left_out)
+    first = FIRST_IN.get((room, cause))
     return order if first is None else (first, *(each for each in order if each is not first))

@@ -5,7 +5,7 @@ from itertools import islice
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
-from trainer_plugins.advice.for_causes import FOR_CAUSE, ONE_ROW, ONLY_RUN
+from trainer_plugins.advice.for_causes import ONE_ROW, ONLY_RUN, order_remedies
 from trainer_plugins.explain.answer import Cause, Remedy
 from trainer_plugins.explain.shared import remedies_for, remedy
 from trainer_plugins.explain.text.followed import is_followed
@@ -36,15 +36,16 @@ def choose_remedies(code: str, order: Iterable[Advice], facts: TextFacts) -> Ite
 
 
 def _order(code: str, facts: TextFacts) -> tuple[Advice, ...]:
+    order = order_remedies(code, "text")
     if code in ("capacity", "long-sample") and _is_last_straw(facts):
-        return (advice.OBSERVE, *(each for each in FOR_CAUSE[code] if each is not advice.OBSERVE))
+        return (advice.OBSERVE, *(each for each in order if each is not advice.OBSERVE))
     if code != "capacity":
-        return FOR_CAUSE[code]
+        return order
     if facts.has_tried_one_row:
         return ONE_ROW
     uses = facts.find_call(r"(?i)\bgenerate|pipeline|pipe\(|\binfer|\bsample|predict|no_grad")
     trains = facts.find_call(r"(?i)backward|train|optimizer|closure")
-    return ONLY_RUN if uses is not None and trains is None else FOR_CAUSE[code]
+    return ONLY_RUN if uses is not None and trains is None else order
 
 
 def _is_last_straw(facts: TextFacts) -> bool:

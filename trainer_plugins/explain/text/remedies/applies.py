@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from trainer_plugins import advice
 from trainer_plugins.advice import Advice
-from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH, SMALLER_STATES
+from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
 from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
 from trainer_plugins.explain.text.causes.off_card import (
@@ -47,11 +47,6 @@ def _any_of(*tests: Test) -> Test:
 
 def _all_of(*tests: Test) -> Test:
     return lambda facts: all(test(facts) for test in tests)
-
-
-def _never(facts: TextFacts) -> bool:
-    del facts
-    return False
 
 
 def _is_windows(facts: TextFacts) -> bool:
@@ -147,7 +142,6 @@ APPLIES: Mapping[Advice, Test] = {
         "load_fsdp_optimizer|set_optimizer_state_dict|_load_optim_state_dict"
     ),
     advice.RESUME_WITHOUT_STATES: _is_called("_load_optimizer_and"),
-    advice.COPY_IN_MAIN_MEMORY: _never,
     advice.SHARDED_SAVE: _all_of(_any_of(_FSDP, _NO_PLACE), _none_of(_DEEPSPEED)),
     advice.SAVE_WITHOUT_GATHER: _any_of(_DEEPSPEED, _all_of(_NO_PLACE, _none_of(_FSDP))),
     advice.NO_GATHER_TO_GENERATE: _all_of(_GATHERS_ALL, _GENERATES),
@@ -159,7 +153,6 @@ APPLIES: Mapping[Advice, Test] = {
     advice.LOCK_MORE_MEMORY: _REGISTERS_FOR_IB,
     advice.SMALLER_NCCL_BUFFERS: _none_of(_ON_THE_HOST),
     advice.MORE_CARDS: _DEEPSPEED,
-    advice.END_PROCESS: _never,  # a text cannot show whose process it is
     advice.ASK_SLURM: _SLURM,
     advice.LIGHTER_SAMPLES: lambda facts: is_followed(advice.FEWER_WORKERS, facts),
     advice.SAVE_ONLY_MODEL: _is_called("_save_optimizer"),
@@ -216,6 +209,5 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     **{("zero3-gather", each): _none_of(_GATHERS_ALL) for each in LESS_OF_THE_BATCH},
     ("quadratic-attention", advice.FLASH_ATTENTION): _SDPA,
     ("quadratic-attention", advice.SDPA_ATTENTION): _none_of(_SDPA),
-    **{("save-gather", each): _never for each in SMALLER_STATES},
     ("shm", advice.FEWER_WORKERS): _none_of(_says("/dev/shm/nccl")),
 }  # where it depends on the cause too; it counts instead of `APPLIES`
