@@ -283,7 +283,7 @@ def test_only_the_vocabulary_of_the_model_in_the_traceback_is_counted(
     model: str, vocabularies: list[str]
 ) -> None:
     path = f"{SITE}/transformers/models/{model}/modeling_{model}.py"
-    answer = explained(frame(path, "forward", "logits = self.lm_head(h).float()") + out("7.83 GiB"))
+    answer = explained(frame(path, "forward", "logits = self.lm_head(h).float()") + out("7.77 GiB"))
     evidence = " ".join(answer.causes[0].evidence)
     for each in ("32,000", "128,256", "151,936", "152,064"):
         assert (each in evidence) is (each in vocabularies)

@@ -115,6 +115,18 @@ def test_a_limit_of_its_own_explains_a_refusal_with_memory_free(died, tmp_path) 
     assert cause.evidence[0] == "this process may use only 2.00 GiB of 24.00 GiB"
 
 
+def test_a_size_is_compared_as_torch_prints_it(died, tmp_path) -> None:
+    """3.91 GiB are 3.914 GiB with two digits; what a table of scores has is not theirs."""
+    config = {**died.run.model_config, "vocab_size": 128_256, "num_attention_heads": 32}
+    run = replace(died.run, model_config=config)
+    for asked, code in ((int(3.91 * GIB), "logits-loss"), (4 * GIB, "quadratic-attention")):
+        error = replace(died.error, requested_bytes=asked, total_bytes=24 * GIB, free_bytes=GIB)
+        error = replace(error, allocated_bytes=22 * GIB, unused_bytes=0)
+        batch = {"input_ids": replace(died.batch["input_ids"], shape=(1, 8192))}
+        said = explained(tmp_path / code, replace(died, run=run, error=error, batch=batch))
+        assert said.causes[0].code == code
+
+
 def test_a_setting_that_is_followed_is_not_advised(died, tmp_path) -> None:
     pieces = replace(
         died.error,

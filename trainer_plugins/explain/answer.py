@@ -26,7 +26,7 @@ ShownBy = Literal[
 ]  # fmt: skip
 
 _SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
-_NUMBERS = "asked for "
+_EQUATION, _NUMBERS = re.compile(r" = .+ x "), "asked for "
 _EXPORT = re.compile(r"^export (\w+)=(\S+)")
 
 
@@ -174,7 +174,10 @@ class Explanation:
         """Yield the cause, what shows it best, and what to do first; and how much more is known."""
         first = self.causes[0]
         yield BriefLine("Why", f"{first.summary}  [{first.grade}: {first.code}]")
-        known = sorted((*first.evidence[1:], *self.facts), key=lambda line: _NUMBERS not in line)
+        known = sorted(
+            (*first.evidence[1:], *self.facts),
+            key=lambda line: (not _EQUATION.search(line), _NUMBERS not in line),
+        )
         evidence = (*first.evidence[:1], *known)
         for line in evidence[:_SHOWN_EVIDENCE]:
             yield BriefLine("", line)

@@ -9,16 +9,16 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
 from trainer_plugins.explain.shared import Said, say
+from trainer_plugins.explain.sizes import is_size_of
 from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
 from trainer_plugins.record.oom_record import Frame, LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
-from trainer_plugins.units import GIB, MIB, size
+from trainer_plugins.units import GIB, size
 
 WARM_UP_STEPS = 2
-_ROUNDING_BYTES = 2 * MIB  # of requests to the driver (c10, CUDACachingAllocator: kRoundLarge)
 _LARGEST_COUNT = 1 << 20  # of rows, steps, workers; to look for more divisors would take hours
 _LIBRARIES = (
     "transformers/", "torch/", "accelerate/", "peft/", "trl/", "deepspeed/", "safetensors/",
@@ -265,7 +265,7 @@ class Case:
 
     def is_size_of(self, num_bytes: int) -> bool:
         """Return whether exactly this was asked for, as the allocator rounds it."""
-        return num_bytes >= 10 * MIB and 0 <= self.asked_bytes - num_bytes < _ROUNDING_BYTES
+        return is_size_of(self.asked_bytes, num_bytes)
 
     @property
     def foreign_bytes(self) -> int:

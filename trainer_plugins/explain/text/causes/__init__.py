@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     numbers.mps_other,
     # What the run was doing.
     *place.PLACES,
+    place.logits_by_size,
     # What is left: pieces, a shape, growth, size.
     numbers.fragmentation,
     numbers.mostly_cache,

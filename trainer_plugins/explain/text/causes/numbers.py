@@ -6,6 +6,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, is_in_pieces, say
+from trainer_plugins.explain.text.solved import solve_activations
 from trainer_plugins.explain.text.text_facts import TextFacts
 from trainer_plugins.snapshot.owners import IMPOSSIBLE_BYTES, is_refused_though_free
 from trainer_plugins.units import GIB, MIB
@@ -254,6 +255,7 @@ def capacity(facts: TextFacts) -> Cause:
         evidence.append(say(outside, own_outside_bytes=facts.outside_torch_bytes))
     if frame:
         evidence.append(f"It failed in {frame}.")
+    evidence.append(solve_activations(facts))
     if facts.oom.source == "driver" and total is None:
         doubt = (
             "The driver's words do not say which memory it was: the card's, full of others' or of"
@@ -269,7 +271,7 @@ def capacity(facts: TextFacts) -> Cause:
     masked += ", a driver that was updated)"
     return cause(
         "capacity",
-        *(evidence or [facts.words]),
+        *(evidence if any(evidence) else [facts.words]),
         summary=masked if "NVML_SUCCESS" in facts.oom.text else "",
         grade="likely" if fills else "possible",
         doubt=doubt,

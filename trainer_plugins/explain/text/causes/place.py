@@ -1,5 +1,6 @@
 """Causes that the place of the failure shows: what the run was doing, and for which tensor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer_plugins import advice
@@ -7,6 +8,14 @@ from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
 from trainer_plugins.explain.shared import Said, cause, quote
 from trainer_plugins.explain.text.causes.others import leftover
+from trainer_plugins.explain.text.models import find_model
+from trainer_plugins.explain.text.solved import (
+    count_logits,
+    solve_gradients,
+    solve_logits,
+    solve_scores,
+    solve_weights,
+)
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.units import GIB, MIB
 
@@ -49,19 +58,6 @@ ATTENTION = (
 )
 LEAST_QUADRATIC_BYTES = 4 * GIB
 _LARGE_FRACTION = 0.02
-_USUAL_VOCABULARIES = (32_000, 128_256, 151_936)
-# From the configs of the models on the Hub, by the name of their module.
-_VOCABULARIES = {
-    "qwen2": (151_936, 152_064),
-    "qwen3": (151_936,),
-    "llama": (32_000, 128_256),
-    "mistral": (32_000, 131_072),
-    "mixtral": (32_000,),
-    "gemma": (256_000, 262_144),
-    "phi3": (32_064,),
-    "gpt2": (50_257,),
-    "gpt_oss": (201_088,),
-}
 _NEEDLE_BYTES = 256 * MIB
 
 
@@ -78,10 +74,11 @@ class ByFrame:
     unless_within: str = ""  # frames that it must not have called: then those were what failed
     within: str = ""  # a frame that must be there as well
     words: str = ""  # a person's words for it, where no frame shows the place
+    solve: Callable[[TextFacts], Said | str] | None = None  # says what the size is that was refused
 
     def __call__(self, facts: TextFacts) -> Cause | None:
         if self.words and not facts.frames and (sentence := facts.find_sentence(self.words)):
-            return self._make_cause(f"The text says: {quote(sentence)}")
+            return self._make_cause(facts, f"The text says: {quote(sentence)}")
         frame = facts.find_call(self.pattern, self.innermost)
         if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):
             return None
@@ -90,11 +87,12 @@ class ByFrame:
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.find_call(self.unless_within, deeper):
             return None
-        return self._make_cause(f"It failed in {frame}.")
+        return self._make_cause(facts, f"It failed in {frame}.")
 
-    def _make_cause(self, evidence: str) -> Cause:
+    def _make_cause(self, facts: TextFacts, evidence: str) -> Cause:
         doubt = f"The text does not show {self.unknown}"
-        return cause(self.code, evidence, summary=self.summary, doubt=doubt)
+        equation = self.solve(facts) if self.solve else ""
+        return cause(self.code, evidence, equation, summary=self.summary, doubt=doubt)
 
 
 def _moment(words: str) -> str:
@@ -110,46 +108,38 @@ def logits_loss(facts: TextFacts) -> Cause | None:
     least = min(_NEEDLE_BYTES, _LARGE_FRACTION * (facts.total_bytes or _NEEDLE_BYTES))
     if not frame or (asked is not None and asked < least):
         return None
-    tokens: str | Said = ""
-    if asked and facts.find_call(_LANGUAGE):
-        counts = " or ".join(
-            f"{asked // (4 * one):,} tokens of {one:,} words" for one in _vocabularies(facts)
-        )
-        words = "{requested_bytes} are logits in fp32 of {counts}."
-        tokens = facts.states(words, counts=counts) if counts else ""
     return cause(
         "logits-loss",
         f"It failed in {frame}.",
-        tokens,
+        (solve_logits(facts) or count_logits(facts)) if facts.find_call(_LANGUAGE) else "",
         doubt="The text does not show the shape of the logits: print logits.shape before that line",
     )
 
 
-def _vocabularies(facts: TextFacts) -> tuple[int, ...]:
-    """Return the vocabulary of the text, else of the model in the traceback, else usual ones."""
-    if vocabulary := facts.rows("vocab_size"):
-        return (vocabulary,)
-    named = facts.find_call(r"modeling_\w+\.py")
-    if not named:
-        return _USUAL_VOCABULARIES
-    return next((sizes for name, sizes in _VOCABULARIES.items() if f"_{name}" in named.file), ())
+def logits_by_size(facts: TextFacts) -> Cause | None:
+    """A text without frames names the model, and the size is that of its logits."""
+    if facts.frames or facts.oom.source != "allocator" or find_model(facts.whole) is None:
+        return None
+    equation = solve_logits(facts, chance=1 / 64)
+    if not equation or (facts.asked_bytes or 0) < _NEEDLE_BYTES:
+        return None
+    return cause(
+        "logits-loss",
+        equation,
+        doubt="The text has no traceback, and the size alone speaks for them: the line that failed"
+        " shows whether it computes the loss",
+    )
 
 
 def quadratic_attention(facts: TextFacts) -> Cause | None:
     """A matrix of length x length."""
     frame = facts.find_call(ATTENTION, innermost=3)
-    asked = facts.asked_bytes or 0
-    if not frame or asked < LEAST_QUADRATIC_BYTES:
+    if not frame or (facts.asked_bytes or 0) < LEAST_QUADRATIC_BYTES:
         return None
-    lengths = ", ".join(
-        f"{int((asked / (heads * 2)) ** 0.5):,} with {heads} heads" for heads in (8, 16, 32)
-    )
     return cause(
         "quadratic-attention",
         f"It failed in {frame}.",
-        facts.states(
-            "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.", lengths=lengths
-        ),
+        solve_scores(facts),
         doubt="The text does not show heads, rows and length: print the shapes of query and key",
     )
 
@@ -236,6 +226,7 @@ PLACES: tuple[Rule, ...] = (
         code="ddp-buckets",
         pattern=r"\bReducer\(|_ddp_init_helper",
         innermost=4,
+        solve=solve_gradients,
         unknown="in which dtype the trained weights are: print next(model.parameters()).dtype",
     ),
     ByFrame(
@@ -293,6 +284,7 @@ PLACES: tuple[Rule, ...] = (
         r"|_initialize_state",
         unless_within=r"\bforward\b|training_step|backward",
         words=_moment(r"optimi[sz]er(?:[._ ']s?)*(?:step|states?|init\w*)"),
+        solve=solve_weights,
         unknown="whether the states or the temporaries of a foreach step are too large: if the"
         " first step fails it is usually the states",
     ),

@@ -1,0 +1,52 @@
+"""Compares the size that was refused with what a tensor takes.
+
+For a tensor of 10 MiB or more torch asks the driver for a multiple of 2 MiB (kMinLargeAlloc and
+kRoundLarge of CUDACachingAllocator), and prints that with two digits after the point.
+"""
+
+from collections.abc import Iterable
+from math import ceil, floor
+
+from trainer_plugins.units import GIB, MIB
+
+_LEAST_BYTES, _ROUNDED_BYTES = 10 * MIB, 2 * MIB
+
+
+def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
+    """Return whether a tensor of this size may be what was refused.
+
+    >>> is_size_of(int(3.91 * GIB), 8192 * 128_256 * 4), is_size_of(int(3.91 * GIB), 4 * GIB)
+    (True, False)
+    """
+    digits = _digits(asked_bytes)
+    is_as_large = -digits <= asked_bytes - num_bytes < _ROUNDED_BYTES + digits
+    return num_bytes >= _LEAST_BYTES and is_as_large
+
+
+def count_units(
+    asked_bytes: int, unit_bytes: int, known: Iterable[int] = (), chance: float = 1 / 8
+) -> int | None:
+    """Return how many units, as tokens, were refused: a known number of them, else a round one.
+
+    None if no number that is known fits, or none that is so round that fewer than `chance` of all
+    sizes have one as round.
+
+    >>> count_units(int(3.91 * GIB), 128_256 * 4), count_units(int(3.91 * GIB), 152_064 * 4)
+    (8192, None)
+    """
+    known = [*known]
+    if known:
+        return next((n for n in known if is_size_of(asked_bytes, n * unit_bytes)), None)
+    digits = _digits(asked_bytes)
+    most = floor((asked_bytes + digits) / unit_bytes)
+    least = ceil((asked_bytes - digits - _ROUNDED_BYTES) / unit_bytes)
+    if asked_bytes < _LEAST_BYTES or most < max(1, least):
+        return None
+    power = 1 << most.bit_length()
+    while most // power * power < least:
+        power //= 2
+    return most // power * power if power * chance >= most - least + 1 else None
+
+
+def _digits(asked_bytes: int) -> float:
+    return 0.005 * (GIB if asked_bytes >= GIB else MIB)

@@ -1,0 +1,104 @@
+"""The shapes of public models, by the names that people write, from their configs on the Hub.
+
+To add a model, add its line to `_MODELS`; `tests/explain/test_sizes.py` compares some with configs.
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Model(NamedTuple):
+    """Holds the numbers that a tensor of a model is made of."""
+
+    name: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    heads: int
+
+
+_MODELS = (
+    Model("Llama 3 8B", 128_256, 4096, 14_336, 32),
+    Model("Llama 3 70B", 128_256, 8192, 28_672, 64),
+    Model("Llama 3 1B", 128_256, 2048, 8192, 32),
+    Model("Llama 3 3B", 128_256, 3072, 8192, 24),
+    Model("Llama 3 405B", 128_256, 16_384, 53_248, 128),
+    Model("Llama 2 7B", 32_000, 4096, 11_008, 32),
+    Model("Llama 2 13B", 32_000, 5120, 13_824, 40),
+    Model("Llama 2 70B", 32_000, 8192, 28_672, 64),
+    Model("TinyLlama 1.1B", 32_000, 2048, 5632, 32),
+    Model("Mistral 7B", 32_000, 4096, 14_336, 32),
+    Model("Mistral 7B v0.3", 32_768, 4096, 14_336, 32),
+    Model("Mistral Nemo", 131_072, 5120, 14_336, 32),
+    Model("Mixtral 8x7B", 32_000, 4096, 14_336, 32),
+    Model("Qwen 2.5 0.5B", 151_936, 896, 4864, 14),
+    Model("Qwen 2.5 1.5B", 151_936, 1536, 8960, 12),
+    Model("Qwen 2.5 3B", 151_936, 2048, 11_008, 16),
+    Model("Qwen 2.5 7B", 152_064, 3584, 18_944, 28),
+    Model("Qwen 2.5 14B", 152_064, 5120, 13_824, 40),
+    Model("Qwen 2.5 32B", 152_064, 5120, 27_648, 40),
+    Model("Qwen 2.5 72B", 152_064, 8192, 29_568, 64),
+    Model("Qwen 3 0.6B", 151_936, 1024, 3072, 16),
+    Model("Qwen 3 1.7B", 151_936, 2048, 6144, 16),
+    Model("Qwen 3 4B", 151_936, 2560, 9728, 32),
+    Model("Qwen 3 8B", 151_936, 4096, 12_288, 32),
+    Model("Qwen 3 14B", 151_936, 5120, 17_408, 40),
+    Model("Qwen 3 32B", 151_936, 5120, 25_600, 64),
+    Model("Qwen 3 30B", 151_936, 2048, 6144, 32),
+    Model("Gemma 2B", 256_000, 2048, 16_384, 8),
+    Model("Gemma 7B", 256_000, 3072, 24_576, 16),
+    Model("Gemma 2 2B", 256_000, 2304, 9216, 8),
+    Model("Gemma 2 9B", 256_000, 3584, 14_336, 16),
+    Model("Gemma 2 27B", 256_000, 4608, 36_864, 32),
+    Model("Gemma 3 1B", 262_144, 1152, 6912, 4),
+    Model("Gemma 3 4B", 262_208, 2560, 10_240, 8),
+    Model("Gemma 3 12B", 262_208, 3840, 15_360, 16),
+    Model("Gemma 3 27B", 262_208, 5376, 21_504, 32),
+    Model("Phi 3 mini", 32_064, 3072, 8192, 32),
+    Model("Phi 4", 100_352, 5120, 17_920, 40),
+    Model("Phi 4 mini", 200_064, 3072, 8192, 24),
+    Model("gpt oss", 201_088, 2880, 2880, 64),
+    Model("SmolLM2 135M", 49_152, 576, 1536, 9),
+    Model("SmolLM2 360M", 49_152, 960, 2560, 15),
+    Model("SmolLM2 1.7B", 49_152, 2048, 8192, 32),
+    Model("OPT 13B", 50_272, 5120, 20_480, 40),
+)
+# By the module of its class, where no name tells more.
+_OF_MODULES = {
+    "qwen2": (151_936, 152_064),
+    "qwen3": (151_936,),
+    "llama": (32_000, 128_256),
+    "mistral": (32_000, 131_072),
+    "mixtral": (32_000,),
+    "gemma": (256_000, 262_144),
+    "phi3": (32_064,),
+    "gpt2": (50_257,),
+    "gpt_oss": (201_088,),
+}
+USUAL_VOCABULARIES = (32_000, 128_256, 151_936)
+
+
+def find_model(text: str) -> Model | None:
+    """Return the public model that a text names; None if it names none, or several.
+
+    >>> find_model("--model_name_or_path meta-llama/Llama-3.1-8B-Instruct").hidden
+    4096
+    """
+    found = [each for each in _MODELS if re.search(_pattern(each.name), text)]
+    longest = max(found, key=lambda each: len(each.name), default=None)
+    is_one = longest is not None and all(longest.name.startswith(each.name) for each in found)
+    return longest if is_one else None
+
+
+def vocabularies_of(module: str) -> tuple[int, ...]:
+    """Return the vocabularies of models by the file of their class: `modeling_llama.py`."""
+    return next((sizes for name, sizes in _OF_MODULES.items() if f"_{name}" in module), ())
+
+
+def _pattern(name: str) -> str:
+    """Write a name as people do: `Llama 3 8B` is `Meta-Llama-3-8B` and `llama3.1_8b` too."""
+    family, version, *others = map(re.escape, name.split())
+    if (family, version) == ("Llama", "3"):
+        version = r"3(?:\.\d)?"
+    words = "[-_ ]{0,2}(?:instruct-)?".join((family, version, *others))
+    return rf"(?i)(?<![a-z]){words}(?![.\d]*\d|b\b)"

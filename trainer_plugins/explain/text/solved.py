@@ -1,0 +1,162 @@
+"""Says which tensor of which model has the size that was refused, as an equation."""
+
+from collections.abc import Iterator
+from itertools import product
+from math import isqrt
+
+from trainer_plugins.explain.shared import Said
+from trainer_plugins.explain.sizes import count_units, is_size_of
+from trainer_plugins.explain.text.models import (
+    USUAL_VOCABULARIES,
+    Model,
+    find_model,
+    vocabularies_of,
+)
+from trainer_plugins.explain.text.settings import Settings
+from trainer_plugins.explain.text.text_facts import TextFacts
+
+_DTYPES = {4: "float32", 2: "16 bits"}  # by the bytes of a number
+_USUAL_HEADS = (8, 16, 32)
+_ROUND_LENGTH = 64
+_SAVED_TOKENS = 1024
+
+
+def solve_logits(facts: TextFacts, chance: float = 1 / 8) -> Said | str:
+    """State the logits that were refused; empty if no vocabulary gives a number that is meant.
+
+    Without rows and length in the text, `chance` is how often any size is taken for such.
+    """
+    settings = Settings(facts)
+    model, vocabularies = _vocabularies(facts)
+    found = [
+        (tokens, words, width)
+        for words, width in product(vocabularies, _DTYPES)
+        if (tokens := _count_tokens(facts, words * width, settings, chance)) is not None
+    ]
+    if len({words for _, words, _ in found}) != 1:
+        return ""
+    (tokens, words, width), *others = found
+    of = f" of {model.name}" if model else ""
+    other = "".join(f" (or {each[0]:,} tokens in {_DTYPES[each[2]]})" for each in others)
+    return facts.states(
+        "{requested_bytes} = {num_tokens:,} tokens x {num_words:,} words x"
+        f" {width} bytes: logits{of} in {_DTYPES[width]}{other}."
+        f" {_SAVED_TOKENS:,} tokens less save {{saved_bytes}}.",
+        num_tokens=tokens,
+        num_words=words,
+        saved_bytes=_SAVED_TOKENS * words * width,
+    )
+
+
+def count_logits(facts: TextFacts) -> Said | str:
+    """State how many tokens the logits would have with each vocabulary; empty if none is known."""
+    asked, (_, vocabularies) = facts.asked_bytes, _vocabularies(facts)
+    if not asked or not vocabularies:
+        return ""
+    counts = " or ".join(f"{asked // (4 * one):,} tokens of {one:,} words" for one in vocabularies)
+    return facts.states("{requested_bytes} are logits in fp32 of {counts}.", counts=counts)
+
+
+def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
+    """Return the model that the text names, and its vocabulary, else those that are likely."""
+    model = find_model(facts.whole)
+    if given := facts.rows("vocab_size"):
+        return model, (given,)
+    if model is not None:
+        return model, (model.vocabulary,)
+    module = facts.find_call(r"modeling_\w+\.py")
+    return None, USUAL_VOCABULARIES if module is None else vocabularies_of(module.file)
+
+
+def _count_tokens(
+    facts: TextFacts, token_bytes: int, settings: Settings, chance: float
+) -> int | None:
+    """Count tokens: of the rows and the length that the text shows, else a round number."""
+    asked, length = facts.asked_bytes or 0, settings.length
+    if length is None:
+        return count_units(asked, token_bytes, chance=chance)
+    rows = settings.rows or max(1, round(asked / (token_bytes * length)))
+    return count_units(asked, token_bytes, (rows * length, rows * (length - 1)))
+
+
+def solve_scores(facts: TextFacts) -> Said:
+    """State the length of a matrix of length x length."""
+    asked, settings = facts.asked_bytes or 0, Settings(facts)
+    model, rows = find_model(settings.text), settings.rows or 1
+    heads = _USUAL_HEADS if model is None else (model.heads,)
+    found = [
+        (length, num_heads, width)
+        for num_heads, width in product(heads, _DTYPES)
+        if (length := isqrt(asked // (rows * num_heads * width)))
+        and (length := round(length / _ROUND_LENGTH) * _ROUND_LENGTH)
+        and is_size_of(asked, rows * num_heads * length * length * width)
+    ]
+    if len(found) == 1:
+        length, num_heads, width = found[0]
+        return facts.states(
+            "{requested_bytes} = {num_rows} rows x {num_heads} heads x {num_tokens:,} x"
+            f" {{num_tokens:,}} x {width} bytes: the scores of attention in {_DTYPES[width]}.",
+            num_rows=rows,
+            num_heads=num_heads,
+            num_tokens=length,
+        )
+    lengths = ", ".join(f"{isqrt(asked // (2 * each)):,} with {each} heads" for each in heads)
+    return facts.states(
+        "{requested_bytes} in 2 bytes, for one row, are a length of {lengths}.", lengths=lengths
+    )
+
+
+def solve_gradients(facts: TextFacts) -> Said | str:
+    """State how many gradients in float32 have the size that was refused."""
+    if not facts.asked_bytes:
+        return ""
+    return facts.states(
+        "{requested_bytes} = {billions} billion parameters x 4 bytes: their gradients in float32.",
+        billions=f"{facts.asked_bytes / 4e9:.2f}",
+    )
+
+
+def solve_weights(facts: TextFacts) -> Said | str:
+    """State which matrix of the model that the text names has this size; empty if none has."""
+    model = find_model(facts.whole)
+    if model is None:
+        return ""
+    matrices = (
+        ("embedding, or the head", model.vocabulary, model.hidden),
+        ("matrix of an MLP", model.intermediate, model.hidden),
+    )
+    for (what, height, width), num_bytes in product(matrices, _DTYPES):
+        if is_size_of(facts.asked_bytes or 0, height * width * num_bytes):
+            return facts.states(
+                f"{{requested_bytes}} = {{num_rows:,}} x {{num_columns:,}} x {num_bytes} bytes: one"
+                f" {what} of {model.name} in {_DTYPES[num_bytes]}.",
+                num_rows=height,
+                num_columns=width,
+            )
+    return ""
+
+
+def solve_activations(facts: TextFacts) -> Said | str:
+    """State what an MLP or a norm of the model that the text names keeps; empty if it is not so."""
+    settings = Settings(facts)
+    model = find_model(settings.text)
+    if model is None:
+        return ""
+    for what, columns in _activations(facts, model.intermediate, model.hidden):
+        for width in _DTYPES:
+            tokens = _count_tokens(facts, columns * width, settings, 1 / 8)
+            if tokens is not None:
+                return facts.states(
+                    f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"
+                    f" bytes: {what} of one layer of {model.name} in {_DTYPES[width]}.",
+                    num_tokens=tokens,
+                    num_columns=columns,
+                )
+    return ""
+
+
+def _activations(facts: TextFacts, intermediate: int, hidden: int) -> Iterator[tuple[str, int]]:
+    if facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4):
+        yield "the MLP", intermediate
+    if facts.find_call(r"[Nn]orm\b", innermost=3):
+        yield "the norm", hidden
