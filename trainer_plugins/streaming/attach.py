@@ -93,9 +93,7 @@ def main_memory_lacks(model: nn.Module, device: torch.device) -> list[str]:
     """Say if the copies that have to be made do not fit into main memory; empty if they do."""
     is_copied = device.type == "cuda"  # into pinned memory, from wherever they are
     weights = [one for _, layer in frozen_weights(model) for one in layer]
-    needed_bytes = sum(
-        one.numel() * one.element_size() for one in weights if is_copied or one.device.type != "cpu"
-    )
+    needed_bytes = sum(one.nbytes for one in weights if is_copied or one.device.type != "cpu")
     free_bytes = open_device("cpu").read().free_bytes
     if needed_bytes <= free_bytes:
         return []

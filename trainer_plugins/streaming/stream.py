@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_plugins.patched import Patches
 from trainer_plugins.streaming.guard import Guarded, make_guarded
 from trainer_plugins.streaming.layers import frozen_weights
 from trainer_plugins.streaming.weight import StreamedWeight
@@ -101,7 +102,7 @@ class Stream:
         self.is_saving = False  # while a layer is asked for its `state_dict`
         self._device = torch.empty(0, device=device).device  # with its index
         self._model = model
-        self._handles: list[Any] = []
+        self._undo = Patches()  # of hooks, classes and attributes
         self._here: OrderedDict[int, None] = OrderedDict()
         self._depth = 0  # how many layers compute forward now, one inside another
         is_cuda = self._device.type == "cuda"
@@ -116,7 +117,7 @@ class Stream:
             nn.Module.to(model, self._device)  # models of bitsandbytes refuse their own
             self._move_tables(self._device)
         except BaseException:
-            self._release()
+            self._undo.close()
             for weight in self._weights.values():
                 weight.shown.data = weight.host
             raise
@@ -125,8 +126,8 @@ class Stream:
             if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
                 part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
-        setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
-        setattr(model, _NAME, self)
+        self._undo.set(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
+        self._undo.set(model, _NAME, self)
 
     @property
     def num_layers(self) -> int:
@@ -205,14 +206,14 @@ class Stream:
         except BaseException:
             self.release()
             raise
-        self._end()
+        self._undo.close()
 
     def leave(self) -> None:
         """End the streaming, with every weight in main memory."""
         for layer in self._layers:
             layer.wait()
             layer.write_back()
-        self._end()
+        self._undo.close()
         for weight in self._weights.values():
             weight.stay()
         self._move_tables("cpu")
@@ -223,24 +224,6 @@ class Stream:
             if (state := getattr(weight.shown, "quant_state", None)) is not None:
                 state.to(device)
 
-    def _end(self) -> None:
-        self._release()
-        ours = {name for name, one in self._model.named_parameters() if id(one) in self._weights}
-        left = [name for name in getattr(self._model, DDP_IGNORES) if name not in ours]
-        if left:
-            setattr(self._model, DDP_IGNORES, left)
-        else:
-            delattr(self._model, DDP_IGNORES)
-        delattr(self._model, _NAME)
-
-    def _release(self) -> None:
-        """Remove the hooks, and give the parameters their own classes again."""
-        for handle in self._handles:
-            handle.remove()
-        for weight in self._weights.values():
-            if isinstance(weight.shown, Guarded):
-                weight.shown.__class__ = type(weight.shown).__mro__[2]
-
     def _add(self, module: nn.Module, shown: list[torch.Tensor], pins: bool) -> None:
         number = len(self._layers)
         for one in shown:
@@ -249,17 +232,18 @@ class Stream:
             if isinstance(one, nn.Parameter):
                 if kind not in self._guards:
                     self._guards[kind] = make_guarded(kind, self)
+                self._undo.callback(setattr, one, "__class__", kind)
                 one.__class__ = self._guards[kind]
         self._layers.append(_Layer([self._weights[id(one)] for one in shown]))
         hooked: Any = module  # torch's hooks are not typed
-        self._handles += [
+        leave = _Hook(self._leave, number)
+        for handle in (
             hooked.register_forward_pre_hook(_Hook(self._enter, number)),
-            hooked.register_forward_hook(
-                _Hook(self._leave, number), with_kwargs=True, always_call=True
-            ),
+            hooked.register_forward_hook(leave, with_kwargs=True, always_call=True),
             hooked.register_state_dict_pre_hook(_Hook(self._prepare_state_dict, number)),
             hooked.register_state_dict_post_hook(_Hook(self._fill_state_dict, number)),
-        ]
+        ):
+            self._undo.enter_context(handle)
 
     def _enter(self, number: int, *_: object) -> None:
         self._depth += 1
@@ -324,17 +308,11 @@ class Stream:
                 layer.drop()
 
 
-class _Hook:
+class _Hook(functools.partial[None]):
     """Calls a method for one layer; in a copy of the module, and in a pickle, it does nothing."""
 
-    def __init__(self, method: Callable[..., None], number: int) -> None:
-        self._method, self._number = method, number
-
-    def __call__(self, *args: object) -> None:
-        self._method(self._number, *args)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[Callable[..., None], int]]:
-        return _Hook, (_do_nothing, 0)
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[Callable[..., None]]]:
+        return _Hook, (_do_nothing,)
 
 
 def _do_nothing(*_: object) -> None:

@@ -30,7 +30,7 @@ class StreamedWeight:
     @property
     def num_bytes(self) -> int:
         """Return the size of the weight."""
-        return self.host.numel() * self.host.element_size()
+        return self.host.nbytes
 
     @property
     def is_held(self) -> bool:
@@ -69,8 +69,7 @@ class StreamedWeight:
 def _is_alone(value: torch.Tensor) -> bool:
     """Return whether a tensor fills its storage, and only its parameter shares it."""
     storage = value.untyped_storage()
-    is_whole = storage.nbytes() == value.numel() * value.element_size()
-    return is_whole and _num_holders(value) == 2
+    return storage.nbytes() == value.nbytes and _num_holders(value) == 2
 
 
 def _num_holders(tensor: torch.Tensor) -> int:
