@@ -299,14 +299,8 @@ class Evaluation:
     ) -> Weight:
         certificate = self._certificates.get(self._is_over_items)
         if certificate is None:
-            trainer, family = self._attached.trainer, self._attached.family
-            roots = self._roots
-            state = partial(State, roots, trainer.model, has_parameters=True)
-            alone = Ranks(trainer, trainer.model)
-            has_own_code = bool(roots.objects) or family.is_vouched
-            certificate = Certificate(
-                alone, family, state, has_own_code=has_own_code, is_trained=False
-            )
+            alone = Ranks(self._attached.trainer, self._attached.trainer.model)
+            certificate = Certificate(alone, self._attached.family, self._roots, is_trained=False)
             self._certificates[self._is_over_items] = certificate
         if certificate.wants(kind := batch_kind(layout, inputs), inputs):
 

@@ -95,10 +95,7 @@ class TrainingRun:
         if self.is_compiled:  # the others hook into forward passes
             attached.ladder = tuple(rung for rung in attached.ladder if rung == CHECKPOINTING)
         self._roots = roots_of_state(self.ranks.bare)
-        has_own_code = bool(self._roots.objects) or attached.family.is_vouched
-        self.certificate = Certificate(
-            self.ranks, attached.family, self.full_state, has_own_code=has_own_code
-        )
+        self.certificate = Certificate(self.ranks, attached.family, self._roots)
         # Listed once: it takes milliseconds. Recovery notices when the list has become wrong.
         self._parameters = tuple(model.parameters())
 
@@ -155,7 +152,8 @@ class TrainingRun:
         """Call the Trainer's own `compute_loss` on a copy of the inputs: trainers change them."""
         attached = self.attached
         without_numbers = {name: value for name, value in inputs.items() if name != ROW}
-        state = self.full_state() if self.what_moved is None and model.training else None
+        is_first = self.what_moved is None and model.training
+        state = self.certificate.full_state() if is_first else None
         with self.gathers.hold(), self._give_to_loss(model):
             loss: torch.Tensor = attached.compute_loss(
                 model, without_numbers, num_items_in_batch=num_items
@@ -187,11 +185,6 @@ class TrainingRun:
         finally:
             for part in keepers:
                 part.model = self.wrapped
-
-    def full_state(self) -> State:
-        """Keep all that a pass may move: of libraries' modules the buffers."""
-        has_parameters = not self.ranks.forward_is_shared
-        return State(self._roots, self.model, has_parameters=has_parameters)
 
     def tiny_pass(self, inputs: Inputs, num_items: NumItems) -> None:
         tiny = find_layout(self.attached.family.layouts, inputs).probe(inputs, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer_plugins.survival.attempt.holders import Roots
 from trainer_plugins.survival.attempt.state import State
 from trainer_plugins.survival.certificate import samples
 from trainer_plugins.survival.certificate.comparison import (
@@ -63,16 +64,16 @@ class Certificate:
         self,
         ranks: Ranks,
         family: Family,
-        full_state: Callable[[], State],
+        roots: Roots,
         *,
-        has_own_code: bool,
         is_trained: bool = True,
     ) -> None:
         self._ranks, self._family, self._is_trained = ranks, family, is_trained
-        self._has_own_code = has_own_code  # whether code of a user's has a part in a pass
+        self._roots = roots
+        # Whether code of a user's has a part in a pass.
+        self._has_own_code = bool(roots.objects) or family.is_vouched
         self._moves_state = False
         self._looked_at: set[int] = set()  # labels of rows that were compared beside others
-        self._full_state = full_state
         self._class_weights = ClassWeights()
         self._classes: set[int] = set()  # measured next to others, if the user vouches
         self._weights: dict[str, list[Weight]] = {}  # those that fitted so far, by layout
@@ -85,6 +86,11 @@ class Certificate:
         self.divided_since: int | None = None  # the first step that was divided
         self.overwritten: set[str] = set()  # places that may differ after two pieces
         self.notes: set[str] = set()  # what counts or notes rows: pieces go on with it
+
+    def full_state(self) -> State:
+        """Keep all that a pass may move: of libraries' modules the buffers."""
+        has_parameters = not self._ranks.forward_is_shared
+        return State(self._roots, self._ranks.bare, has_parameters=has_parameters)
 
     def weight(self, layout: Layout, kind: Kind) -> Weight:
         why = self.why_broken or self._refused.get(kind, "")
@@ -190,7 +196,7 @@ class Certificate:
         """
         if self._ranks.measures_together or not self._ranks.on_any(self._has_own_code):
             return
-        coupling, state = self._family.coupling, self._full_state()
+        coupling, state = self._family.coupling, self.full_state()
         sees_all = coupling is not None and coupling.sees_all
         neighbours = Neighbours(
             self._ranks, sees_all, lambda some: loss(some, None), state, put_back
@@ -217,7 +223,7 @@ class Certificate:
         """Surround passes that can be compared; the gradients of training are put away."""
         model = self._ranks.bare
         parameters = small_parameters(model) if self._is_trained else list(model.parameters())
-        state = self._full_state()
+        state = self.full_state()
         unwatched: set[nn.Parameter] = set(model.parameters()) - set(parameters)
         with (
             gradients_aside(model),

@@ -183,7 +183,7 @@ def _sources(run: TrainingRun) -> State | None:
 @contextmanager
 def _leave_no_trace(run: TrainingRun, sources: State) -> Iterator[None]:
     """Restore everything afterwards, except gradients: `ranks.most` takes care of these."""
-    before = RestorePoint(run.attached.trainer, state=run.full_state())
+    before = RestorePoint(run.attached.trainer, state=run.certificate.full_state())
     try:
         yield
     finally:
