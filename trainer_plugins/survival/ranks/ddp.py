@@ -14,7 +14,7 @@ shadows of the parameters, which share weights and gradients but not the reducer
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -97,17 +97,13 @@ class DDP(Ranks):
     def attempt(
         self, work: Callable[[], T], release: Release = None, *, is_end: bool = True
     ) -> T | DidNotFit:
-        hooks = (
+        self._num_calls = 0
+        with (
             self.model.register_forward_pre_hook(lambda *_: self._prepares()),
             self.bare.register_forward_pre_hook(lambda *_: self._computes()),
             self.bare.register_forward_hook(lambda *_: self._note_computed()),
-        )
-        self._num_calls = 0
-        try:
+        ):
             return super().attempt(work, release, is_end=is_end)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def note_failure(self, phase: str, is_last: bool, changed: set[nn.Parameter]) -> str:
         progress, self._progress = self._progress, _Progress.OUTSIDE
@@ -125,13 +121,12 @@ class DDP(Ranks):
     def piece(self, is_last: bool) -> Iterator[nn.Module]:
         mark = GradientMark(self.bare.parameters())
         reaches_others = is_last and not self._has_begun
-        shadows = Shadows(self.bare) if self._is_armed and not reaches_others else None
+        needs_shadows = self._is_armed and not reaches_others
         self._num_calls = 0
         try:
-            yield self.model if reaches_others else self.bare
+            with shadow_parameters(self.bare) if needs_shadows else nullcontext():
+                yield self.model if reaches_others else self.bare
         finally:
-            if shadows is not None:
-                shadows.leave()
             self._used |= mark.find_changed()
         if reaches_others:
             self._sent = mark.find_changed()
@@ -190,30 +185,27 @@ def _state(wrapped: DistributedDataParallel) -> Iterator[str]:
         yield "DDP.join (join_uneven_inputs) counts forward passes, and pieces need more of them"
 
 
-class Shadows:
-    """Replaces trainable parameters by others without hooks, which share their numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._shadows = {p: self._shadow(p) for p in model.parameters() if p.requires_grad}
-        self._places = [
-            (module, name, parameter)
-            for module in model.modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter in self._shadows
-        ]
-        for module, name, parameter in self._places:
-            setattr(module, name, self._shadows[parameter])
-
-    def leave(self) -> None:
-        for module, name, parameter in self._places:
-            setattr(module, name, parameter)
-        for parameter, shadow in self._shadows.items():
-            parameter.grad = shadow.grad
-
-    def _shadow(self, parameter: nn.Parameter) -> nn.Parameter:
-        shadow = nn.Parameter(parameter.detach())
+@contextmanager
+def shadow_parameters(model: nn.Module) -> Iterator[None]:
+    """Replace trainable parameters by others without hooks, which share their numbers."""
+    shadows = {p: nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in shadows
+    ]
+    for parameter, shadow in shadows.items():
         shadow.grad = parameter.grad
-        return shadow
+    for module, name, parameter in places:
+        setattr(module, name, shadows[parameter])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
+        for parameter, shadow in shadows.items():
+            parameter.grad = shadow.grad
 
 
 def send(parameters: Iterable[nn.Parameter]) -> None:
@@ -261,10 +253,8 @@ def finishes_here() -> bool:
         else:
             return False
         for row in torch.ones(2, 1):
-            with frozen(sent):
-                shadows = Shadows(bare)
+            with frozen(sent), shadow_parameters(bare):
                 bare(row).sum().backward()
-                shadows.leave()
         if noticed:  # the shadows have called a hook
             return False
         send(set(weights) - sent)

@@ -62,14 +62,10 @@ class FSDP1(Sharded):
 
     @contextmanager
     def _reducing(self, is_on: bool | None) -> Iterator[None]:
-        asked = [unit._sync_gradients for unit in self._units]
-        try:
-            for unit in self._units:
-                unit._sync_gradients = unit._sync_gradients if is_on is None else is_on
+        with Patches() as patches:
+            for unit in self._units if is_on is not None else ():
+                patches.set(unit, "_sync_gradients", is_on)
             yield
-        finally:
-            for unit, was_on in zip(self._units, asked, strict=True):
-                unit._sync_gradients = was_on
 
     def _num_gathers(self) -> int:
         return sum(handle.uses_sharded_strategy for _, handle in self._handles())

@@ -12,13 +12,6 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.ranks.ledger import Counted
 from trainer_plugins.survival.ranks.sharded import Sharded
 
-_NEEDED = (
-    "reset_iter_state",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_requires_gradient_sync",
-)
-
 
 class FSDP2(Sharded):
     """Handles ranks whose parameters are DTensors."""
@@ -44,8 +37,8 @@ class FSDP2(Sharded):
 
     @classmethod
     def refusals(cls, trainer: HfTrainer) -> Iterator[str]:
-        if missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
-            yield f"FSDP 2 of torch {torch.__version__} has no {missing[0]}: use 2.13 or newer"
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            yield f"FSDP 2 of torch {torch.__version__} has no reset_iter_state: use 2.13 or newer"
 
     def end(self) -> None:
         for unit, group in self._groups():

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 from transformers.trainer_utils import get_last_checkpoint
 
 from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.survival.attempt.attempt import DidNotFit, card_of
 from trainer_plugins.survival.limit.limit import SLACK, most, predict_peak, read_allowed_bytes
 from trainer_plugins.survival.ranks.alone import HowToRecover, Together
+from trainer_plugins.upkeep.agreement import ranks_store
 
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
@@ -169,7 +169,7 @@ class Zero(Together):
         kept = f"The last checkpoint is {last}" if last else f"There is no checkpoint in {folder}"
         said = f"{why}, so all ranks stop, after step {step}. {kept}"
         if self._has_peers:
-            _get_default_store().set(_BRAKE, f"{dist.get_rank()}\n{said}")
+            ranks_store().set(_BRAKE, f"{dist.get_rank()}\n{said}")
         return said
 
     def _explain_no_answer(self) -> str:
@@ -214,7 +214,7 @@ def _judge_engine(engine: Any) -> Iterator[str]:
 
 def _watch_brake() -> None:
     """Wait, while the process group lives, for a rank that stops, and end this process then."""
-    world, store, rank = dist.group.WORLD, _get_default_store(), dist.get_rank()
+    world, store, rank = dist.group.WORLD, ranks_store(), dist.get_rank()
     while dist.is_initialized() and dist.group.WORLD is world:
         time.sleep(1.0)
         try:
