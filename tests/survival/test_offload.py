@@ -93,7 +93,7 @@ def test_little_stays_on_the_card_between_forward_and_backward(simgpu) -> None:
     on_card = kept_bytes()
     offload = Offload(model)
     on_host = kept_bytes()
-    offload.remove()
+    offload.close()
 
     assert on_host < on_card / 20
     assert kept_bytes() == on_card

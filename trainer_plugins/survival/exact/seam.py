@@ -133,7 +133,7 @@ class Seam(Coupling):
         assert self._whole is not None
         num = len(self._whole[ROW])
         num_each = _num_each((args, options), num)
-        places = _repeat_rows(rows, num, num_each)
+        places = tuple(row + column * num for column in range(num_each) for row in rows)
         outputs = forward(*_take(args, places, num), **_take(options, places, num))
         return _join(kept, outputs, places, num * num_each)
 
@@ -147,10 +147,6 @@ def _places(part: Inputs, whole: Inputs) -> _Rows:
 def _num_each(value: Any, num: int) -> int:
     """Return how many rows of a module's an example has: sentence-transformers joins columns."""
     return max([1, *(len(t) // num for t in tensors_in(value) if t.dim() and len(t) % num == 0)])
-
-
-def _repeat_rows(rows: _Rows, num: int, num_each: int) -> _Rows:
-    return tuple(row + column * num for column in range(num_each) for row in rows)
 
 
 def _take(value: Any, rows: _Rows, num: int) -> Any:

@@ -1,6 +1,7 @@
 """The ladder: what to switch on when the smallest piece does not fit, and computes the same."""
 
 import logging
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def descend(rung: str, model: nn.Module) -> None:
             logger.warning("the base stays in main memory: %s", failed.first_line)
         return
     if rung == OFFLOAD:
-        vars(base).pop(_OFFLOAD).remove()
+        vars(base).pop(_OFFLOAD).close()
         return
     switch_off(base)
 
@@ -73,17 +74,16 @@ def _stream(model: nn.Module) -> bool:
 _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
-class Offload:
+class Offload(ExitStack):
     """Keeps the activations of one model in main memory, from its next forward pass on."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._entered: list[saved_tensors_hooks] = []
         self._weights: set[int] = set()
-        self._handles = (
-            model.register_forward_pre_hook(self._enter),
-            # called after a pass that fails, too
-            model.register_forward_hook(self._leave, always_call=True),
-        )
+        self.enter_context(model.register_forward_pre_hook(self._enter))
+        # called after a pass that fails, too
+        self.enter_context(model.register_forward_hook(self._leave, always_call=True))
 
     @staticmethod
     def is_possible(model: nn.Module) -> bool:
@@ -94,10 +94,6 @@ class Offload:
             and not hasattr(one, "ds_id")
             for one in model.parameters()
         )
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _enter(self, model: nn.Module, _: object) -> None:
         self._weights = {_storage(one) for one in (*model.parameters(), *model.buffers())}
