@@ -22,11 +22,8 @@ needs_scripted_nvml()
 BARE = "8a5f0e2c-1111-2222-3333-444444444444"
 CARD, SLICE = f"GPU-{BARE}", f"MIG-{BARE}"
 USABLE_BYTES = 80 * GIB - 600 * MIB
-MEMORY, OLD_MEMORY = "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"
-PROCESSES, NEW_PROCESSES = (
-    "nvmlDeviceGetComputeRunningProcesses_v2",
-    "nvmlDeviceGetComputeRunningProcesses_v3",
-)
+MEMORY = "nvmlDeviceGetMemoryInfo_v2"
+PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v2"
 
 
 def error_of(function: Callable[..., object], *arguments: object) -> NvmlError:
@@ -115,19 +112,14 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     for impossible in card.process(1 << 22, GIB), card.process(100, GIB).process(200, 81 * GIB):
         impossible.write()
         assert device.processes() is None
-    # Drivers of the 535s return long records from version 3 of the call, so it has to be version 2,
-    # if that is there.
+    # Drivers of the 535s return long records from version 3 of the call, so it has to be version 2.
     three = (
         card.driver(version="535.54.03", process_record_bytes=32)
         .process(100, GIB)
         .process(200, GIB)
     )
-    skewed = three.process(os.getpid(), 3 * GIB).write()
+    three.process(os.getpid(), 3 * GIB).write()
     assert [process.pid for process in device.processes() or ()] == [100, 200, os.getpid()]
-    skewed.fault(PROCESSES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND).write()
-    assert device.processes() is None
-    card.process(100, GIB).fault(PROCESSES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND).write()
-    assert [process.pid for process in device.processes() or ()] == [100]
 
     # Not allowed or not able to say is not the same as nobody.
     for code in (
@@ -135,7 +127,7 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
         pynvml.NVML_ERROR_NOT_SUPPORTED,
         pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     ):
-        card.process(100, GIB).fault(PROCESSES, code).fault(NEW_PROCESSES, code).write()
+        card.process(100, GIB).fault(PROCESSES, code).write()
         assert device.processes() is None
         assert device.read().free_bytes == USABLE_BYTES - GIB
 
@@ -143,18 +135,6 @@ def test_the_list_of_processes_is_believed_only_as_far_as_it_goes(tmp_path):
     card.fault(PROCESSES, pynvml.NVML_ERROR_TIMEOUT, times=1).write()
     assert error_of(device.processes).kind is NvmlErrorKind.TIMEOUT
     assert device.processes() == ()
-
-
-@alone
-def test_an_old_driver_counts_its_own_part_as_used(tmp_path):
-    card = ScriptedNvml(tmp_path).card(CARD).process(100, GIB)
-    for code in pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NOT_SUPPORTED:
-        card.fault(MEMORY, code).write().preload()
-        device = NvmlDevice.open(CARD)
-        assert device.memory() == (80 * GIB, 79 * GIB - 600 * MIB)
-        card.write()
-        assert device.memory()[0] == 80 * GIB  # it does not change between the two ways of counting
-        assert NvmlDevice.open(CARD).memory()[0] == USABLE_BYTES
 
 
 @alone
@@ -207,7 +187,7 @@ def test_every_failure_has_its_kind_and_its_remedy(tmp_path):
     for code, kind, remedy in at_the_memory:
         card.write()
         device = NvmlDevice.open(CARD)
-        card.fault(MEMORY, code).fault(OLD_MEMORY, code).write()
+        card.fault(MEMORY, code).write()
         for question in device.memory, device.read, device.processes:
             error = error_of(question)
             assert error.kind is kind, error

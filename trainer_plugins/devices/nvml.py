@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import psutil
 import pynvml  # importing it reads and starts nothing
@@ -115,7 +116,6 @@ class NvmlDevice:
         """Open the card with exactly this UUID; `open` also accepts torch's bare form."""
         self.uuid = uuid
         self.name = name or uuid
-        self._memory_version: int | None = pynvml.nvmlMemory_v2
         self._handle: object = None
         self._opened_in_pid: int | None = None
         self._connect()
@@ -151,9 +151,10 @@ class NvmlDevice:
 
     def memory(self) -> tuple[int, int]:
         """Return total and free bytes; it takes about 12 us with a real driver (MangoHud #2104)."""
-        # Drivers before 510 count their own 300 to 600 MiB in the total, as used.
-        info = self._ask("memory", self._ask_memory)
-        total_bytes, free_bytes = info.total - getattr(info, "reserved", 0), info.free
+        # Version 1 counts the driver's own 300 to 600 MiB in the total, as used.
+        ask = partial(pynvml.nvmlDeviceGetMemoryInfo, version=pynvml.nvmlMemory_v2)
+        info = self._ask("memory", ask)
+        total_bytes, free_bytes = info.total - info.reserved, info.free
         if not 0 <= free_bytes <= total_bytes or not total_bytes:
             raise NvmlError(
                 NvmlErrorKind.NONSENSE,
@@ -177,10 +178,12 @@ class NvmlDevice:
     def processes(self) -> tuple[GpuProcess, ...] | None:
         """List the compute processes on the card; None if not permitted, or impossible."""
         # Drivers leave out processes outside the container. A question for graphics processes would
-        # hold the driver's lock for milliseconds (MangoHud #2104).
+        # hold the driver's lock for milliseconds (MangoHud #2104). Version 2 has one layout in all
+        # drivers; 3, pynvml's unversioned one, had two (535.43 to 535.86, gpustat #161), and the
+        # detail list of pynvml 13.615 raises TypeError for bytes that are N/A.
         total_bytes, _ = self.memory()
         try:
-            rows = self._ask("processes", self._ask_processes)
+            rows = self._ask("processes", pynvml.nvmlDeviceGetComputeRunningProcesses_v2)
         except NvmlError as error:
             if error.kind not in (NvmlErrorKind.NO_PERMISSION, NvmlErrorKind.NOT_SUPPORTED):
                 raise
@@ -210,25 +213,6 @@ class NvmlDevice:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_handle": None, "_opened_in_pid": None}
-
-    def _ask_memory(self, handle: object) -> Any:
-        # Version 2 reports the driver's own reserve separately. Without it, use version 1 (None).
-        try:
-            return pynvml.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
-        except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
-            if self._memory_version is None:
-                raise
-            self._memory_version = None
-            return pynvml.nvmlDeviceGetMemoryInfo(handle)
-
-    def _ask_processes(self, handle: object) -> Any:
-        # Version 2 has one layout in all drivers; 3, pynvml's unversioned one, had two (535.43 to
-        # 535.86, gpustat #161), and raises no NVMLError if missing. The detail list of pynvml
-        # 13.615 raises TypeError for bytes that are N/A.
-        try:
-            return pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle)
-        except pynvml.NVMLError_FunctionNotFound:
-            return pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
     def _has_slices(self) -> bool:
         try:
