@@ -13,6 +13,7 @@ from trainer_plugins.launch.lint.document import (
     ConfigError,
     Document,
     document_of,
+    get_block,
     read_deepspeed,
     read_mapping,
 )
@@ -111,9 +112,8 @@ def read_launcher(launcher: Launcher) -> Asked | None:
         if getattr(flags, flag, False):
             config["distributed_type"] = kind
     for section, known in keys.ACCELERATE_SECTIONS.items():
-        in_file = config.get(section)
         written = {key: getattr(flags, key) for key in known if key in given}
-        config[section] = (in_file if isinstance(in_file, dict) else {}) | written
+        config[section] = get_block(config, section) | written
     has_json = config["deepspeed_config"].get("deepspeed_config_file") is not None
     ignored = given & set(keys.REFUSED_BESIDE_JSON) if has_json else set()
     for key in ("num_processes", "num_machines"):
@@ -141,9 +141,7 @@ def read_launcher(launcher: Launcher) -> Asked | None:
 
 def _correct(config: dict[str, Any]) -> dict[str, str]:
     """Correct likely slips in the keys of `deepspeed_config`; return them with the right keys."""
-    section = config.get("deepspeed_config")
-    if not isinstance(section, dict):
-        return {}
+    section = get_block(config, "deepspeed_config")
     found, free = {}, set(keys.ACCELERATE_DEEPSPEED) - set(section)
     for key in section:
         match = get_close_matches(str(key), free, 1, 0.8)
@@ -154,28 +152,22 @@ def _correct(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_document(document: Document) -> Asked:
-    block = document.get_deepspeed("activation_checkpointing")
-    asked = Asked(
-        zero_stage=document.zero_stage,
-        offload=document.offload_devices,
-        bf16_master=document.get_deepspeed("bf16.bf16_master_weights_and_grads") is True,
-        checkpointing=isinstance(block, dict) and any(block.values()),
-    )
-    if document.accelerate is None:
-        return asked
-    kind = document.accelerate.get("distributed_type")
+    kind = document.get_accelerate("distributed_type")
     launcher = document.get_accelerate("deepspeed_config.deepspeed_multinode_launcher")
-    return replace(
-        asked,
+    block = document.get_deepspeed("activation_checkpointing")
+    return Asked(
+        distributed_type=kind if isinstance(kind, str) else None,
         world_size=document.count("num_processes"),
         num_machines=document.count("num_machines"),
-        distributed_type=kind if isinstance(kind, str) else None,
-        multinode_launcher=launcher if isinstance(launcher, str) else None,
+        zero_stage=document.zero_stage,
         offload={
             what: where
-            for what, where in asked.offload.items()
+            for what, where in document.offload_devices.items()
             if (what == "fsdp") == (kind == "FSDP")
         },
+        bf16_master=document.get_deepspeed("bf16.bf16_master_weights_and_grads") is True,
+        checkpointing=isinstance(block, dict) and any(block.values()),
+        multinode_launcher=launcher if isinstance(launcher, str) else None,
     )
 
 

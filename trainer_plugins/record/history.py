@@ -150,7 +150,7 @@ def has_failed(entries: Iterable[Entry]) -> bool:
 
 def read_history(run_dir: Path) -> History:
     """Read the timelines of all ranks of a folder, or raise ValueError if there are none."""
-    files = _files(run_dir)
+    files = _list_files(run_dir, ".jsonl")
     if not files:
         raise ValueError(
             f"{printable(run_dir)} has no memory/rank-*.jsonl: give the output_dir of a run that"
@@ -170,27 +170,22 @@ def read_history(run_dir: Path) -> History:
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
     """Return the timeline files of a folder by rank, in order; our folder's where there are two."""
-    return dict(_files(run_dir))
+    return dict(_list_files(run_dir, ".jsonl"))
 
 
-def _files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return all timeline files by rank, of a folder itself before those in our folder in it."""
+def _list_files(run_dir: Path, suffix: str) -> list[tuple[int, Path]]:
+    """Return all such files by rank, of a folder itself before those in our folder in it."""
     found = (
-        (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.jsonl", path.name), path)
+        (re.fullmatch(r"rank-(0|[1-9][0-9]*)", path.stem), path)
         for place in places_of_run(run_dir)
-        for path in place.glob("memory/rank-*")
+        for path in place.glob(f"memory/rank-*{suffix}")
     )
-    return sorted(((int(match[1]), path) for match, path in found if match), key=lambda one: one[0])
+    return sorted(((int(match[1]), path) for match, path in found if match), key=itemgetter(0))
 
 
 def first_that_ended(run_dir: Path, since_seconds: float) -> int | None:
     """Return the rank of which another one noted first that its process had ended, if any did."""
-    found = [
-        (path.stat().st_mtime, int(match[1]))
-        for place in places_of_run(run_dir)
-        for path in place.glob(f"memory/rank-*{GONE}")
-        if (match := re.fullmatch(r"rank-([0-9]+)", path.stem))
-    ]
+    found = [(path.stat().st_mtime, rank) for rank, path in _list_files(run_dir, GONE)]
     return min((rank for rank in found if rank[0] >= since_seconds), default=(0, None))[1]
 
 

@@ -7,7 +7,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding
 from trainer_plugins.launch.lint import keys
-from trainer_plugins.launch.lint.document import Document, Mapping
+from trainer_plugins.launch.lint.document import Document, Mapping, get_block
 from trainer_plugins.launch.lint.schema import report_ignored_key, wrong_value
 
 _GATHER_ON_SAVE = (
@@ -120,8 +120,7 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
 def _buckets(document: Document, stage: int) -> Iterator[Finding]:
     """Count the buckets of gradients: deepspeed 0.19.8, stage_1_and_2.py, `setup_buckets`."""
     # `allgather_bucket_size` takes no memory: it limits how much is gathered at once, in place.
-    zero = document.get_deepspeed("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
+    zero = get_block(document.deepspeed or {}, "zero_optimization")
     if stage == 0 or (document.accelerate is None and document.deepspeed is not None and not zero):
         return
     key = "reduce_bucket_size"
@@ -176,8 +175,7 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
     if stage not in (0, 1, 2, 3):
         yield wrong_value("zero_optimization.stage", stage, "DeepSpeed knows 0, 1, 2 and 3")
         return
-    zero = document.get_deepspeed("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
+    zero = get_block(document.deepspeed or {}, "zero_optimization")
     of_stage_3 = sorted(key for key in zero if key.removeprefix("stage3_") in keys.STAGE3)
     if stage == 3:
         yield from _stage_3(zero)

@@ -96,6 +96,12 @@ def part(config: Mapping, name: str) -> object:
     return value
 
 
+def get_block(config: Mapping, name: str) -> Mapping:
+    """Return the mapping at a dotted name; an empty one if there is none."""
+    found = part(config, name)
+    return found if isinstance(found, dict) else {}
+
+
 def read_document(path: Path) -> Document:
     """Read an accelerate YAML (or its JSON form) or a DeepSpeed JSON, or raise ConfigError."""
     loaded, duplicates = read_mapping(path)

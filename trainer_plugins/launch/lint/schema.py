@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.launch.lint import keys
 from trainer_plugins.launch.lint.agreement import read_asked_values
-from trainer_plugins.launch.lint.document import Document, Mapping
+from trainer_plugins.launch.lint.document import Document, Mapping, get_block
 
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "boolean": ("true or false", bool),
@@ -44,9 +44,7 @@ def schema_findings(document: Document) -> Iterator[Finding]:
     if document.deepspeed is not None:
         yield from _block(document.deepspeed, "", keys.DEEPSPEED)
         for name, known in keys.BLOCKS.items():
-            block = document.get_deepspeed(name)
-            if isinstance(block, dict):
-                yield from _block(block, f"{name}.", known)
+            yield from _block(get_block(document.deepspeed, name), f"{name}.", known)
 
 
 def name_findings(document: Document) -> Iterator[Finding]:
@@ -97,8 +95,7 @@ def _accelerate(config: Mapping) -> Iterator[Finding]:
         elif value is not None and not (key == "num_processes" and value in ("gpu", "auto")):
             yield from _kind(key, value, keys.ACCELERATE[key])
     for section, known in keys.ACCELERATE_SECTIONS.items():
-        block = config.get(section)
-        for key, value in block.items() if isinstance(block, dict) else ():
+        for key, value in get_block(config, section).items():
             name = str(key)
             if section == "fsdp_config" and not name.startswith("fsdp"):
                 name = f"fsdp_{key}"
@@ -139,8 +136,7 @@ def _block(block: Mapping, prefix: str, known: keys.Keys) -> Iterator[Finding]:
         elif value is not None:
             yield from _kind(name, value, known[key])
     if prefix in ("optimizer.", "scheduler."):
-        params = block.get("params")
-        for key, value in params.items() if isinstance(params, dict) else ():
+        for key, value in get_block(block, "params").items():
             if value == "auto":
                 yield from _auto(f"{prefix}params.{key}")
 
