@@ -1,9 +1,7 @@
 """Lists the launch files of this package, and copies them with other values."""
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,9 +10,10 @@ import yaml
 
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch.lint import keys
-from trainer_plugins.launch.lint.document import ConfigError, read_document
+from trainer_plugins.launch.lint.document import ConfigError, document_of, parse_yaml
 from trainer_plugins.launch.lint.judge import judge_document
 from trainer_plugins.printable import printable
+from trainer_plugins.record.folder import replacing
 
 _HOME = Path(__file__).parent.parent / "configs" / "accelerate"
 
@@ -57,15 +56,14 @@ def copy(name: str, folder: Path, overrides: Sequence[str] = (), *, force: bool 
         text = text.replace("compute_environment:", f"{changed}\ncompute_environment:", 1)
     if target.exists() and not force:
         raise ConfigError(f"{target} exists: give --force to replace it, or name another folder")
+    document = document_of(target.stem, *parse_yaml(text, str(target)))
+    findings = judge_document(document) if overrides else ()
+    if findings and findings[0].severity is Severity.ERROR:
+        raise ConfigError(f"the resulting file would not run: {findings[0]}")
     try:
         folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".trainer-plugins-") as temporary:
-            draft = Path(temporary) / target.name
-            draft.write_text(text, encoding="utf-8")
-            findings = judge_document(read_document(draft)) if overrides else ()
-            if findings and findings[0].severity is Severity.ERROR:
-                raise ConfigError(f"the resulting file would not run: {findings[0]}")
-            os.replace(draft, target)
+        with replacing(target) as file:
+            file.write(text.encode())
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"{target} cannot be written: {why}. Name another folder") from None
