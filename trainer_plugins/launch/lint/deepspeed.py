@@ -93,13 +93,6 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
             evidence="offload_param works with stage 3 (deepspeed/runtime/zero/config.py)",
             remedy="Write stage 3, or remove offload_param",
         )
-    if "optimizer" in offloads and stage < 1:
-        yield Finding.error(
-            code="config-offload-stage",
-            summary="the optimizer is not offloaded at stage 0",
-            evidence="offload_optimizer works from stage 1 on (deepspeed/runtime/zero/config.py)",
-            remedy="Write stage 2 or 3",
-        )
     if offloads.get("param") == "nvme" and "optimizer" not in offloads:
         yield Finding.warning(
             code="config-offload-stage",
@@ -205,9 +198,6 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _stage_3(zero: Mapping) -> Iterator[Finding]:
-    if zero.get("round_robin_gradients") is True:
-        what = "round_robin_gradients has no effect at stage 3"
-        yield report_ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
     if not any(zero.get(name) in (True, "auto") for name in _GATHER_ON_SAVE):
         yield Finding.warning(
             code="config-gather-on-save",
@@ -226,19 +216,8 @@ def _stage_3(zero: Mapping) -> Iterator[Finding]:
 
 
 def _hand_over(document: Document, config: Mapping) -> Iterator[Finding]:
-    if "optimizer" in config:
-        if document.get_deepspeed("optimizer.params.max_grad_norm") is not None:
-            yield report_ignored_key(
-                "optimizer.params.max_grad_norm has no effect in DeepSpeed",
-                "it only warns",
-                'Write "gradient_clipping": "auto"',
-            )
-        kind = document.get_deepspeed("optimizer.type")
-        if kind is None:
-            yield wrong_value("optimizer.type", None, "a block without a type is not an optimizer")
-        if str(kind).lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
-            why = "1-bit optimizers do not work with ZeRO stages 2 and 3"
-            yield wrong_value("optimizer.type", kind, why)
+    if "optimizer" in config and document.get_deepspeed("optimizer.type") is None:
+        yield wrong_value("optimizer.type", None, "a block without a type is not an optimizer")
     name = "scheduler.params.warmup_num_steps"
     warmup = document.get_deepspeed(name)
     if isinstance(warmup, (int, float)) and warmup <= 0:
