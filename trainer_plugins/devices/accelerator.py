@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_SECONDS = 60.0
+_PAUSE_SECONDS = 10.0  # before NVML is asked again after a failure that may pass
 
 # A healthy driver answers in microseconds, and opens in milliseconds after CUDA has.
 _nvml_calls = Patience("trainer_plugins-nvml", seconds=5.0)
@@ -74,7 +74,6 @@ class AcceleratorDevice:
         properties = torch.get_device_module(self._type).get_device_properties(self._index)
         self._uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
         self._nvml: NvmlDevice | None = None
-        self._nvml_wait_seconds = 0.0
         self._ask_nvml_at = 0.0 if self._uuid else inf
         self._ask_nvml_processes = True
 
@@ -142,12 +141,10 @@ class AcceleratorDevice:
                 self._nvml = self._call_nvml(partial(NvmlDevice.open, str(self._uuid)))
             if self._nvml.is_mig:
                 return None  # only torch's numbers are certain to be the slice's own
-            memory = self._call_nvml(self._nvml.memory)
+            return self._call_nvml(self._nvml.memory)
         except NvmlError as error:
             self._postpone_nvml(error)
             return None
-        self._nvml_wait_seconds = 0.0
-        return memory
 
     def _call_nvml(self, call: Callable[[], T]) -> T:
         try:
@@ -159,11 +156,9 @@ class AcceleratorDevice:
             ) from None
 
     def _postpone_nvml(self, error: NvmlError) -> None:
-        is_first = self._nvml_wait_seconds == 0.0
-        self._nvml_wait_seconds = min(LONGEST_WAIT_SECONDS, max(1.0, 2 * self._nvml_wait_seconds))
-        self._ask_nvml_at = inf if error.permanent else monotonic() + self._nvml_wait_seconds
+        self._ask_nvml_at = inf if error.permanent else monotonic() + _PAUSE_SECONDS
         failure = (self.name, str(error))
-        if failure in _logged or not (is_first or error.permanent):
+        if failure in _logged:
             return
         _logged.add(failure)
         logger.log(
