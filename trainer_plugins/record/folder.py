@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from io import BufferedReader, FileIO
+from itertools import count
 from pathlib import Path
 from secrets import token_hex
 from types import UnionType
@@ -53,14 +54,11 @@ def write_new(output_dir: Path, stem: str, value: object) -> Path:
     text = json.dumps(value, indent=1, default=str)
     folder = folder_of_run(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    path, number = folder / f"{stem}.json", 1
-    while True:
-        try:
+    for number in count(1):
+        path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        with suppress(FileExistsError):
             path.touch(exist_ok=False)  # another process may be about to write here too
             break
-        except FileExistsError:
-            number += 1
-            path = folder / f"{stem}-{number}.json"
     try:
         with replacing(path) as file:
             file.write(text.encode(errors="replace"))
