@@ -165,6 +165,7 @@ def _judge_deepspeed(document: Document, config: Mapping, section: Mapping) -> I
 
 def _fsdp(config: Mapping) -> Iterator[Finding]:
     """Judge the section of FSDP, whose keys have lost their prefix."""
+    reshards = config.get("reshard_after_forward")
     if config.get("version", 1) == 2:
         for key in _FSDP1_ONLY:
             if config.get(key) not in (None, "None"):
@@ -174,10 +175,20 @@ def _fsdp(config: Mapping) -> Iterator[Finding]:
                     "FullyShardedDataParallelPlugin.__post_init__",
                     f"Remove fsdp_{key}{instead}",
                 )
-        reshards = config.get("reshard_after_forward", True)
-        if not isinstance(reshards, bool):
+        if "reshard_after_forward" in config and not isinstance(reshards, bool):
             why = "version 2 takes true or false"
             yield wrong_value("fsdp_reshard_after_forward", reshards, why)
+    else:
+        if isinstance(reshards, bool):
+            why = "a bool is for fsdp_version: 2"
+            yield wrong_value("fsdp_reshard_after_forward", reshards, why)
+        if config.get("activation_checkpointing_offload") is True:
+            why = "it needs fsdp_version: 2"
+            yield wrong_value("fsdp_activation_checkpointing_offload", True, why)
+        loads_once = config.get("cpu_ram_efficient_loading") is True
+        if loads_once and config.get("sync_module_states") is False:
+            why = "fsdp_cpu_ram_efficient_loading needs it to be true"
+            yield wrong_value("fsdp_sync_module_states", False, why)
     for key, words in _FSDP_WORDS.items():
         if key in config and str(config[key]).upper() not in words:
             yield wrong_value(f"fsdp_{key}", config[key], f"accelerate knows {', '.join(words)}")

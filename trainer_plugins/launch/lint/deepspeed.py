@@ -93,6 +93,13 @@ def _offload_stage(document: Document, stage: int) -> Iterator[Finding]:
             evidence="offload_param works with stage 3 (deepspeed/runtime/zero/config.py)",
             remedy="Write stage 3, or remove offload_param",
         )
+    if "optimizer" in offloads and stage < 1:
+        yield Finding.error(
+            code="config-offload-stage",
+            summary="the optimizer is not offloaded at stage 0",
+            evidence="offload_optimizer works from stage 1 on (deepspeed/runtime/zero/config.py)",
+            remedy="Write stage 2 or 3",
+        )
     if offloads.get("param") == "nvme" and "optimizer" not in offloads:
         yield Finding.warning(
             code="config-offload-stage",
@@ -198,6 +205,9 @@ def _stage(document: Document, stage: int) -> Iterator[Finding]:
 
 
 def _stage_3(zero: Mapping) -> Iterator[Finding]:
+    if zero.get("round_robin_gradients") is True:
+        what = "round_robin_gradients has no effect at stage 3"
+        yield report_ignored_key(what, "it belongs to stages 1 and 2", "Remove it")
     if not any(zero.get(name) in (True, "auto") for name in _GATHER_ON_SAVE):
         yield Finding.warning(
             code="config-gather-on-save",
