@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_plugins import advice, checkpointing
-from trainer_plugins.advice import Advice, Door
+from trainer_plugins.advice import Door
 from trainer_plugins.advice.entry import flags_in
 from trainer_plugins.launch import configs
 from trainer_plugins.planner.plan import Category, PlanError
@@ -31,7 +31,7 @@ class Switch:
     words: str  # what a proposal calls it
     price: str  # what it costs; `{time}` stands for the time that copies take
     flags: str  # what to add to the plan's command
-    turn: Callable[[PlanRequest], PlanRequest]
+    change: Callable[[PlanRequest], PlanRequest] | None = None  # None: by those flags
     # about how much of each category it frees, as a fraction: a try tells
     frees: Mapping[Category, float] = field(default_factory=dict)
     subject: str = ""  # of two switches with one subject, a run takes one
@@ -40,6 +40,10 @@ class Switch:
     costs_time: bool = False  # alone: a multiple of a step's time says it better
     in_the_run: str = ""  # as the run's script takes it; empty: as the plan does
     with_trl: str = ""  # the same for TRL's scripts; empty: as any script does
+
+    def turn(self, run: PlanRequest) -> PlanRequest:
+        """Return the run with this change."""
+        return self.change(run) if self.change else change_flags(run, **flags_in(self.flags))
 
     def spell(self, trainer: str | None) -> str:
         """Return how it is typed in the run, with a Trainer of TRL or transformers' own."""
@@ -58,20 +62,6 @@ def change_flags(run: PlanRequest, **changed: object) -> PlanRequest:
     # of a flag given twice, the last one counts
     flags = [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     return replace(run, source=replace(source, arguments=(*source.arguments, *flags)))
-
-
-def make_switch(words: str, price: str, **changed: object) -> Switch:
-    """Make a switch that changes TrainingArguments."""
-    return Switch(words, price, write_flags(changed), lambda run: change_flags(run, **changed))
-
-
-def _make_training_switch(
-    words: str, advised: Advice, frees: Mapping[Category, float], price: str = ""
-) -> Switch:
-    """Make the switch of a remedy that is a flag of TrainingArguments."""
-    flags = advised.flag(Door.TRAINER)
-    switch = make_switch(words, price or advised.price, **flags_in(flags))
-    return replace(switch, flags=flags, frees=frees)
 
 
 def add_adapter(run: PlanRequest) -> PlanRequest:
@@ -121,42 +111,49 @@ def source_of(run: PlanRequest) -> ConfigSource:
 _PAUSE_CHECKPOINTING = ("dpo", "kto", *ONLINE_TRAINERS)
 _OF_WEIGHTS: Mapping[Category, float] = {"gradients": 0.97, "optimizer states": 0.97}
 
-FUSED_LOSS = replace(
-    _make_training_switch(
-        "fused loss", advice.LIGER, {"logits and loss": 0.95, "activations": 0.3}
-    ),
+FUSED_LOSS = Switch(
+    "fused loss",
+    advice.LIGER.price,
+    advice.LIGER.flag(Door.TRAINER),
+    frees={"logits and loss": 0.95, "activations": 0.3},
     subject="loss",
 )
-FUSED_OPTIMIZER = replace(
-    _make_training_switch(
-        "fused optimizer",
-        advice.FUSED_ADAMW,
-        {"activations": 1.0},
-        "the same optimizer in one kernel",
-    ),
+FUSED_OPTIMIZER = Switch(
+    "fused optimizer",
+    "the same optimizer in one kernel",
+    advice.FUSED_ADAMW.flag(Door.TRAINER),
+    frees={"activations": 1.0},
     subject="optimizer",
 )
-CHECKPOINTING = replace(
-    _make_training_switch("checkpointing", advice.CHECKPOINTING, {"activations": 0.85}),
+CHECKPOINTING = Switch(
+    "checkpointing",
+    advice.CHECKPOINTING.price,
+    advice.CHECKPOINTING.flag(Door.TRAINER),
+    frees={"activations": 0.85},
     subject="activations",
     costs_time=True,
 )
-OFFLOADED_ACTIVATIONS = replace(
-    _make_training_switch(
-        "activations offloaded", advice.OFFLOADED_ACTIVATIONS, {"activations": 0.97}
-    ),
+OFFLOADED_ACTIVATIONS = Switch(
+    "activations offloaded",
+    advice.OFFLOADED_ACTIVATIONS.price,
+    advice.OFFLOADED_ACTIVATIONS.flag(Door.TRAINER),
+    frees={"activations": 0.97},
     subject="activations",
     costs_time=True,
 )
-REDUCED_EACH_TIME = replace(
-    _make_training_switch(
-        "gradients reduced each time", advice.REDUCED_EACH_TIME, {"gradients": 0.8}
-    ),
+REDUCED_EACH_TIME = Switch(
+    "gradients reduced each time",
+    advice.REDUCED_EACH_TIME.price,
+    advice.REDUCED_EACH_TIME.flag(Door.TRAINER),
+    frees={"gradients": 0.8},
     subject="gradients",
     costs_time=True,
 )
-EIGHT_BIT_OPTIMIZER = replace(
-    _make_training_switch("8-bit optimizer", advice.EIGHT_BIT_ADAMW, {"optimizer states": 0.74}),
+EIGHT_BIT_OPTIMIZER = Switch(
+    "8-bit optimizer",
+    advice.EIGHT_BIT_ADAMW.price,
+    advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
+    frees={"optimizer states": 0.74},
     subject="optimizer",
     changes_result=1,
 )
@@ -230,54 +227,50 @@ FROZEN_IN_BF16 = replace(
     frees={"frozen weights": 0.5, "autocast copies of weights": 1.0},
     changes_result=0,
 )
-
-
-SLEEPING_ENGINE = replace(
-    make_switch(
-        "vLLM sleeps",
-        advice.SLEEP_MODE.price,
-        **flags_in(advice.SLEEP_MODE.flag(Door.TRL)),
-    ),
+SLEEPING_ENGINE = Switch(
+    "vLLM sleeps",
+    advice.SLEEP_MODE.price,
+    advice.SLEEP_MODE.flag(Door.TRL),
     frees={"vLLM": 1.0},
     subject="engine",
 )
-
-
-def smaller_engine_share(share: float, freed: float) -> Switch:
-    """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
-    flag = advice.SMALLER_ENGINE_SHARE.flag(Door.TRL, share=share)
-    change = make_switch(
-        f"vLLM's share {share}", advice.SMALLER_ENGINE_SHARE.price, **flags_in(flag)
-    )
-    return replace(change, frees={"vLLM": freed}, subject="engine")
-
-
-BF16 = replace(
-    make_switch("bf16", "computed in bf16, which rounds more", bf16=True),
+BF16 = Switch(
+    "bf16",
+    "computed in bf16, which rounds more",
+    "--bf16 True",
     subject="precision",
     changes_result=1,
 )
 
 
+def smaller_engine_share(share: float, freed: float) -> Switch:
+    """Make the switch to a smaller share of the card for vLLM, of which a fraction is freed."""
+    advised = advice.SMALLER_ENGINE_SHARE
+    flag = advised.flag(Door.TRL, share=share)
+    words = f"vLLM's share {share}"
+    return Switch(words, advised.price, flag, frees={"vLLM": freed}, subject="engine")
+
+
 def cut_at(length: int) -> Switch:
     """Make the switch to TRL's rows of at most this many tokens."""
-    change = make_switch("shorter rows", f"rows are cut at {length} tokens", max_length=length)
-    return replace(change, subject="length", changes_result=4)
+    price, flag = f"rows are cut at {length} tokens", f"--max_length {length}"
+    return Switch("shorter rows", price, flag, subject="length", changes_result=4)
 
 
 def eval_rows(rows: int) -> Switch:
     """Make the switch to this many rows at once in an evaluation of as many in all."""
     words = f"{rows} row{'s' if rows > 1 else ''} at once in the evaluation"
     price = "more evaluation batches: a loss that averages over tokens moves a little"
-    switch = make_switch(words, price, per_device_eval_batch_size=rows)
 
-    def turn(run: PlanRequest) -> PlanRequest:
+    def change(run: PlanRequest) -> PlanRequest:
         source = source_of(run)
         now = int(source.find_flag("per_device_eval_batch_size") or 8)  # which is its default
         batches = -(-source.num_evaluation_batches * now // rows)
-        return switch.turn(replace(run, source=replace(source, num_evaluation_batches=batches)))
+        run = replace(run, source=replace(source, num_evaluation_batches=batches))
+        return change_flags(run, per_device_eval_batch_size=rows)
 
-    return replace(switch, turn=turn, subject="evaluation")
+    flag = f"--per_device_eval_batch_size {rows}"
+    return Switch(words, price, flag, change, subject="evaluation")
 
 
 def experts_in(config: Mapping[str, Any]) -> int:
@@ -301,15 +294,11 @@ def make_launch_switch(
 ) -> Switch:
     """Make the switch to a launch file of ours, which frees a share of these categories."""
     path = str(configs.path(name))
-
-    def turn(run: PlanRequest) -> PlanRequest:
-        return replace(run, launch_file=path)
-
     return Switch(
         words,
         price,
         f"--accelerate-config {path}",
-        turn,
+        lambda run: replace(run, launch_file=path),
         dict.fromkeys(of, share),
         subject="launch",
         costs_time=True,
