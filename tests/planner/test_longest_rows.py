@@ -68,7 +68,7 @@ def trainer_of(folder, dataset, **arguments) -> Trainer:
     ids=["list", "fetched", "table", "formatted", "backwards", "made when it is read"],
 )  # fmt: skip
 def test_the_longest_row_is_found_wherever_it_stands(tmp_path, dataset, at: int) -> None:
-    batch: Any = longest_batch(trainer_of(tmp_path, dataset, remove_unused_columns=False)).batch
+    batch: Any = longest_batch(trainer_of(tmp_path, dataset, remove_unused_columns=False))[0]
     assert batch["input_ids"].shape == (2, LONG)
     assert longest_rows(dataset, 1) == [at]
 
@@ -99,7 +99,7 @@ def test_columns_that_only_the_trainers_own_loader_reads(tmp_path) -> None:
         lambda rows: pad([{"input_ids": [*each["anchor"].encode()]} for each in rows]),
         train_dataset=texts,
     )
-    batch: Any = longest_batch(own).batch
+    batch: Any = longest_batch(own)[0]
     assert batch["input_ids"].shape == (2, LONG)
     plans = [predict_one(request_of(each, None, "", None)) for each in (usual, own)]
     own.train()

@@ -27,24 +27,14 @@ def site_with_cuda() -> Path:
     Raises:
         DryCudaUnavailable: no such torch is here, and what to do.
     """
-    installed = _find_installed()
-    for site in (installed, _locate_cache(installed)):
-        if _is_for_cuda(site):
-            return site
-    raise DryCudaUnavailable(
-        f"the installed torch {_version_of(installed)} was built without CUDA:"
-        " `plan --dry-env` fetches the build for CUDA (some 700 MB) and leaves the"
-        " installed one as it is"
-    )
-
-
-def provide(tell: Callable[[str], None]) -> Path:
-    """Return what `site_with_cuda` does; fetch it first, unless `$TRAINER_PLUGINS_FETCH` is never.
-
-    Raises:
-        DryCudaUnavailable: it is not here, and must not or cannot be fetched.
-    """
-    return site_with_cuda() if os.environ.get("TRAINER_PLUGINS_FETCH") == "never" else fetch(tell)
+    site, version = _locate()
+    if not _is_for_cuda(site):
+        raise DryCudaUnavailable(
+            f"the installed torch {version} was built without CUDA:"
+            " `plan --dry-env` fetches the build for CUDA (some 700 MB) and leaves the"
+            " installed one as it is"
+        )
+    return site
 
 
 def fetch(tell: Callable[[str], None]) -> Path:
@@ -56,13 +46,12 @@ def fetch(tell: Callable[[str], None]) -> Path:
     Raises:
         DryCudaUnavailable: pip has failed; its last line is in the text.
     """
-    installed = _find_installed()
-    site = installed if _is_for_cuda(installed) else _locate_cache(installed)
+    site, version = _locate()
     if not _is_for_cuda(site):
         site.parent.mkdir(parents=True, exist_ok=True)
         with lock(site.parent):  # two plans that begin together fetch it once
             if not _is_for_cuda(site):
-                _fetch_torch(_version_of(installed), site, tell)
+                _fetch_torch(version, site, tell)
     if not plain_compiler("c++"):
         fetch_package(_COMPILER, tell)
     return site
@@ -130,19 +119,20 @@ def _find_installed() -> Path:
     raise DryCudaUnavailable("the dry card needs torch: pip install torch")
 
 
-def _locate_cache(installed: Path) -> Path:
+def _locate() -> tuple[Path, str]:
+    """Return where torch's build for CUDA is, or belongs, and the version of the installed one."""
+    installed = _find_installed()
+    text = (installed / "torch" / "version.py").read_text()
+    found = re.search(r"__version__ = '([^'+]+)", text)
+    version = found[1] if found else "VERSION"
+    if _is_for_cuda(installed):
+        return installed, version
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return cache_folder().absolute() / "torch-for-cuda" / f"{_version_of(installed)}-python{python}"
+    return cache_folder().absolute() / "torch-for-cuda" / f"{version}-python{python}", version
 
 
 def _is_for_cuda(site: Path) -> bool:
     return (site / "torch" / "lib" / "libtorch_cuda.so").is_file()
-
-
-def _version_of(site: Path) -> str:
-    text = (site / "torch" / "version.py").read_text()
-    found = re.search(r"__version__ = '([^'+]+)", text)
-    return found[1] if found else "VERSION"
 
 
 def _pip(site: Path, what: str) -> None:

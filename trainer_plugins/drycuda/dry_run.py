@@ -18,12 +18,7 @@ from trainer_plugins.allocator.model import AllocatorRules
 from trainer_plugins.allocator.settings import parse
 from trainer_plugins.compiled import package_site
 from trainer_plugins.drycuda.command import run_fork_to_end, run_to_end
-from trainer_plugins.drycuda.cuda_build import (
-    PACKAGES,
-    DryCudaUnavailable,
-    fetch_package,
-    provide,
-)
+from trainer_plugins.drycuda.cuda_build import PACKAGES, DryCudaUnavailable, fetch, fetch_package
 from trainer_plugins.drycuda.dry_cuda import DryCuda
 from trainer_plugins.drycuda.dry_result import DryResult, SmallestCard
 from trainer_plugins.drycuda.smallest import smallest_room
@@ -136,7 +131,8 @@ def run_dry(run: DryRun, tell: Callable[[str], None]) -> DryResult:
     """Run a command or a request for `dry_plan`, and fetch what it needs for that."""
     if "TRAINER_PLUGINS_DRYCUDA" in os.environ:
         raise PlanError("this program plans in a dry run, which is a plan already")
-    provide(tell)
+    if os.environ.get("TRAINER_PLUGINS_FETCH") != "never":
+        fetch(tell)
     with DryCuda(run.card, run.num_cards, alone=run.alone, allowed=run.allowed) as dry:
         try:
             result = _run_once(run, dry, tell)
@@ -321,9 +317,10 @@ def _smallest(
             least = smallest_room(each, rules, card.capacity_bytes - outside_bytes)
             if least is None:
                 return None
+            needed_bytes, fails_at = least
             place = None
-            if least.fails_at is not None:
-                place = meaning_of(snapshot.stacks[each.stacks[least.fails_at]]).place
-            each_one = SmallestCard(least.room_bytes + outside_bytes, place)
+            if fails_at is not None:
+                place = meaning_of(snapshot.stacks[each.stacks[fails_at]]).place
+            each_one = SmallestCard(needed_bytes + outside_bytes, place)
             found = max(found, each_one, key=lambda one: one.card_bytes)
     return found

@@ -15,23 +15,13 @@ from trainer_plugins.units import MIB
 _EMPTY = -1
 
 
-class Smallest(NamedTuple):
-    """Holds the least memory that the allocator of a card needs."""
-
-    room_bytes: int
-    """A multiple of 1 MiB, without the context."""
-
-    fails_at: int | None
-    """Which event fails on 1 MiB less, by its number in the snapshot."""
-
-
-def smallest_room(card: SnapshotCard, rules: AllocatorRules, room_bytes: int) -> Smallest | None:
+def smallest_room(
+    card: SnapshotCard, rules: AllocatorRules, room_bytes: int
+) -> tuple[int, int | None] | None:
     """Return the least memory with which the events of a card go through.
 
-    Args:
-        card: what was recorded; from the first event on.
-        rules: the settings of the allocator.
-        room_bytes: what the allocator could have of the card of the recording.
+    It is a multiple of 1 MiB, without the context. The second number is that of the event that
+    fails on 1 MiB less. `room_bytes` is what the allocator could have of the recorded card.
 
     Returns None if the model does not repeat the recorded peak, as with the pools of CUDA graphs,
     or if the first events are lost.
@@ -54,7 +44,7 @@ def smallest_room(card: SnapshotCard, rules: AllocatorRules, room_bytes: int) ->
             high = middle
         else:
             low, fails_at = middle + 1, failure
-    return Smallest(high * MIB, fails_at)
+    return high * MIB, fails_at
 
 
 class _Step(NamedTuple):

@@ -67,11 +67,6 @@ class _Received(NamedTuple):
     streams: Sequence[int]
 
 
-class _Child(NamedTuple):
-    pid: int
-    scratch: bytes
-
-
 class _Server:
     """Forks for each call; tells the caller the process id and, when it ends, the exit code.
 
@@ -81,7 +76,7 @@ class _Server:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[socket.socket, _Child] = {}
+        self._children: dict[socket.socket, tuple[int, bytes]] = {}  # process id, folder
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
@@ -103,7 +98,7 @@ class _Server:
                     self._bell.recv(4096)
                 elif source in self._children:
                     self._waits.unregister(source)
-                    kill_group(self._children[source].pid)
+                    kill_group(self._children[source][0])
                 elif (received := _receive(self._control)) is None:
                     self._waits.unregister(self._control)
                     has_caller = False
@@ -131,7 +126,7 @@ class _Server:
         if pid == -1:
             answers.close()
             return False
-        self._children[answers] = _Child(pid, received.scratch)
+        self._children[answers] = pid, received.scratch
         self._waits.register(answers, selectors.EVENT_READ)
         _tell(answers, pid)
         return False

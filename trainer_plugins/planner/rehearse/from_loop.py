@@ -42,7 +42,7 @@ def rehearse(source: ConfigSource, build: Build) -> Rehearsed:
     if build.args.do_eval:
         sizes.append(build.args.per_device_eval_batch_size)
     with _disable_current_modes():
-        batches = [longest_batch(trainer, rows).batch for rows in sizes]
+        batches = [longest_batch(trainer, rows)[0] for rows in sizes]
     return Rehearsed(
         trainer=trainer,
         make_batch=lambda: copy_batch(batches[0]),

@@ -5,11 +5,11 @@ import itertools
 import os
 import pickle
 import random
-import sys
 from collections.abc import Iterator, Sized
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from trainer_plugins.devices.host import HostDevice
@@ -104,10 +104,10 @@ def _evaluation_of(trainer: Any) -> tuple[object, int, str]:
         dataset = max(dataset.values(), key=_length)
     rows, name = args.per_device_eval_batch_size, "eval_dataset"
     if rollout.generates(trainer):
-        worst = _longest_prompts(dataset, rows, trainer.num_generations_eval, name)
+        batch, unread = _longest_prompts(dataset, rows, trainer.num_generations_eval, name)
     else:
-        worst = _longest_batch(trainer, dataset, rows, name)
-    return worst.batch, max(1, -(-_length(dataset) // rows)), worst.unread
+        batch, unread = _longest_batch(trainer, dataset, rows, name)
+    return batch, max(1, -(-_length(dataset) // rows)), unread
 
 
 def _num_nodes(num_gpus: int) -> int:
@@ -145,28 +145,21 @@ def _card_here(device: torch.device) -> Card | None:
 def keep_undisturbed(trainer: Any) -> Iterator[None]:
     """Restore the random states and the Trainer's columns, for the run itself."""
     columns = trainer._signature_columns
-    states = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         trainer._signature_columns = columns
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        np.random.set_state(states[2])
 
 
-class WorstBatch(NamedTuple):
-    """Holds the worst batch that a sampler can draw."""
+def longest_batch(trainer: Any, num_rows: int | None = None) -> tuple[object, str]:
+    """Return the worst batch of a training that a sampler can draw, or one of `num_rows`.
 
-    batch: object
-    unread: str  # what is not known because not all rows were read; empty if they were
-
-
-def longest_batch(trainer: Any, num_rows: int | None = None) -> WorstBatch:
-    """Return the worst batch of a training that a sampler can draw, or one of `num_rows`."""
+    The text says what is not known because not all rows were read; it is empty if they were.
+    """
     dataset, args = trainer.train_dataset, trainer.args
     if rollout.generates(trainer):  # completions end where they end
         rows = rollout.rows_of_a_batch(args)
@@ -175,7 +168,7 @@ def longest_batch(trainer: Any, num_rows: int | None = None) -> WorstBatch:
     return _longest_batch(trainer, dataset, num_rows, "train_dataset")
 
 
-def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBatch:
+def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> tuple[object, str]:
     """Collate the longest rows of a dataset."""
     if dataset is None:
         raise PlanError(f"the Trainer has no {name}: a plan needs one, to find its longest batch")
@@ -187,7 +180,7 @@ def _longest_batch(trainer: Any, dataset: Any, rows: int, name: str) -> WorstBat
     else:  # as the Trainer does; a stream may not know its columns
         collator = trainer._get_collator_with_removed_columns(collator, description="planning")
     chosen, unread = _longest_of(dataset, rows, name, 50 * rows)
-    return WorstBatch(collator(chosen), unread)
+    return collator(chosen), unread
 
 
 def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[list[Any], str]:
@@ -212,7 +205,7 @@ def _longest_of(dataset: Any, num: int, name: str, num_streamed: int) -> tuple[l
     return [dataset[index] for index in chosen], unread
 
 
-def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> WorstBatch:
+def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> tuple[object, str]:
     """Return the longest prompts, each repeated for its answers: what is generated at once."""
     if isinstance(getattr(dataset, "column_names", None), list):
         known = [column for column in rollout.COLUMNS if column in dataset.column_names]
@@ -222,8 +215,7 @@ def _longest_prompts(dataset: Any, rows: int, num_answers: int, name: str) -> Wo
     prompts = [
         {column: row[column] for column in rollout.COLUMNS if column in row} for row in found
     ]
-    batch = [row for row in prompts for _ in range(num_answers)][:rows]
-    return WorstBatch(batch, unread)
+    return [row for row in prompts for _ in range(num_answers)][:rows], unread
 
 
 def _length(dataset: object) -> int:
