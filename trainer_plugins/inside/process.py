@@ -28,18 +28,6 @@ def counters() -> dict[str, int]:
     return {name: int(number) for number, _, name in lines}
 
 
-def calls_since() -> list[tuple[str, int, int]]:
-    """Return the calls of streams since this was asked last, in their order.
-
-    Each has a name, a stream, and the bytes of a copy or the number of an event: `upload` copies
-    from pinned memory to the card, `unpinned` from other memory, `copy` is any other; an `event` is
-    recorded, and a stream does a `wait` for it.
-    """
-    _LOADED.drycuda_record.restype = ctypes.c_char_p
-    lines = (line.split() for line in _LOADED.drycuda_record().decode().splitlines())
-    return [(name, int(stream), int(number)) for name, stream, number in lines]
-
-
 def host_peak() -> int:
     """Return the most that tensors of 64 KiB and more took of main memory since the last call.
 
