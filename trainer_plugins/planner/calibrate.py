@@ -1,7 +1,6 @@
 """Compare a plan with what MemoryWatchdog saw in the real run, and keep the measured context."""
 
 import json
-import os
 import re
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from trainer_plugins.compiled import cache_folder
 from trainer_plugins.planner.cards import Card
 from trainer_plugins.planner.plan import MemoryPlan, Moment, MomentPeak, PlanError
 from trainer_plugins.reading import MemoryReading
+from trainer_plugins.record.folder import replacing
 from trainer_plugins.record.history import Timelines, entries_of, read_history
 from trainer_plugins.record.timeline import Beginning, Flush, Remark, Sample
 from trainer_plugins.units import size
@@ -222,9 +222,9 @@ def keep_context(card_name: str, context_bytes: int, measured_in: Path) -> Path:
     """Keep a context that was measured in the folder of a run, and return its file."""
     file = context_file(card_name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"context_bytes": context_bytes, "measured_in": str(measured_in)}))
-    draft.replace(file)
+    kept = {"context_bytes": context_bytes, "measured_in": str(measured_in)}
+    with replacing(file) as draft:
+        draft.write(json.dumps(kept).encode())
     return file
 
 

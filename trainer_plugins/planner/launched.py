@@ -30,7 +30,7 @@ def complete_launch(request: PlanRequest) -> PlanRequest:
     config = document.accelerate or {}
     _refuse(config, name)
     kind = config["distributed_type"]
-    num_gpus = request.num_gpus or _num_processes(config, name)
+    num_gpus = request.num_gpus or _num_processes(document, name)
     num_nodes = _num_nodes(config, num_gpus, name)
     if kind == "NO" and num_gpus > 1:
         raise PlanError(
@@ -87,16 +87,15 @@ def _refuse(config: dict[str, Any], name: str) -> None:
         raise NotPredicted(f"what {name} launches: training on the CPU (use_cpu)")
 
 
-def _num_processes(config: dict[str, Any], name: str) -> int:
-    number = config.get("num_processes")
-    if isinstance(number, int) and number > 0:
-        return number
-    if config["distributed_type"] == "NO":
-        return 1
-    raise PlanError(
-        f"{name} runs a process on each card (num_processes: {number}): "
-        "say how many with --num-gpus"
-    )
+def _num_processes(document: Document, name: str) -> int:
+    number = document.count("num_processes")
+    if number is None and document.get_accelerate("distributed_type") != "NO":
+        said = document.get_accelerate("num_processes")
+        raise PlanError(
+            f"{name} runs a process on each card (num_processes: {said}): "
+            "say how many with --num-gpus"
+        )
+    return number or 1
 
 
 def _environment(path: str, num_gpus: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from trainer_plugins.hf_trainer import HfArguments, HfTrainer
 from trainer_plugins.planner.rehearse.streamed import Streaming
@@ -64,10 +65,4 @@ def _num_readers(trainer: HfTrainer) -> int:
 
 def copy_batch(batch: Any) -> Any:
     """Copy a batch, as a collator makes a new one each time."""
-    if isinstance(batch, torch.Tensor):
-        return batch.clone()
-    if isinstance(batch, dict):
-        return {name: copy_batch(each) for name, each in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(copy_batch(each) for each in batch)
-    return batch
+    return tree_map_only(torch.Tensor, torch.clone, batch)
