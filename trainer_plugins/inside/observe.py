@@ -12,8 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -331,8 +330,11 @@ class _Observer:
             self._name("weights" if outer in ("load", "resume") else "optimizer states", outer)
             is_inside = outer == "evaluation" and moment not in ("generation", "save")
             stays = outer == "resume" or is_inside
-            with self._be_at(outer if stays else moment):
+            self._enter(outer if stays else moment)
+            try:
                 result = method(*args, **kwargs)
+            finally:
+                self._enter(outer)
             if outer in ("load", "generation", "forward", "backward", "optimizer step"):
                 self._begin("optimizer step" if moment == "backward" else moment)
             if moment == "backward":
@@ -345,15 +347,6 @@ class _Observer:
         """Name the tensors of the model where they have come to lie."""
         if moment in ("load", "resume", "backward", "optimizer step"):
             self._seen.names.append(self._namer.names_of(what))
-
-    @contextmanager
-    def _be_at(self, moment: str) -> Iterator[None]:
-        outer = self._moment
-        self._enter(moment)
-        try:
-            yield
-        finally:
-            self._enter(outer)
 
     def _enter(self, moment: str) -> None:
         self._close()

@@ -247,13 +247,10 @@ def _card(name: str, gib: str, capability: str, *numbers: str) -> Card:
     if capability == "amd":
         return replace(card, guess="size alone is known; kernels of CUDA's sm_90")
     major, minor = map(int, capability.split("."))
-    num_multiprocessors, l2_mib, *speeds = map(int, numbers)
+    sms, l2_mib, *speeds = map(int, numbers)
     if speeds:
-        speeds = [speeds[0], *(10**9 * each for each in speeds[1:])]
-        card = replace(card, speed=Speed(*speeds))
-    return replace(
-        *(card,), capability=(major, minor), num_multiprocessors=num_multiprocessors, l2_mib=l2_mib
-    )
+        card = replace(card, speed=Speed(speeds[0], *(10**9 * each for each in speeds[1:])))
+    return replace(card, capability=(major, minor), num_multiprocessors=sms, l2_mib=l2_mib)
 
 
 CARDS = tuple(_card(*line.split()) for line in _TABLE.strip().splitlines()[1:])

@@ -262,12 +262,10 @@ def _image_size(text: str | None) -> tuple[int, int] | None:
     """Read the height and the width of a picture."""
     if text is None:
         return None
-    sides = text.casefold().split("x")
-    if len(sides) != 2 or not all(
-        side.isdecimal() and 0 < int(side) <= MOST_PIXELS for side in sides
-    ):
+    sides = re.fullmatch(r"(\d+)x(\d+)", text, re.IGNORECASE)
+    if sides is None or not all(0 < int(side) <= MOST_PIXELS for side in sides.groups()):
         raise PlanError(f"--image-size is a height and a width, as in 448x672, got {text!r}")
-    return int(sides[0]), int(sides[1])
+    return int(sides[1]), int(sides[2])
 
 
 def _fields(given: Any) -> dict[str, object] | None:

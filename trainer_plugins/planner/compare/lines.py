@@ -27,11 +27,6 @@ class SearchLine:
     json_properties: ClassVar[tuple[str, ...]] = ("flags", "hydra_overrides")
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Return the tokens of one forward pass on one card."""
-        return self.micro_batch * self.sequence_length
-
-    @property
     def arguments(self) -> dict[str, object]:
         """Return the TrainingArguments that select this way to run."""
         return {
@@ -80,7 +75,9 @@ def all_of(results: Sequence[SearchResult]) -> SearchResult:
 
     def rank(result: SearchResult) -> tuple[bool, bool, int]:
         best = result.best
-        return (False, False, 0) if best is None else (True, best.is_safe, best.micro_batch_tokens)
+        if best is None:
+            return False, False, 0
+        return True, best.is_safe, best.micro_batch * best.sequence_length
 
     lines = tuple(line for result in results for line in result.lines)
     return replace(max(results, key=rank), lines=lines)

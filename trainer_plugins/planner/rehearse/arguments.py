@@ -12,6 +12,7 @@ from trainer_plugins.launch.lint.document import read_deepspeed
 from trainer_plugins.launch.lint.training import nearest, sft_argument_names
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.planner.rehearse import ship
+from trainer_plugins.planner.rehearse.loops import loop_of
 from trainer_plugins.planner.rehearse.refusals import first_line, refuse_deepspeed
 from trainer_plugins.planner.request import (
     OPTIMIZER_STEPS,
@@ -68,21 +69,10 @@ def copy_arguments(args: Any, output_dir: str) -> Any:
     return type(args)(**{**given, **changed, "output_dir": output_dir})
 
 
-def _class_of(source: ConfigSource) -> Any:
-    """Return the class that reads the flags: TRL's for one of its Trainers."""
-    if source.trainer is not None:
-        from trainer_plugins.planner.rehearse.loops import loop_of
-
-        return loop_of(source).config
-    from transformers import Seq2SeqTrainingArguments
-
-    return Seq2SeqTrainingArguments
-
-
 def _parse(source: ConfigSource) -> HfArguments:
-    from transformers import HfArgumentParser
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-    kind = _class_of(source)
+    kind = loop_of(source).config if source.trainer is not None else Seq2SeqTrainingArguments
     parser = HfArgumentParser(kind, prog="trainer-plugins plan", allow_abbrev=False)
     errors = io.StringIO()
     try:

@@ -28,13 +28,8 @@ def load_model(
 ) -> tuple[Any, list[str]]:
     """Load the model of a config by `from_pretrained`, from weights that are not there.
 
-    Args:
-        source: the config, and what is done to the model.
-        num_parts: among how many cards tensor parallelism divides it.
-        is_streamed: whether its base stays in main memory.
-
-    Returns:
-        The model, and what was assumed.
+    Tensor parallelism divides it among `num_parts` cards; a streamed base stays in main memory.
+    Also returns what was assumed.
     """
     assumptions: list[str] = []
     try:
@@ -191,11 +186,6 @@ def loads_onto_the_card(source: ConfigSource) -> bool:
     return of_trl and int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
-def quantisation_of(source: ConfigSource) -> object:
-    """Return the fields of the quantisation: the user's, else the config's; None without one."""
-    return source.quantisation or source.config.get("quantization_config")
-
-
 def class_and_config(source: ConfigSource, config: Any) -> tuple[Any, Any]:
     """Return the class of the run's model, and the part of the config that it is made of."""
     from transformers import AutoModelForSequenceClassification
@@ -237,7 +227,8 @@ def dtype_of(source: ConfigSource, config: object, assumptions: list[str]) -> to
         # transformers 4 loads in float32 unless a dtype is given, and in float16 what bitsandbytes
         # quantises (quantizers/quantizer_bnb_4bit.py, update_dtype)
         if is_transformers_4():
-            given = "float16" if quantisation_of(source) else "float32"
+            is_quantised = source.quantisation or source.config.get("quantization_config")
+            given = "float16" if is_quantised else "float32"
         else:
             given = str(getattr(config, "dtype", None) or "float32")
         assumptions.append(
