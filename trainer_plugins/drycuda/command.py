@@ -39,12 +39,7 @@ def run_to_end(
 ) -> int:
     """Run a command to its end, its output in a file; return its exit code.
 
-    Args:
-        command: the words.
-        environment: the variables that it gets.
-        log: the file for its output.
-        timeout_seconds: how long it may take.
-        most_bytes: of main memory that it may take for itself.
+    It may take `most_bytes` of main memory for itself.
 
     Raises:
         PlanError: it cannot be run, it took too long or too much, or it has left the dry card.
@@ -76,14 +71,7 @@ def run_fork_to_end(
 
     The first call imports it, over the dry libraries; the calls after it do not take that time.
     Where a fork is not safe, as after an import that starts a thread, each call is a new Python.
-
-    Args:
-        request: the file.
-        imports: modules that it needs, besides transformers.
-        dry: the cards.
-        environment: what it sees of them, from `dry.environment`.
-        log: the file for its output.
-        timeout_seconds: how long it may take; the imports may take as long.
+    `imports` are needed besides transformers, and may take `timeout_seconds` too.
 
     Raises:
         PlanError: it took too long or too much.

@@ -191,9 +191,7 @@ def _describe_training(seen: Mapping[str, Any], run: DryRun) -> dict[str, str]:
 def _main_memory(result: DryResult, times: int) -> tuple[HostNeed, dict[Moment, int]]:
     """Return what all ranks of a machine need of its main memory, and the tensors by moment.
 
-    Args:
-        result: of the ranks that ran.
-        times: how many ranks there are for each of them.
+    There are `times` as many ranks as ran.
     """
     held = {name: sum(seen["host"].get(name, 0) for seen in result.seen) for name in MOMENTS}
     first, steady = result.seen[0], held["optimizer step"]

@@ -74,11 +74,7 @@ class _Builder:
 def on_processor(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
     """Run an operator of the processor; what only writes large tensors is not done.
 
-    Args:
-        func: the operator.
-        given: the tensors among its arguments, none of them on a card.
-        args: its arguments.
-        kwargs: those that are given by name.
+    `given` are the tensors among its arguments, none of them on a card.
     """
     if func.namespace == _QUANTISES:
         return _make_unfilled(func, args, kwargs)
