@@ -57,25 +57,6 @@ def test_an_inherited_attribute_is_inherited_again_and_a_static_method_stays_one
     assert Base().size(1) == 1
 
 
-def test_a_function_that_is_missing_is_noted_and_not_wrapped():
-    patches = Patches()
-    patches.wrap(json, "no_such_function", lambda original: original)
-    assert patches.missing == ["json.no_such_function"]
-    patches.close()
-    assert not hasattr(json, "no_such_function")
-
-
-def test_one_owner_is_restored_before_the_others():
-    one, other = SimpleNamespace(name="one"), SimpleNamespace(name="other")
-    patches = Patches()
-    for each in (one, other, one):
-        patches.set(each, "name", "ours")
-    patches.restore(one)
-    assert (one.name, other.name) == ("one", "ours")
-    patches.close()
-    assert (one.name, other.name) == ("one", "other")
-
-
 def test_what_someone_else_put_over_ours_is_restored_unless_it_is_to_stay(caplog):
     owner = SimpleNamespace(name="before")
     for keeps_later, left in ((False, "before"), (True, "theirs")):
