@@ -24,25 +24,18 @@ class HfArguments(Protocol):
     device: torch.device
     do_eval: bool
     eval_accumulation_steps: int | None
-    eval_batch_size: int
     eval_do_concat_batches: bool
     eval_on_start: bool
-    eval_strategy: object
     fsdp: object
     gradient_accumulation_steps: int
     include_for_metrics: list[str]
     local_process_index: int
-    max_steps: int
     n_gpu: int
     optim: object
     output_dir: str
     per_device_eval_batch_size: int
     per_device_train_batch_size: int
     process_index: int
-    push_to_hub: bool
-    save_only_model: bool
-    save_strategy: object
-    torch_compile: bool
     use_liger_kernel: bool
     world_size: int
 
@@ -52,7 +45,6 @@ class HfState(Protocol):
 
     global_step: int
     log_history: list[dict[str, float]]
-    max_steps: int
     num_input_tokens_seen: int
     stateful_callbacks: dict[str, Any]
 
@@ -99,9 +91,6 @@ class HfTrainer(Protocol):
     control: Any
     current_gradient_accumulation_steps: int  # the micro-batches of this step; set by training
     eval_dataset: Any
-    evaluate: Callable[[], object]
-    get_eval_dataloader: Callable[..., Any]  # takes another data set than `eval_dataset`
-    get_train_dataloader: Callable[[], Any]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     is_in_train: bool
@@ -113,7 +102,6 @@ class HfTrainer(Protocol):
     model_wrapped: torch.nn.Module
     neftune_noise_alpha: float | None
     optimizer: Any  # none before training; else accelerate's wrapper of an optimizer
-    pop_callback: Callable[[object], Any]  # takes an instance, or a class
     prediction_step: Callable[..., Any]
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     state: HfState
