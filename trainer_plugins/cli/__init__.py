@@ -1,8 +1,6 @@
 """The command `trainer-plugins`; each command is a module that is imported when it is asked for."""
 
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import import_module
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Annotated, Any
@@ -27,32 +25,19 @@ _PANELS = {
 }
 
 
-@cache
-def _import_command(name: str, panel: str) -> Any:
-    command: Any = typer.main.get_command(import_module(f"{__name__}.{name}").app)
-    command.name, command.rich_help_panel = name, panel
-    return command
-
-
-class _Modules(Mapping[str, Any]):
-    """Holds the commands by name; the module of one is imported when it is asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        return _import_command(name, _PANELS[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_PANELS)
-
-    def __len__(self) -> int:
-        return len(_PANELS)
-
-
 class _Commands(TyperGroup):
     """Has a module for each command; reports bad input in one harmless line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Modules()
+        self.commands: Any = _PANELS  # of which only the names are read
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _PANELS:
+            return None
+        command: Any = typer.main.get_command(import_module(f"{__name__}.{cmd_name}").app)
+        command.name, command.rich_help_panel = cmd_name, _PANELS[cmd_name]
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
