@@ -4,8 +4,9 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -13,6 +14,7 @@ from trainer_plugins import _site
 from trainer_plugins.cli.exec_child import end_as, run_as_child
 from trainer_plugins.cli.typed_options import Vllm
 from trainer_plugins.launch.environment import launch_environment
+from trainer_plugins.planner.options import option
 from trainer_plugins.plug_in.flags import (
     BEFORE_A_COMMAND,
     PRESETS_IN_WORDS,
@@ -45,10 +47,30 @@ class ExecCommand(CommandInFront):
         return super().parse_args(ctx, [*ask, *args[ours:]])
 
 
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Says for which cards, and with which changes, `--fit` makes a command fit."""
+
+    gpu: str | None = option("", "With --fit: the card (default: the fullest visible).")
+    num_gpus: int | None = option("", "With --fit: how many cards (default: all visible).")
+    may: list[str] | None = option(
+        "",
+        "With --fit: what may change besides: precision (bf16), optim (8-bit states), peft (LoRA"
+        " instead of all weights), length (half of TRL's max_length).",
+    )
+    allow_writes: list[Path] | None = option(
+        "", "With --fit: let its plans write in this folder for real."
+    )
+    allow_network: bool = option(
+        "", "With --fit: let its plans connect to other hosts.", default=False
+    )
+
+
 @app.command(cls=ExecCommand, context_settings=BEFORE_A_COMMAND, epilog=PRESETS_IN_WORDS)
 @take_options()
 def exec_(
     memory: MemoryArguments,
+    *,
     vllm: Vllm = False,
     fit: Annotated[
         bool,
@@ -62,27 +84,7 @@ def exec_(
         bool,
         typer.Option(_ASK, help="Or --fit=ask: say what --fit would do, and stop; run nothing."),
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help="With --fit: the card (default: the fullest visible).")
-    ] = None,
-    num_gpus: Annotated[
-        int | None, typer.Option(help="With --fit: how many cards (default: all visible).")
-    ] = None,
-    may: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --fit: what may change besides: precision (bf16), optim (8-bit states),"
-            " peft (LoRA instead of all weights), length (half of TRL's max_length)."
-        ),
-    ] = None,
-    allow_writes: Annotated[
-        list[Path] | None,
-        typer.Option(help="With --fit: let its plans write in this folder for real."),
-    ] = None,
-    allow_network: Annotated[
-        bool,
-        typer.Option("--allow-network", help="With --fit: let its plans connect to other hosts."),
-    ] = False,
+    how: FitOptions,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND", help="The command to run.")
     ] = None,
@@ -111,20 +113,12 @@ def exec_(
     anyway = "preset" in given  # the user has said how to train
     if fit or fit_ask:
         given = {"preset": "survive", **given}
-    elif gpu or num_gpus or may or allow_writes or allow_network:
+    elif how != FitOptions():
         ExecCommand.refuse(f"{', '.join(_OF_FIT[:-1])} and {_OF_FIT[-1]} are for --fit")
     settings = _settings(given, with_vllm=vllm or _asks_for_vllm(words))
     if fit or fit_ask:
-        options, changes = _fit(
-            words,
-            given,
-            settings,
-            card=(gpu, num_gpus),
-            may=may or [],
-            allowed=(allow_writes or [], allow_network),
-            is_only_asked=fit_ask,
-            anyway=anyway,
-        )
+        answer = sys.stdout if fit_ask else sys.stderr
+        options, changes = _fit(words, given, settings, how, answer, anyway)
         given, settings = given | options, settings | changes
         if fit_ask:
             return
@@ -136,20 +130,16 @@ def _fit(
     words: list[str],
     given: dict[str, Any],
     settings: dict[str, str],
-    *,
-    card: tuple[str | None, int | None],
-    may: list[str],
-    allowed: tuple[list[Path], bool],
-    is_only_asked: bool,
+    how: FitOptions,
+    answer: TextIO,
     anyway: bool,
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Return options and variables with which the command fits, or say why it is not started."""
-    from trainer_plugins.cli.exec_fit import NothingFits, choose_cards, fit, run_to_plan
+    from trainer_plugins.cli.exec_fit import NothingFits, fit
     from trainer_plugins.planner.plan import PlanError
 
     try:
-        asked = run_to_plan(words, given, settings, choose_cards(*card), *allowed)
-        return fit(asked, given, may, sys.stdout if is_only_asked else sys.stderr, anyway)
+        return fit(words, given, settings, how, answer, anyway)
     except NothingFits as error:
         ExecCommand.refuse(
             f"--fit: {error}; nothing was started. To train anyway, and divide what runs out of"

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer_plugins.check.gather_here import gather_here
 from trainer_plugins.check.machine import cards_in_use
@@ -23,6 +22,9 @@ from trainer_plugins.plug_in.options import memory_arguments
 from trainer_plugins.printable import printable
 from trainer_plugins.units import size
 
+if TYPE_CHECKING:
+    from trainer_plugins.cli.exec import FitOptions
+
 MAY = ("precision", "optim", "peft", "length")
 """What a user may allow to be changed besides how the same result is computed."""
 
@@ -33,59 +35,48 @@ class NothingFits(PlanError):  # noqa: N818
     """Says what was tried, none of which fits."""
 
 
-def run_to_plan(
+def fit(
     words: Sequence[str],
     given: Mapping[str, Any],
     settings: Mapping[str, str],
-    cards: tuple[Card, int],
-    writes: Sequence[Path],
-    network: bool,
-) -> DryRun:
-    """Return the command on dry cards, with the allocator settings that it will get.
+    how: "FitOptions",
+    answer: TextIO,
+    anyway: bool,
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Plan a command on dry cards; return options of callbacks and variables with which it fits.
 
     Args:
         words: the command.
         given: the options of the callbacks, as `attach` takes them.
-        settings: the allocator settings.
-        cards: the kind, and how many there are.
-        writes: the folders in which its plans may write for real.
-        network: whether they may connect to other hosts.
+        settings: the allocator settings that it will get.
+        how: the cards, and what may be changed.
+        answer: where to print the choice; what is being done is printed to standard error.
+        anyway: whether it trains, as `given`, where nothing fits.
 
     Raises:
-        PlanError: the preset has no SurviveOOM, which is to divide what does not fit.
+        NothingFits: nothing does that keeps the result.
+        PlanError: there is no plan of this command, a change of `how` is not of `MAY`, or the
+            preset has no SurviveOOM, which is to divide what does not fit.
     """
+    may = how.may or []
+    if unknown := {*may} - {*MAY}:
+        raise PlanError(
+            f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
+        )
     try:
         memory_arguments(**{**given, "rows_at_once": 1})
     except ValueError as error:
         raise PlanError(str(error)) from error
-    card, number = cards
+    card, number = _choose_cards(how.gpu, how.num_gpus)
     vouches = {_VOUCHES: "1"} if given.get("vouch_for_loss") else {}
-    return DryRun(
+    asked = DryRun(
         command=words,
         card=card,
         num_cards=number,
         environment={**settings, **vouches},
         foretells=True,
-        allowed=Allowed(writes=tuple(writes), network=network),
+        allowed=Allowed(writes=tuple(how.allow_writes or ()), network=how.allow_network),
     )
-
-
-def fit(
-    asked: DryRun, given: Mapping[str, Any], may: Sequence[str], answer: TextIO, anyway: bool
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Plan the command; return options of the callbacks and variables with which it fits.
-
-    Where nothing fits it may train `anyway`, as `given`. The choice is printed to `answer`, and
-    what is being done to standard error.
-
-    Raises:
-        NothingFits: nothing does that keeps the result.
-        PlanError: there is no plan of this command, or `may` is not of `MAY`.
-    """
-    if unknown := {*may} - {*MAY}:
-        raise PlanError(
-            f"--may is {', '.join(MAY[:-1])} or {MAY[-1]}, got {', '.join(sorted(unknown))}"
-        )
     say = partial(print, "trainer-plugins exec --fit:", file=answer, flush=True)
     with interrupt_by_any_signal():
         variations = Variations(asked, partial(print, file=sys.stderr, flush=True))
@@ -124,7 +115,7 @@ def _lines_of(proposal: Proposal, options: Mapping[str, Any]) -> Iterator[str]:
     yield f"without a plan, type: trainer-plugins {typed}"
 
 
-def choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
+def _choose_cards(gpu: str | None, num_gpus: int | None) -> tuple[Card, int]:
     """Return the card that is named, or the visible one with the least memory free; and how many.
 
     Raises:
