@@ -5,9 +5,8 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NOT_TO_PASS_ON = {
@@ -33,7 +32,14 @@ def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
     passed_on = signal.valid_signals() - ignored - _NOT_TO_PASS_ON
     # Until this process ends: a signal that also reaches it must not cut off its last line.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
-    prepare = _prepare(before, ctypes.CDLL(None), os.getpid())
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)
+
     # As after `execve`, the command has what descriptors this process would hand on.
     child = subprocess.Popen(words, env=environ, close_fds=False, preexec_fn=prepare)
     while (code := child.poll()) is None:
@@ -41,17 +47,6 @@ def run_as_child(words: list[str], environ: Mapping[str, str]) -> int:
         if received.si_signo != signal.SIGCHLD and received.si_code <= 0:  # a process sent it
             child.send_signal(received.si_signo)
     return code
-
-
-def _prepare(mask: set[int], libc: Any, parent: int) -> Callable[[], None]:
-    def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGKILL)
-
-    return prepare
 
 
 def end_as(code: int) -> None:
