@@ -1,8 +1,7 @@
 """`trainer-plugins check`: find before a launch what usually ends a run hours later."""
 
 import os
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import typer
 
@@ -12,36 +11,24 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.plan import AnswerOptions, AsJson
 from trainer_plugins.cli.plan_dry import DryOptions, command_in, complete, variations_of
 from trainer_plugins.cli.spelled import WITH_OTHER_FLAGS, CommandOfARun
+from trainer_plugins.cli.typed_options import refuse_bad_input
 from trainer_plugins.finding import Severity
 from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.launch.lint.document import ConfigError
 from trainer_plugins.planner.options import MOST_USED, RunOptions
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import take_options
-from trainer_plugins.printable import printable
 from trainer_plugins.report.check import check_report
 from trainer_plugins.report.page import show
 
-_EXIT_BAD_INPUT = 2
 _EXIT_CODES = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 3}
-_SHOWN = (
-    "model",
-    "seq_length",
-    "lora_r",
-    "load_in_4bit",
-    "gpu",
-    "num_gpus",
-    "accelerate_config",
-    "verbose",
-    "as_json",
-    "host_memory",
-)
+_MOST_USED = [each.name for each in fields(RunOptions) if each.metadata.get("panel") == MOST_USED]
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=CommandOfARun, context_settings=WITH_OTHER_FLAGS)
-@take_options(MOST_USED, _SHOWN)
+@take_options(MOST_USED, [*_MOST_USED, "verbose", "host_memory"])
 def check(
     context: typer.Context,
     run: RunOptions,
@@ -61,7 +48,7 @@ def check(
 
     Exit codes: 0 nothing was found, 1 warnings, 3 errors that will end the run, 2 bad input.
     """
-    try:
+    with refuse_bad_input("check", ConfigError, PlanError, OSError):
         for name, value in asdict(answer).items():
             if value and name != "verbose":
                 raise PlanError(f"--{name.replace('_', '-')} is for `trainer-plugins plan`")
@@ -73,9 +60,6 @@ def check(
         else:
             facts = gather_launch(os.environ, complete(run, context.args))
         checklist = judge(facts)
-    except (ConfigError, PlanError, OSError) as error:
-        print(f"trainer-plugins check: {printable(error)}", file=sys.stderr)
-        raise typer.Exit(_EXIT_BAD_INPUT) from error
     if as_json:
         print_json("check", checklist)
     else:

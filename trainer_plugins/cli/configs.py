@@ -2,9 +2,9 @@
 
 import json
 import math
+import os
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,22 @@ from typing import Annotated
 import typer
 
 from trainer_plugins.cli.as_json import plain
-from trainer_plugins.cli.typed_options import AsJson
+from trainer_plugins.cli.typed_options import AsJson, refuse_bad_input
+from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.finding import Severity
+from trainer_plugins.launch import configs
+from trainer_plugins.launch.extensions import (
+    build_extension,
+    find_needed_by,
+    lock_findings,
+    read_locks,
+)
+from trainer_plugins.launch.lint.document import read_document
+from trainer_plugins.launch.lint.judge import judge_document
+from trainer_plugins.launch.lint.training import training_arguments
+from trainer_plugins.launch.main_memory import HostLimits
 from trainer_plugins.planner.options import PINNED_MEMORY_HELP
-from trainer_plugins.plug_in.flags import Command
+from trainer_plugins.plug_in.flags import EXIT_USAGE, Command
 from trainer_plugins.printable import printable
 
 app = typer.Typer(
@@ -24,19 +36,14 @@ app = typer.Typer(
     help="Launch files for accelerate: list, show, copy, check.",
 )
 _command = partial(app.command, cls=Command)
+_refusing = partial(refuse_bad_input, "configs", ValueError)
 
 # Findings about files that mean something else than they seem to.
 _MALFORMED = {"config-duplicate-key", "config-wrong-type"}
 
 
-def _names() -> list[str]:
-    from trainer_plugins.launch.configs import names
-
-    return [*names()]
-
-
 Name = Annotated[
-    str, typer.Argument(help="A name that `configs list` shows.", autocompletion=_names)
+    str, typer.Argument(help="A name that `configs list` shows.", autocompletion=configs.names)
 ]
 
 
@@ -46,14 +53,12 @@ def list_configs(as_json: AsJson = False) -> None:
 
     Example: trainer-plugins configs list
     """
-    from trainer_plugins.launch.configs import headline, names
-
     if as_json:
-        print(json.dumps({name: headline(name) for name in names()}, indent=2))
+        print(json.dumps({name: configs.headline(name) for name in configs.names()}, indent=2))
         return
-    width = max(map(len, names()))
-    for name in names():
-        print(f"{name:{width}}  {headline(name)}")
+    width = max(map(len, configs.names()))
+    for name in configs.names():
+        print(f"{name:{width}}  {configs.headline(name)}")
 
 
 @_command()
@@ -62,10 +67,8 @@ def show(name: Name) -> None:
 
     Example: trainer-plugins configs show zero3
     """
-    from trainer_plugins.launch.configs import read
-
-    with _one_line_errors():
-        print(read(name), end="")
+    with _refusing():
+        print(configs.read(name), end="")
 
 
 @_command("path")
@@ -74,10 +77,8 @@ def path_of(name: Name) -> None:
 
     Example: accelerate launch --config_file $(trainer-plugins configs path zero3) train.py.
     """
-    from trainer_plugins.launch.configs import path
-
-    with _one_line_errors():
-        print(path(name))
+    with _refusing():
+        print(configs.path(name))
 
 
 @_command("copy")
@@ -96,10 +97,8 @@ def copy_to(
 
     Example: trainer-plugins configs copy zero3 --set num_processes=4
     """
-    from trainer_plugins.launch.configs import copy
-
-    with _one_line_errors():
-        print(copy(name, folder, overrides or (), force=force))
+    with _refusing():
+        print(configs.copy(name, folder, overrides or (), force=force))
 
 
 @_command()
@@ -131,20 +130,10 @@ def check(
     Exit codes: 0 fine; 1 an ERROR; 2 bad input, including duplicate keys and values of the wrong
     type.
     """
-    import os
-    import shlex
-
-    from trainer_plugins.devices.host import HostDevice
-    from trainer_plugins.launch.extensions import find_needed_by, lock_findings, read_locks
-    from trainer_plugins.launch.lint.document import read_document
-    from trainer_plugins.launch.lint.judge import judge_document
-    from trainer_plugins.launch.lint.training import training_arguments
-    from trainer_plugins.launch.main_memory import HostLimits
-
     here_bytes = None
     if params and host_memory is None:
         here_bytes = HostDevice().read().total_bytes
-    with _one_line_errors():
+    with _refusing():
         if params is not None and not math.isfinite(params):
             raise ValueError(f"--params is the number of the model's parameters, got {params}")
         host = HostLimits.read(host_memory, pinned_memory, here_bytes)
@@ -164,7 +153,7 @@ def check(
         lines = [f"{each.severity.name} {each}" for each in findings]
         print("\n".join(lines) or f"{file}: no findings")
     if not _MALFORMED.isdisjoint(finding.code for finding in findings):
-        raise typer.Exit(2)
+        raise typer.Exit(EXIT_USAGE)
     raise typer.Exit(int(any(finding.severity >= Severity.ERROR for finding in findings)))
 
 
@@ -181,11 +170,8 @@ def build(
 
     Example: trainer-plugins configs build zero3_offload_all.yaml
     """
-    from trainer_plugins.launch.extensions import build_extension, find_needed_by
-    from trainer_plugins.launch.lint.document import read_document
-
     names: list[str] = []
-    with _one_line_errors():
+    with _refusing():
         for each in needed_by:
             is_file = Path(each).suffix in (".yaml", ".yml", ".json")
             found = find_needed_by(read_document(Path(each))) if is_file else (each,)
@@ -198,13 +184,3 @@ def build(
         except RuntimeError as error:
             print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
             raise typer.Exit(1) from None
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Report bad input on one line that can be copied and searched for."""
-    try:
-        yield
-    except ValueError as error:
-        print(f"trainer-plugins configs: {printable(error)}", file=sys.stderr)
-        raise typer.Exit(2) from None

@@ -2,12 +2,14 @@
 
 import shlex
 import shutil
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 from typer import Option
 
 from trainer_plugins.cli.as_json import print_json
@@ -18,23 +20,28 @@ from trainer_plugins.cli.plan_dry import (
     variations_of,
     variations_of_model,
 )
-from trainer_plugins.cli.plan_search import show_changes, show_search
 from trainer_plugins.cli.spelled import TYPED, WITH_OTHER_FLAGS, CommandOfARun
+from trainer_plugins.cli.typed_options import refuse_bad_input
 from trainer_plugins.drycuda.cuda_build import fetch
 from trainer_plugins.drycuda.dry_search import Variations
 from trainer_plugins.interrupted import interrupt_by_any_signal
 from trainer_plugins.planner.calibrate import calibrate, timelines_of
-from trainer_plugins.planner.compare.saved import changes_of
+from trainer_plugins.planner.compare.lines import Interrupted, SearchLine, all_of
+from trainer_plugins.planner.compare.saved import ExplainedChanges, changes_of
 from trainer_plugins.planner.options import MOST_USED, RunOptions, option
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import take_options
-from trainer_plugins.printable import printable
 from trainer_plugins.report.page import show
-from trainer_plugins.report.plan_text import brief_report, plan_report
-from trainer_plugins.report.plans_text import calibration_report
+from trainer_plugins.report.plan_text import brief_report, plan_report, verdict
+from trainer_plugins.report.plans_text import (
+    calibration_report,
+    changes_report,
+    line_in_words,
+    lines_table,
+    search_report,
+)
 
-_EXIT_BAD_INPUT = 2
-_EXIT_DOES_NOT_FIT = 3
+_EXIT_DOES_NOT_FIT, _EXIT_INTERRUPTED = 3, 130
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.", rich_help_panel=MOST_USED)]
 
@@ -92,7 +99,7 @@ def plan(
 
     Exit codes: 0 it fits, or no card was named; 3 it does not; 2 the input cannot be predicted.
     """
-    try:
+    with refuse_bad_input("plan", PlanError, OSError):
         _refuse_contradictions(answer)
         command = command_in(context.args)
         if dry.dry_env and not command and run.model is None:
@@ -108,9 +115,6 @@ def plan(
                 variations = variations_of_model(run, context.args, answer, dry)
             words = shlex.join(["trainer-plugins", "plan", *context.meta[TYPED]])
             fits = _answer(variations, answer, as_json, words)
-    except (PlanError, OSError) as error:
-        print(f"trainer-plugins plan: {printable(error)}", file=sys.stderr)
-        raise typer.Exit(_EXIT_BAD_INPUT) from error
     raise typer.Exit(_EXIT_DOES_NOT_FIT if fits is False else 0)
 
 
@@ -134,10 +138,14 @@ def _answer(
 ) -> bool | None:
     """Print what was asked of a command or of a model, and return whether it fits."""
     if answer.explain_change:
-        changes = changes_of(answer.explain_change)
-        return show_changes(*variations[0].explain_changes(changes), as_json)
+        plan, saved = variations[0].explain_changes(changes_of(answer.explain_change))
+        if as_json:
+            print_json("plan --explain-change", ExplainedChanges(plan=plan, changes=saved))
+        else:
+            show(Group(verdict(plan), changes_report(plan, saved)))
+        return plan.fits
     if answer.search:
-        return show_search(variations, as_json)
+        return _show_search(variations, as_json)
     found = variations[0].proposals() if answer.calibrate is None else variations[0].plan
     compared = None if answer.calibrate is None else calibrate(found, answer.calibrate)
     found = replace(found, planned={**found.planned, "command": command})
@@ -152,3 +160,32 @@ def _answer(
     if compared is not None:
         show(calibration_report(compared))
     return found.fits
+
+
+def _show_search(variations: Sequence[Variations], as_json: bool) -> bool:
+    """Print what a search finds, each line as it comes, and return whether anything fits."""
+    lines: list[SearchLine] = []
+
+    def show_line(line: SearchLine) -> None:
+        lines.append(line)
+        tell(line_in_words(line))
+
+    try:
+        result = all_of([each.search(show_line) for each in variations])
+    except KeyboardInterrupt:
+        _show_so_far(lines, as_json)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    if as_json:
+        print_json("plan --search", result)
+    else:
+        show(search_report(result))
+    return result.best is not None
+
+
+def _show_so_far(lines: Sequence[SearchLine], as_json: bool) -> None:
+    if as_json:
+        print_json("plan --search", Interrupted(lines=tuple(lines)))
+    elif lines:
+        show(Group(Text("Interrupted. Found so far:"), lines_table(lines, None)))
+    else:
+        show(Text("Interrupted"))

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_plugins.advice import SMALLER_ENGINE_SHARE, Door
+from trainer_plugins.drycuda.cuda_build import fetch
+from trainer_plugins.drycuda.dry_run import DryRun, dry_run_of
+from trainer_plugins.drycuda.dry_search import Variations
+from trainer_plugins.drycuda.wall import Allowed
 from trainer_plugins.planner.calibrate import add_measured_context
 from trainer_plugins.planner.cards import NO_CARD, card_of
+from trainer_plugins.planner.inputs import request_of
 from trainer_plugins.planner.options import RunOptions, option
 from trainer_plugins.planner.plan import PlanError
 from trainer_plugins.plug_in.flags import assign_variables
 
 if TYPE_CHECKING:
     from trainer_plugins.cli.plan import AnswerOptions
-    from trainer_plugins.drycuda.dry_search import Variations
 
 _DRY_RUN = "The dry run, on cards that compute nothing"
 _LARGEST_LORA_RANK = 1 << 20
-_LONGEST_NAME = 200
 _QUANTISES = [each.name for each in fields(RunOptions) if each.name.startswith(("load_in", "bnb"))]
 """Options that are fields of a BitsAndBytesConfig, under their own names."""
 
@@ -61,12 +64,8 @@ def variations_of_model(
     flags: Sequence[str],
     answer: "AnswerOptions",
     options: DryOptions,
-) -> list["Variations"]:
+) -> list[Variations]:
     """Return what trains a model on dry cards; one for each length of rows that is asked for."""
-    from trainer_plugins.drycuda.dry_run import dry_run_of
-    from trainer_plugins.drycuda.dry_search import Variations
-    from trainer_plugins.planner.inputs import request_of
-
     words = [word for flag in flags for word in flag.split("=", 1)]
     for flag, file in pairwise((*words, "FILE")):
         if flag == "--config":
@@ -99,16 +98,12 @@ def variations_of_model(
 
 def variations_of(
     command: Sequence[str], run: RunOptions, options: DryOptions, *, foretells: bool
-) -> "Variations":
+) -> Variations:
     """Return what runs the command on dry cards, as it is and with other arguments.
 
     Raises:
         PlanError: an option says what the command says itself, or there is no answer.
     """
-    from trainer_plugins.drycuda.dry_run import DryRun
-    from trainer_plugins.drycuda.dry_search import Variations
-    from trainer_plugins.drycuda.wall import Allowed
-
     _refuse_said_twice(run)
     card = card_of(run.gpu) if run.gpu is not None else NO_CARD
     _prepare(options)
@@ -128,8 +123,6 @@ def variations_of(
 
 def _prepare(options: DryOptions) -> None:
     """Look whether a snapshot can be kept, and fetch torch if asked."""
-    from trainer_plugins.drycuda.cuda_build import fetch
-
     if options.snapshot is not None and not options.snapshot.absolute().parent.is_dir():
         raise PlanError(f"--snapshot: {options.snapshot} must be a file in a folder that exists")
     if options.dry_env:
@@ -192,15 +185,14 @@ def _adapter(options: RunOptions) -> dict[str, object] | None:
 
 
 def _read_adapter(given: str) -> dict[str, object]:
-    file = given if len(given) < _LONGEST_NAME else f"{given[:_LONGEST_NAME]}..."
     try:
         content = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
     except OSError as error:
-        raise PlanError(f"--peft-config: {file}: {error.strerror}") from error
+        raise PlanError(f"--peft-config: {given}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"--peft-config: {file} is not JSON: {error}") from error
+        raise PlanError(f"--peft-config: {given} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"--peft-config: {file} holds no mapping")
+        raise PlanError(f"--peft-config: {given} holds no mapping")
     return content
 
 

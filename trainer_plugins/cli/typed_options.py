@@ -1,11 +1,15 @@
 """Options that several commands have, and how they refuse what they cannot read."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from trainer_plugins.plug_in.flags import EXIT_USAGE
+from trainer_plugins.printable import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Vllm = Annotated[bool, typer.Option("--vllm", help="vLLM will run inside the training process.")]
@@ -22,3 +26,13 @@ def bad_parameters(path: Path | str) -> Iterator[None]:
         raise typer.BadParameter(why) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def refuse_bad_input(command: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Report errors of these kinds on one line that can be copied and searched for."""
+    try:
+        yield
+    except kinds as error:
+        print(f"trainer-plugins {command}: {printable(error)}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from error
