@@ -29,6 +29,8 @@ _OURS = {
         "_load_optimizer_and",
         "_with_logits",
         "_save_optimizer",
+        "_enable",
+        "_disable",
     ),  # parts of names
     *(
         "_activations_on_the_host",

@@ -55,15 +55,9 @@ def switch_on(model: Any, how: Mapping[str, object]) -> None:
     """Let a model of transformers checkpoint, with the options of TrainingArguments."""
     rest = dict(how)
     placed = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(rest or None, **placed)
-    else:  # before 5.23
-        model.gradient_checkpointing_enable(rest or None, **placed)
+    getattr(model, f"{NAME}_enable")(rest or None, **placed)
 
 
 def switch_off(model: Any) -> None:
     """Let a model of transformers keep its activations again."""
-    if hasattr(model, "activation_checkpointing_disable"):
-        model.activation_checkpointing_disable()
-    else:  # before 5.23
-        model.gradient_checkpointing_disable()
+    getattr(model, f"{NAME}_disable")()
