@@ -32,19 +32,16 @@ class _Finder:  # finds one module as the other finders would, and has its loade
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name != self.name or self._is_asking:  # another of these asks, for the same module
             return None
+        from importlib.util import find_spec
+
         self._is_asking = True
         try:
-            return self._ask_others(name, path, target)
+            spec = find_spec(name)  # as the other finders would
         finally:
             self._is_asking = False
-
-    def _ask_others(self, name: str, path: "Any", target: "Any") -> "Any":
-        for finder in [other for other in sys.meta_path if other is not self]:
-            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                self._have_called_back(spec.loader)
-                return spec
-        return None
+        if spec is not None:
+            self._have_called_back(spec.loader)
+        return spec
 
     def _have_called_back(self, loader: "Any") -> None:
         execute = loader.exec_module
