@@ -74,19 +74,16 @@ class _Enabled(NamedTuple):
 _enabled: _Enabled | None = None
 
 
-def enable(
-    capacity_bytes: int | None = None, card: SimCard | None = None, num_indices: int | None = None
-) -> None:
+def enable(capacity_bytes: int | None = None, card: SimCard | None = None) -> None:
     """Make simgpu the accelerator of this process, before the Trainer's arguments are built.
 
-    A second call only sets the capacity.
+    A second call only sets the capacity. There is an index `simgpu:0`, `simgpu:1` and so on for
+    each rank of the machine; only the first has memory, tensors without bytes can be on any.
 
     Args:
         capacity_bytes: the memory of the card; None leaves the given card's as it is.
         card: the card to use, which gets that capacity; None is the one that `SIMGPU_CARD` names,
             or else a private one, removed when the process ends.
-        num_indices: how many indices `simgpu:0`, `simgpu:1` and so on exist; None for one per rank
-            of the machine. Only the first has memory; tensors without bytes can be on any.
 
     Raises:
         ValueError: the capacity is below 2 MiB or unknown, or a second call names another card.
@@ -115,7 +112,7 @@ def enable(
     _check(library, library.simgpu_attach_card(os.fsencode(chosen.path), name.encode()))
     library.simgpu_expandable(_has_expandable_segments(os.environ))
     _enabled = _Enabled(library, chosen)
-    _register(library, num_indices or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    _register(library)
 
 
 def is_enabled() -> bool:
@@ -165,13 +162,14 @@ def _has_expandable_segments(environ: Mapping[str, str]) -> bool:
     return bool(values_of(read(text)[0]).get("expandable_segments"))
 
 
-def _register(library: ctypes.CDLL, num_indices: int) -> None:
+def _register(library: ctypes.CDLL) -> None:
     import torch
     from torch.utils import backend_registration
 
     from trainer_plugins.testing.simgpu.module import make_module
     from trainer_plugins.testing.simgpu.teach import teach_libraries
 
+    num_indices = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend_registration.rename_privateuse1_backend("simgpu")
     _check(library, library.simgpu_register(num_indices))
     module = make_module(card, num_indices, library.simgpu_limit)

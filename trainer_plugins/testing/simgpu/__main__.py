@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     try:
         if options.card:
             os.environ["SIMGPU_CARD"] = options.card  # the first process to need it creates it
-        simgpu.enable(options.capacity, num_indices=options.indices)
+        simgpu.enable(options.capacity)
     except (ValueError, OSError, simgpu.SimgpuUnavailable) as error:
         _refuse(str(error))
     try:
@@ -48,9 +48,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="the memory of the card, such as 2GiB; not needed for a card that exists",
     )
     parser.add_argument("--card", metavar="PATH", help="a card file to share with other processes")
-    parser.add_argument(
-        "--indices", metavar="N", type=int, help="accept simgpu:0 to simgpu:N-1, of one memory"
-    )
     parser.add_argument("-m", dest="module", action="store_true", help="the command is a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments[1:] if arguments[:1] == ["--"] else arguments)

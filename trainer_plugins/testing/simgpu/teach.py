@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer_plugins._site.trainer_plugins_on_import import call_when_imported
+from trainer_plugins.patched import Patches
 
 
 def teach_libraries() -> None:
@@ -30,38 +31,36 @@ def _teach(name: str) -> None:
 
 
 def _teach_bf16(module: types.ModuleType) -> None:
-    _replace(module, "is_torch_bf16_gpu_available", lambda original: lambda: True)
+    _replace(module, "is_torch_bf16_gpu_available", lambda: True)
 
 
 def _teach_clear_device_cache(module: types.ModuleType) -> None:
     import torch
 
-    def wrap(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def clear_device_cache(*args: object, **kwargs: object) -> None:
-            original(*args, **kwargs)
-            torch.accelerator.empty_cache()
+    clear_device_cache = module.clear_device_cache
 
-        return clear_device_cache
+    def clear_ours_too(*args: object, **kwargs: object) -> None:
+        clear_device_cache(*args, **kwargs)
+        torch.accelerator.empty_cache()
 
-    _replace(module, "clear_device_cache", wrap)
+    _replace(module, "clear_device_cache", clear_ours_too)
 
 
 def _teach_distributed(module: types.ModuleType) -> None:
-    original = module.PartialState._prepare_backend
-
-    @functools.wraps(original)
     def prepare_backend(
-        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
-    ) -> tuple[str | None, Any]:
+        original: Callable[..., object],
+        self: Any,
+        cpu: bool = False,
+        sagemaker_dp: bool = False,
+        backend: str | None = None,
+    ) -> object:
         if cpu and self.device is not None and self.device.type == "simgpu":
             self.device = None  # to be chosen as if ACCELERATE_TORCH_DEVICE were not set
         if not cpu and int(os.environ.get("LOCAL_RANK", "-1")) != -1:
             return backend or "gloo", module.DistributedType.MULTI_GPU
-        result: tuple[str | None, Any] = original(self, cpu, sagemaker_dp, backend)
-        return result
+        return original(self, cpu, sagemaker_dp, backend)
 
-    module.PartialState._prepare_backend = prepare_backend
+    Patches().wrap(module.PartialState, "_prepare_backend", prepare_backend)
 
 
 _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
@@ -71,12 +70,9 @@ _LESSONS: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
-def _replace(
-    module: types.ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
+def _replace(module: types.ModuleType, name: str, taught: Callable[..., object]) -> None:
     """Replace a function in its module and wherever it has been imported from there by name."""
     original = getattr(module, name)
-    taught = wrap(original)
     for other in [module, *sys.modules.values()]:
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, taught)
