@@ -13,7 +13,6 @@ import ctypes
 import os
 import re
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -202,14 +201,13 @@ class ScriptedNvml:
         """Put the script into force; a reader sees either the old or the new one, complete."""
         self.folder.mkdir(parents=True, exist_ok=True)
         records = (*ScriptedNvml(self.folder).driver().records, *self.records)
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder)
-        with os.fdopen(descriptor, "w") as file:
-            file.write("\n".join(records) + "\n")
+        draft = self.path.with_suffix(f".{os.getpid()}")
+        draft.write_text("\n".join(records) + "\n")
         # Recognised by inode, size and time. Kernels stamp in milliseconds and reuse inodes, so
         # quick rewrites could be missed: stamp in nanoseconds.
         now = time.time_ns()
-        os.utime(temporary, ns=(now, now))
-        os.replace(temporary, self.path)
+        os.utime(draft, ns=(now, now))
+        draft.replace(self.path)
         return self
 
     @property
