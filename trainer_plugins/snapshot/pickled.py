@@ -8,7 +8,6 @@ Python hashes a text.
 """
 
 import gc
-import os
 import pickle
 import pickletools
 import re
@@ -83,20 +82,17 @@ class _OfPlainValues(pickle.Unpickler):
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe never blocks
-        with os.fdopen(handle, "rb") as file:
-            about = os.fstat(handle)
-            if not stat.S_ISREG(about.st_mode):
-                raise NotReadableError(f"it is not a file; {_RECORD}")
-            data = file.read(LARGEST_BYTES + 1) if about.st_size <= LARGEST_BYTES else None
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would block
+            raise NotReadableError(f"it is not a file; {_RECORD}")
+        if about.st_size <= LARGEST_BYTES:
+            return path.read_bytes()
     except OSError as error:
         raise NotReadableError(f"it cannot be opened: {printable(error.strerror)}") from None
-    if data is None or len(data) > LARGEST_BYTES:
-        raise NotReadableError(
-            f"it has {size(about.st_size)}, and at most {size(LARGEST_BYTES)} are read; "
-            "record fewer events: _record_memory_history(context='alloc', max_entries=100_000)"
-        )
-    return data
+    raise NotReadableError(
+        f"it has {size(about.st_size)}, and at most {size(LARGEST_BYTES)} are read; "
+        "record fewer events: _record_memory_history(context='alloc', max_entries=100_000)"
+    )
 
 
 class _Program:
