@@ -68,7 +68,8 @@ def flags_of_commands() -> dict[str, set[str]]:
     def walk(command: Any, name: str) -> None:
         options = (each for one in command.params for each in (*one.opts, *one.secondary_opts))
         found[name] = {*options, "--help"}
-        for each, sub in getattr(command, "commands", {}).items():
+        for each in getattr(command, "commands", ()):
+            sub = command.get_command(None, each)
             walk(sub, f"{name} {each}".strip())
 
     walk(typer.main.get_command(app), "")
