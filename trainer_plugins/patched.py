@@ -22,8 +22,9 @@ class Patches(contextlib.ExitStack):
         self.callback(self._restore, owner, name, before, value)
 
     def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
-        """Replace a function by `wrapper(original, *args, **kwargs)`."""
-        original = getattr(owner, name)
+        """Replace a function by `wrapper(original, *args, **kwargs)`, if this version has it."""
+        if (original := getattr(owner, name, None)) is None:
+            return
         self.set(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def _restore(self, owner: object, name: str, before: object, ours: object) -> None:
