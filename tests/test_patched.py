@@ -57,6 +57,12 @@ def test_an_inherited_attribute_is_inherited_again_and_a_static_method_stays_one
     assert Base().size(1) == 1
 
 
+def test_a_function_that_is_missing_is_not_wrapped():
+    with Patches() as patches:
+        patches.wrap(Child, "no_such_name", lambda original: None)
+        assert not hasattr(Child, "no_such_name")
+
+
 def test_what_someone_else_put_over_ours_is_restored_unless_it_is_to_stay(caplog):
     owner = SimpleNamespace(name="before")
     for keeps_later, left in ((False, "before"), (True, "theirs")):
