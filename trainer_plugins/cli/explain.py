@@ -12,7 +12,6 @@ from trainer_plugins.cli.as_json import print_json
 from trainer_plugins.cli.typed_options import AsJson, bad_parameters
 from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.explain.log import explain_log
-from trainer_plugins.explain.run import explain_record, explain_run
 from trainer_plugins.plug_in.flags import Command
 from trainer_plugins.printable import printable
 from trainer_plugins.record.folder import output_dir_of
@@ -89,8 +88,12 @@ def _explain_path(path: str, predicts: bool) -> Explanation:
     if path == "-":
         return explain_log(sys.stdin.buffer, "standard input", predicts)
     if Path(path).is_dir():
+        from trainer_plugins.explain.run import explain_run
+
         return explain_run(Path(path), predicts)
     if path.endswith(".json") and (record := open_oom_record(Path(path))) is not None:
+        from trainer_plugins.explain.run import explain_record
+
         return explain_record(record, output_dir_of(Path(path).parent), predicts)
     with Path(path).open("rb") as file:
         return explain_log(file, path, predicts)
