@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from trainer_plugins import advice
 from trainer_plugins.advice.entry import flags_in
@@ -42,16 +41,8 @@ _PLANNED_AS_TYPED = {
 _DEVICES = ("cuda", "simgpu")
 
 
-class _SetUp(NamedTuple):  # a strategy: by an argument, or by variables of a launch file
-    argument: str
-    switch: str  # the variable that switches it on
-    prefixes: tuple[str, ...]  # of the variables that hold its settings
-
-
-_SET_UP = {
-    "DeepSpeed": _SetUp("deepspeed", "ACCELERATE_USE_DEEPSPEED", ("ACCELERATE_",)),
-    "FSDP": _SetUp("fsdp", "ACCELERATE_USE_FSDP", ("FSDP_", "ACCELERATE_USE_FSDP")),
-}
+# How the variables begin with which a launch file sets a strategy up.
+_VARIABLES = {"DeepSpeed": ("ACCELERATE_",), "FSDP": ("FSDP_", "ACCELERATE_USE_FSDP")}
 _OF_THIS_MACHINE = "ACCELERATE_TORCH_DEVICE"
 
 Outcomes = Mapping[str, MemoryPlan | PlanError]
@@ -261,25 +252,27 @@ def _refuse(run: RunFacts) -> None:
         )
     if run.model.startswith("Peft") and not run.adapter:
         raise PlanError("its adapter is not recorded")
-    set_up = _SET_UP.get(run.family)
-    if set_up and not run.arguments.get(set_up.argument) and not _find_exports(run):
-        raise PlanError(f"its launch file is not recorded, from which it ran as {run.family}")
-    if set_up is None and run.family not in ("DDP", "nothing"):
+    if run.family not in (*_VARIABLES, "DDP", "nothing"):
         raise PlanError(f"it ran as {run.family}")
+    if run.family in _VARIABLES and not _is_in_arguments(run) and not _find_exports(run):
+        raise PlanError(f"its launch file is not recorded, from which it ran as {run.family}")
+
+
+def _is_in_arguments(run: RunFacts) -> bool:
+    return bool(run.arguments.get(run.family.lower()))
 
 
 def _find_exports(run: RunFacts) -> dict[str, str]:
     """Return the variables that a launch file set; none if arguments set the strategy up."""
-    set_up = _SET_UP.get(run.family)
-    if run.launch is None or set_up is None or run.arguments.get(set_up.argument):
+    if run.launch is None or run.family not in _VARIABLES or _is_in_arguments(run):
         return {}
-    variables = run.launch.environment
-    if str(variables.get(set_up.switch)).lower() != "true":
+    variables, prefixes = run.launch.environment, _VARIABLES[run.family]
+    if str(variables.get(f"ACCELERATE_USE_{run.family.upper()}")).lower() != "true":
         return {}
     found = {
         name: text
         for name, text in variables.items()
-        if name.startswith(set_up.prefixes) and name != _OF_THIS_MACHINE
+        if name.startswith(prefixes) and name != _OF_THIS_MACHINE
     }
     if run.launch.deepspeed:
         found["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = json.dumps(run.launch.deepspeed)
