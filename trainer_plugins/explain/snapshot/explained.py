@@ -1,5 +1,6 @@
 """Explains a snapshot, or what grew between two, by category and by source line."""
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,12 +9,7 @@ from pathlib import Path
 from trainer_plugins.advice.for_causes import order_remedies
 from trainer_plugins.allocator.model import SMALL_BYTES, round_size
 from trainer_plugins.explain.answer import Allocation, Cause, Explanation, Numbers, Remedy
-from trainer_plugins.explain.shared import (
-    add_numbers,
-    cause,
-    remedy,
-    say,
-)
+from trainer_plugins.explain.shared import add_numbers, cause, remedy, say
 from trainer_plugins.explain.snapshot.causes import causes_of
 from trainer_plugins.explain.snapshot.remedies import Tries, try_changes
 from trainer_plugins.printable import printable
@@ -203,18 +199,13 @@ def _allocations(case: SnapshotCase) -> Iterator[Allocation]:
 
 def _largest_gap(case: SnapshotCase) -> int:
     """Return the longest stretch of reserved addresses with nothing in use, of any pool."""
-    alive = sorted(
-        (life.address, life.num_bytes) for life in case.sorter.alive_at(case.held.position)
-    )
-    largest, at = 0, 0
-    for start, end in sorted(ranges_after(case.card, case.held.position)):
-        position = start
-        while at < len(alive) and alive[at][0] < end:
-            address, num_bytes = alive[at]
-            largest = max(largest, address - position)
-            position = max(position, address + num_bytes)
-            at += 1
-        largest = max(largest, end - position)
+    position, largest = case.held.position, 0
+    alive = sorted((each.address, each.num_bytes) for each in case.sorter.alive_at(position))
+    for start, end in ranges_after(case.card, position):
+        inside = alive[bisect_left(alive, (start, 0)) : bisect_left(alive, (end, 0))]
+        edges = [start, *(edge for at, length in inside for edge in (at, at + length)), end]
+        gaps = [after - before for before, after in zip(edges[::2], edges[1::2], strict=True)]
+        largest = max(largest, *gaps)
     return largest
 
 
@@ -227,17 +218,14 @@ def compare_snapshots(before: Path, after: Path) -> tuple[list[SnapshotCase], Ex
     causes: tuple[Cause, ...] = ()
     if grown > max(_GROWN_BYTES, _GROWN_FRACTION * first.allocated_bytes):
         causes = add_numbers([_growth(first, second, grown)], Numbers(), lambda _: "snapshot")
-    subject = f"{printable(before)} and {printable(after)}"
-    facts = tuple(_compare(first, second, cases))
-    said = Explanation(
-        subject=subject,
+    return cases, Explanation(
+        subject=f"{printable(before)} and {printable(after)}",
         causes=causes,
         remedies=(),
-        facts=facts,
+        facts=tuple(_compare(first, second, cases)),
         numbers=_numbers(cases[1]),
         before=_numbers(cases[0]),
     )
-    return cases, said
 
 
 def _case(path: Path) -> SnapshotCase:

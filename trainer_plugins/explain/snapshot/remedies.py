@@ -15,6 +15,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice, Door
 from trainer_plugins.allocator.model import AllocatorFull, AllocatorModel, AllocatorRules, Block
 from trainer_plugins.explain.answer import Remedy
+from trainer_plugins.explain.shared import remedy
 from trainer_plugins.snapshot.lives import BEFORE, Life, RepeatedTrace
 from trainer_plugins.snapshot.oom import Oom, SnapshotCase
 from trainer_plugins.units import MIB, size
@@ -98,7 +99,8 @@ class _Trial(Tries):
             do = f"export {self._join(words)}"
             if one is advice.COLLECT_EARLIER:  # which works only with a memory fraction
                 do += f"  # and in the script: {one.flag(Door.CODE)}"
-            self._add(one, do, "the same trace fits, with {} to spare", spare, "fragmentation")
+            effect = "the same trace fits, with {} to spare"
+            self._add(one, effect, spare, do, cause="fragmentation")
         if self.remedies:
             return ""
         return "the same trace fits with none of the other settings either"
@@ -116,9 +118,9 @@ class _Trial(Tries):
         place = self.case.sorter.place(max(leaked, key=lambda life: life.num_bytes))
         self._add(
             advice.KEEP_NUMBERS,
-            f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
             "without the tensors of earlier steps the same trace fits, with {} to spare",
             self._spare(smaller=leaked, divisor=_NOTHING),
+            f"{advice.KEEP_NUMBERS.flag(Door.CODE)} at {place}",
         )
 
     def _try_half(self) -> None:
@@ -134,7 +136,6 @@ class _Trial(Tries):
         ]
         self._add(
             advice.SMALLER_MICRO_BATCH,
-            advice.SMALLER_MICRO_BATCH.flag(Door.TRAINER),
             "half of each micro-batch fits at this point, with {} to spare, if the activations,"
             " logits and temporaries of the trace grow with the batch",
             self._spare(smaller=of_batch, divisor=2, request_divisor=2),
@@ -151,7 +152,6 @@ class _Trial(Tries):
         states = [each for each in sorter.lives if sorter.category(each) == "optimizer states"]
         self._add(
             advice.EIGHT_BIT_ADAMW,
-            advice.EIGHT_BIT_ADAMW.flag(Door.TRAINER),
             "with states of a quarter of the size the same trace fits, with {} to spare;"
             " temporaries of its kernels are not counted",
             self._spare(smaller=states, divisor=4, request_divisor=4),
@@ -164,22 +164,15 @@ class _Trial(Tries):
             needed = size(self.case.capacity_bytes + more)
             effect = f"with {size(more)} more than it had the failing request fits"
             do = advice.LARGER_CARD.flag(Door.SHELL, size=needed)
-            self._add(advice.LARGER_CARD, do, effect, self._spare(more_bytes=more))
+            self._add(advice.LARGER_CARD, effect, self._spare(more_bytes=more), do)
 
-    def _add(self, one: Advice, do: str, effect: str, spare: int | None, cause: str = "") -> None:
+    def _add(
+        self, one: Advice, effect: str, spare: int | None, do: str | None = None, cause: str = ""
+    ) -> None:
         """Name what fits; `{}` of the effect becomes what it leaves to spare."""
-        if spare is None:
-            return
-        self.remedies.append(
-            Remedy(
-                do=do,
-                effect=effect.format(size(spare)),
-                grade="replayed",
-                price=one.price,
-                cause=cause,
-                spare_bytes=spare,
-            )
-        )
+        if spare is not None:
+            made = remedy(one, do, effect.format(size(spare)))
+            self.remedies.append(replace(made, grade="replayed", cause=cause, spare_bytes=spare))
 
     def _spare(
         self,
