@@ -4,7 +4,6 @@ For a tensor of 10 MiB or more torch asks the driver for a multiple of 2 MiB (kM
 kRoundLarge of CUDACachingAllocator), and prints that with two digits after the point.
 """
 
-from collections.abc import Iterable
 from math import ceil, floor
 
 from trainer_plugins.units import GIB, MIB
@@ -23,20 +22,14 @@ def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
     return num_bytes >= _LEAST_BYTES and is_as_large
 
 
-def count_units(
-    asked_bytes: int, unit_bytes: int, known: Iterable[int] = (), chance: float = 1 / 8
-) -> int | None:
-    """Return how many units, as tokens, were refused: a known number of them, else a round one.
+def count_units(asked_bytes: int, unit_bytes: int, chance: float = 1 / 8) -> int | None:
+    """Return how many units, as tokens, were refused, if that is a round number.
 
-    None if no number that is known fits, or none that is so round that fewer than `chance` of all
-    sizes have one as round.
+    None if none is so round that fewer than `chance` of all sizes have one as round.
 
     >>> count_units(int(3.91 * GIB), 128_256 * 4), count_units(int(3.91 * GIB), 152_064 * 4)
     (8192, None)
     """
-    known = [*known]
-    if known:
-        return next((n for n in known if is_size_of(asked_bytes, n * unit_bytes)), None)
     digits = _digits(asked_bytes)
     most = floor((asked_bytes + digits) / unit_bytes)
     least = ceil((asked_bytes - digits - _ROUNDED_BYTES) / unit_bytes)

@@ -69,14 +69,15 @@ def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
 
 
 def _count_tokens(
-    facts: TextFacts, token_bytes: int, settings: Settings, chance: float
+    facts: TextFacts, token_bytes: int, settings: Settings, chance: float = 1 / 8
 ) -> int | None:
     """Count tokens: of the rows and the length that the text shows, else a round number."""
     asked, length = facts.asked_bytes or 0, settings.length
     if length is None:
-        return count_units(asked, token_bytes, chance=chance)
+        return count_units(asked, token_bytes, chance)
     rows = settings.rows or max(1, round(asked / (token_bytes * length)))
-    return count_units(asked, token_bytes, (rows * length, rows * (length - 1)))
+    likely = (rows * length, rows * (length - 1))
+    return next((each for each in likely if is_size_of(asked, each * token_bytes)), None)
 
 
 def solve_scores(facts: TextFacts) -> Said:
@@ -142,21 +143,20 @@ def solve_activations(facts: TextFacts) -> Said | str:
     model = find_model(settings.text)
     if model is None:
         return ""
-    for what, columns in _activations(facts, model.intermediate, model.hidden):
-        for width in _DTYPES:
-            tokens = _count_tokens(facts, columns * width, settings, 1 / 8)
-            if tokens is not None:
-                return facts.states(
-                    f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"
-                    f" bytes: {what} of one layer of {model.name} in {_DTYPES[width]}.",
-                    num_tokens=tokens,
-                    num_columns=columns,
-                )
+    for (what, columns), width in product(_activations(facts, model), _DTYPES):
+        tokens = _count_tokens(facts, columns * width, settings)
+        if tokens is not None:
+            return facts.states(
+                f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"
+                f" bytes: {what} of one layer of {model.name} in {_DTYPES[width]}.",
+                num_tokens=tokens,
+                num_columns=columns,
+            )
     return ""
 
 
-def _activations(facts: TextFacts, intermediate: int, hidden: int) -> Iterator[tuple[str, int]]:
+def _activations(facts: TextFacts, model: Model) -> Iterator[tuple[str, int]]:
     if facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4):
-        yield "the MLP", intermediate
+        yield "the MLP", model.intermediate
     if facts.find_call(r"[Nn]orm\b", innermost=3):
-        yield "the norm", hidden
+        yield "the norm", model.hidden
