@@ -73,6 +73,7 @@ class ByFrame:
     unless: str = ""  # frames with which it is something else
     unless_within: str = ""  # frames that it must not have called: then those were what failed
     within: str = ""  # a frame that must be there as well
+    least_bytes: int = 0  # with a smaller request it is something else
     words: str = ""  # a person's words for it, where no frame shows the place
     solve: Callable[[TextFacts], Said | str] | None = None  # says what the size is that was refused
 
@@ -83,6 +84,8 @@ class ByFrame:
         if not frame or (self.unless and facts.find_call(self.unless, self.innermost)):
             return None
         if self.within and not facts.find_call(self.within):
+            return None
+        if (facts.asked_bytes or 0) < self.least_bytes:
             return None
         deeper = len(facts.frames) - 1 - facts.frames.index(frame)
         if self.unless_within and deeper and facts.find_call(self.unless_within, deeper):
@@ -128,19 +131,6 @@ def logits_by_size(facts: TextFacts) -> Cause | None:
         equation,
         doubt="The text has no traceback, and the size alone speaks for them: the line that failed"
         " shows whether it computes the loss",
-    )
-
-
-def quadratic_attention(facts: TextFacts) -> Cause | None:
-    """A matrix of length x length."""
-    frame = facts.find_call(ATTENTION, innermost=3)
-    if not frame or (facts.asked_bytes or 0) < LEAST_QUADRATIC_BYTES:
-        return None
-    return cause(
-        "quadratic-attention",
-        f"It failed in {frame}.",
-        solve_scores(facts),
-        doubt="The text does not show heads, rows and length: print the shapes of query and key",
     )
 
 
@@ -266,7 +256,14 @@ PLACES: tuple[Rule, ...] = (
         unless=r"backward",
         unknown="the sizes of the pictures: print pixel_values.shape of the batch",
     ),
-    quadratic_attention,
+    ByFrame(
+        code="quadratic-attention",
+        pattern=ATTENTION,
+        innermost=3,
+        least_bytes=LEAST_QUADRATIC_BYTES,
+        solve=solve_scores,
+        unknown="heads, rows and length: print the shapes of query and key",
+    ),
     ByFrame(
         code="generate-cache",
         pattern=r"past_key_value|cache_utils|DynamicCache|StaticCache|key_cache|value_cache|layer_past"
