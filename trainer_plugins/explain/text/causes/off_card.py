@@ -5,7 +5,7 @@ import re
 from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import Cause
-from trainer_plugins.explain.shared import Said, cause, say
+from trainer_plugins.explain.shared import SUMMARIES, Said, cause, say
 from trainer_plugins.explain.text.text_facts import Rule, TextFacts
 from trainer_plugins.oom.rules import KILLED_FROM_OUTSIDE
 from trainer_plugins.units import GIB
@@ -29,18 +29,22 @@ NCCL_ON_THE_HOST = (
     r"|microsoft-standard-WSL2|\bWSL2?\b"
 )
 
-_BATCHES = "Batches of dataloader workers go"
+LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
+# DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
+SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
+WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
 
 
 def shm(facts: TextFacts) -> Cause | None:
     """A worker, or NCCL, did not get shared memory."""
     if facts.oom.source != "shared":
         return None
-    goes = "What ranks of one host send goes" if "nccl" in facts.oom.text else _BATCHES
+    is_nccl = "nccl" in facts.oom.text
+    sent = "What ranks of one host send goes" if is_nccl else "Batches of dataloader workers go"
     return cause(
         "shm",
         facts.words,
-        f"{goes} through /dev/shm; a container has 64 MiB of it.",
+        f"{sent} through /dev/shm; a container has 64 MiB of it.",
         doubt="A bus error has other reasons too: `df -h /dev/shm` during the run settles it",
         is_sure=facts.oom.is_certain,
     )
@@ -65,17 +69,6 @@ def nccl(facts: TextFacts) -> Cause | None:
     )
 
 
-LOAD_BAR = r"Loading (?:weights|checkpoint shards): {1,3}(?!100)\d{1,2}%"
-WORKER_KILLED = "a dataloader worker was killed, as the kernel does when main memory is full"
-_IN_LOAD = "the process was killed because main memory ran out in the load, when each rank reads"
-_IN_LOAD += " the model"
-
-
-_IN_SAVE = "the process was killed because main memory ran out while a checkpoint was saved"
-# DeepSpeed prints it before it writes; with ZeRO-3 the first rank has gathered all weights then.
-SAVE_LINE = r"(?m)^(?:\[Torch\] )?Saving [^\n]*\n(?:(?!.*Saved )[^\n]*\n){0,4}?Killing sub"
-
-
 def host_end(facts: TextFacts) -> Cause | None:
     """A limit or the kernel ended the process for main memory, or another sender did."""
     if facts.oom.source != "host":
@@ -96,9 +89,9 @@ def host_end(facts: TextFacts) -> Cause | None:
     elif not is_limited and "DataLoader worker" in facts.oom.text:
         summary = WORKER_KILLED
     elif not is_limited and facts.says(SAVE_LINE):
-        summary = _IN_SAVE
+        summary = f"{SUMMARIES['host-kill']} while a checkpoint was saved"
     elif not is_limited and not facts.progress and facts.says(LOAD_BAR):
-        summary = _IN_LOAD
+        summary = f"{SUMMARIES['host-kill']} in the load, when each rank reads the model"
     return cause(
         "host-limit" if is_limited else "host-kill",
         facts.words,
@@ -126,14 +119,11 @@ def name_killer(facts: TextFacts) -> str:
 
 def shows_main_memory(facts: TextFacts) -> bool:
     """Return whether the text points to main memory, so that it was no stranger's signal."""
-    return bool(
-        facts.says(r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|(?:main|host|cpu) memory")
-        or facts.says(_USED)
-        or facts.says(LOAD_BAR)
-        or facts.says(SAVE_LINE)
-        or facts.says(_LIMITED)
-        or facts.says(r"exceeded (?:K8s pod )?memory|memory limit|memory usage")
+    words = (
+        r"(?i)dataloader|offload|\boom\b|out of memory|\bRAM\b|(?:main|host|cpu) memory",
+        r"exceeded (?:K8s pod )?memory|memory limit|memory usage",
     )
+    return any(map(facts.says, (*words, _USED, LOAD_BAR, SAVE_LINE, _LIMITED)))
 
 
 def host_commit(facts: TextFacts) -> Cause | None:

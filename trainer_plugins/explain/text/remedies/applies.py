@@ -6,21 +6,8 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Advice
 from trainer_plugins.advice.for_causes import LESS_OF_THE_BATCH
 from trainer_plugins.explain.shared import SURVIVAL_REFUSED
+from trainer_plugins.explain.text.causes import off_card, place
 from trainer_plugins.explain.text.causes.numbers import ONE_BLOCK
-from trainer_plugins.explain.text.causes.off_card import (
-    CONTAINER,
-    HOSTED,
-    LOAD_BAR,
-    NCCL_ON_THE_HOST,
-    SAVE_LINE,
-    SLURM,
-)
-from trainer_plugins.explain.text.causes.place import (
-    ATTENTION,
-    LEAST_QUADRATIC_BYTES,
-    LOADING,
-    SHARDING,
-)
 from trainer_plugins.explain.text.followed import is_followed
 from trainer_plugins.explain.text.remedies import engine
 from trainer_plugins.explain.text.remedies.filled import shows_trainer, uses_trainer
@@ -54,7 +41,7 @@ def _is_windows(facts: TextFacts) -> bool:
 
 
 def _is_large(facts: TextFacts) -> bool:
-    return (facts.asked_bytes or 0) >= LEAST_QUADRATIC_BYTES
+    return (facts.asked_bytes or 0) >= place.LEAST_QUADRATIC_BYTES
 
 
 def _has_workers(facts: TextFacts) -> bool:
@@ -67,16 +54,19 @@ def _has_workers(facts: TextFacts) -> bool:
 def _loads_twice(facts: TextFacts) -> bool:
     """Return whether loading may have filled main memory, and nothing shows that another did."""
     is_else = _has_workers(facts) or facts.says(_OFFLOADS)
-    return not is_else and (not facts.oom.is_certain or facts.find_call(LOADING) is not None)
+    return not is_else and (not facts.oom.is_certain or facts.find_call(place.LOADING) is not None)
 
 
 _OFFLOADS = r"(?i)offload|cpu_adam|CPUAdam"
 _TRIAL = _says(r"[Tt]rial ?#?\d")
 _FSDP = _any_of(_is_called("fsdp"), _says("(?i)fsdp"))
 _UNSLOTH = _any_of(_is_called("(?i)unsloth"), _says("CPU_BUFFERS"))
-_SLURM = _says(SLURM)
-_CONTAINER = _says(CONTAINER)
-_ON_THE_HOST = _says(NCCL_ON_THE_HOST)
+_SLURM = _says(off_card.SLURM)
+_CONTAINER = _says(off_card.CONTAINER)
+_HOSTED = _says(off_card.HOSTED)
+_LOAD_BAR = _says(off_card.LOAD_BAR)
+_SAVE_LINE = _says(off_card.SAVE_LINE)
+_ON_THE_HOST = _says(off_card.NCCL_ON_THE_HOST)
 _REGISTERS_FOR_IB = _says("ibv_reg_mr")
 _SHARES_THE_HOST = _all_of(_ON_THE_HOST, _none_of(_REGISTERS_FOR_IB))
 _GATHERS_ALL = _is_called(r"GatheredParameters\(.*parameters\(|unwrap_model_for_generation")
@@ -101,7 +91,7 @@ _MAP = _says(r"device_map[\"']?\s*[=:]\s*[\"']?(?:auto|balanced|sequential)")
 # Under WSL nvidia-smi never lists a process, and there is no device file to ask for.
 _HIDES_HOLDERS = _all_of(_says("No running processes found"), _none_of(_is_windows))
 _RANKS = _says(r"local_rank|nproc_per_node|num_processes|\[rank\d|torchrun|accelerate launch")
-_IS_LOADING = _any_of(_is_called(LOADING), _says(LOAD_BAR))
+_IS_LOADING = _any_of(_is_called(place.LOADING), _LOAD_BAR)
 _TAKEN_BY_UNKNOWN = _none_of(_has_workers, _IS_LOADING, _says(_OFFLOADS))
 _SDPA = _is_called(r"scaled_dot_product|\bsdpa", innermost=3)
 
@@ -113,7 +103,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.REDUCED_EACH_TIME: _all_of(
         _FSDP, _says(r"gradient_accumulation_steps[\"']?[ =:]{1,4}(?:[2-9]|\d\d)")
     ),
-    advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.find_call(LOADING),
+    advice.PLAN_THE_RUN: lambda facts: uses_trainer(facts) or facts.find_call(place.LOADING),
     advice.NO_GRAD: _none_of(uses_trainer),
     advice.EXPANDABLE_SEGMENTS: _none_of(
         _is_windows, _says(r"ALLOC_CONF[\"'\]\s=:,]{1,6}expandable_segments:True(?! to avoid)")
@@ -131,7 +121,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.BF16_CHECKPOINT: _MXFP4,
     advice.QUANTISED_EXPERTS: _EXPERTS_IN_16_BITS,
     advice.READ_BY_ONE_RANK: _all_of(_IS_LOADING, _RANKS, _none_of(_has_workers, _MXFP4)),
-    advice.LOAD_ON_ONE_RANK: _is_called(SHARDING),
+    advice.LOAD_ON_ONE_RANK: _is_called(place.SHARDING),
     advice.CONVERT_IN_MAIN_MEMORY: _all_of(_CONVERTS, _none_of(_DEEPSPEED, _MAP)),
     advice.ROOM_IN_THE_MAP: _all_of(_CONVERTS, _MAP),
     advice.SEARCH_BY_FAISS: _is_called("mine_hard_negatives"),
@@ -167,7 +157,7 @@ APPLIES: Mapping[Advice, Test] = {
     advice.PRINT_BATCH: lambda facts: not facts.frames and _is_large(facts),
     advice.SHOW_MAIN_MEMORY: lambda facts: facts.users_frame is None,
     advice.FIND_THE_KILL: _none_of(
-        *map(_says, ("(?i)dataloader|offload|cpu_?adam|kubectl|\\bpod\\b", LOAD_BAR, HOSTED, SLURM))
+        _says(r"(?i)dataloader|offload|cpu_?adam|kubectl|\bpod\b"), _LOAD_BAR, _HOSTED, _SLURM
     ),
     advice.CHECK_LAUNCH_FILE: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
     advice.OFFLOAD_TO_DISK: _all_of(_says(_OFFLOADS), _none_of(_has_workers)),
@@ -191,16 +181,18 @@ APPLIES_TO_CAUSE: Mapping[tuple[str, Advice], Test] = {
     ("engine-share", advice.LIST_PROCESSES): engine.is_startup,
     ("generate-cache", advice.SMALLER_EVAL_BATCH): uses_trainer,
     ("host-alloc", advice.FEWER_WORKERS): _has_workers,
-    ("host-alloc", advice.SDPA_ATTENTION): _all_of(_is_called(ATTENTION, innermost=3), _is_large),
+    ("host-alloc", advice.SDPA_ATTENTION): _all_of(
+        _is_called(place.ATTENTION, innermost=3), _is_large
+    ),
     ("host-alloc", advice.SMALLER_MICRO_BATCH): _is_called(
         r"\bforward\b|backward|loss", innermost=4
     ),
     ("host-kill", advice.FEWER_WORKERS): _all_of(
-        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_says(SAVE_LINE))
+        _any_of(_has_workers, _TAKEN_BY_UNKNOWN), _none_of(_SAVE_LINE)
     ),
     ("host-kill", advice.LOAD_ONCE): _all_of(_loads_twice, _IS_LOADING),
-    ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_says(HOSTED)),
-    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_says(SAVE_LINE), _says("(?i)zero_?-?3")),
+    ("host-kill", advice.MORE_MAIN_MEMORY): _none_of(_HOSTED),
+    ("host-kill", advice.SAVE_WITHOUT_GATHER): _all_of(_SAVE_LINE, _says("(?i)zero_?-?3")),
     ("host-limit", advice.FEWER_WORKERS): _has_workers,
     ("host-limit", advice.MORE_MAIN_MEMORY): _none_of(_SLURM),
     ("leftover", advice.SMALLER_MICRO_BATCH): _none_of(_TRIAL),
