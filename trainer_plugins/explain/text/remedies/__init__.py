@@ -14,10 +14,7 @@ from trainer_plugins.explain.text.remedies.filled import FILLED, uses_trainer
 from trainer_plugins.explain.text.text_facts import TextFacts
 
 _STRAW_FRACTION, _FULL_FRACTION = 0.02, 0.85
-_OF_THE_TRAINER = (Door.TRAINER, Door.TRL)
-_OF_ANY_SCRIPT = (
-    Door.CODE, Door.ACCELERATE, Door.DEEPSPEED, Door.ENVIRONMENT, Door.SHELL, Door.VLLM,
-)  # fmt: skip
+_OF_THE_TRAINER = (Door.TRAINER, Door.ARGUMENTS, Door.TRL)
 
 
 def remedies_of(causes: Iterable[Cause], facts: TextFacts) -> tuple[Remedy, ...]:
@@ -62,6 +59,7 @@ def _build(one: Advice, code: str, facts: TextFacts) -> Remedy | None:
         return None
     if filled := FILLED.get(one):
         return filled(one, facts)
-    doors = (*_OF_THE_TRAINER, *_OF_ANY_SCRIPT) if uses_trainer(facts) else _OF_ANY_SCRIPT
-    door = next((each for each in doors if each in one.spellings), None)
+    if uses_trainer(facts):
+        return remedy(one)
+    door = next((each for each in one.spellings if each not in _OF_THE_TRAINER), None)
     return remedy(one, door) if door else None
