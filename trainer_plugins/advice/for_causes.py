@@ -4,10 +4,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from trainer_plugins.advice import *  # noqa: F403
 from trainer_plugins.advice.entry import Advice
-from trainer_plugins.advice.of_machine import *  # noqa: F403
-from trainer_plugins.advice.of_moments import *  # noqa: F403
-from trainer_plugins.advice.of_training import *  # noqa: F403
 
 # Who gives advice: `explain` of a text, a record or a snapshot; a watched run, a check, ...
 Room = Literal["text", "record", "snapshot", "watch", "check", "plan"]

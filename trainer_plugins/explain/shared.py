@@ -137,10 +137,8 @@ def cause(
 
 def insert_sentence(found: Cause, sentence: Said, at: int) -> Cause:
     """Put a sentence into the evidence of a cause, before the one at a position."""
-    figures = [each for each in found.figures if each.sentence < at]
-    figures += sentence.figures(at)
-    later = [each for each in found.figures if each.sentence >= at]
-    figures += [replace(each, sentence=each.sentence + 1) for each in later]
+    figures = [replace(one, sentence=one.sentence + (one.sentence >= at)) for one in found.figures]
+    figures = sorted([*figures, *sentence.figures(at)], key=lambda each: each.sentence)
     return replace(
         found,
         evidence=(*found.evidence[:at], printable(sentence), *found.evidence[at:]),

@@ -9,12 +9,11 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.explain.answer import ShownBy, Stated
 from trainer_plugins.explain.shared import Said, say
-from trainer_plugins.explain.sizes import is_size_of
 from trainer_plugins.explain.text.excerpt import Excerpt, LogLine
 from trainer_plugins.explain.text.text_facts import TextFacts, gather
 from trainer_plugins.oom import OutOfMemory
 from trainer_plugins.reading import MemoryReading
-from trainer_plugins.record.oom_record import Frame, LiveModel, OomRecord
+from trainer_plugins.record.oom_record import Alive, Frame, LiveModel, OomRecord
 from trainer_plugins.record.timeline import Entry, Sample
 from trainer_plugins.units import GIB, size
 
@@ -26,6 +25,8 @@ _LIBRARIES = (
 )  # fmt: skip
 # Optimizer states as a multiple of what is trained; the default is Adam's two states.
 _STATE_FACTOR = {"adafactor": 0.0, "sgd": 0.0, "lion": 1.0, "rmsprop": 1.0, "adagrad": 1.0}
+
+_NOT_COUNTED = Alive(category_bytes={}, hidden_bytes=0, module_bytes={}, models=(), largest=())
 
 # What a number was read from that the error does not state; all others are of the live tensors.
 _SHOWN_BY: Mapping[str, ShownBy] = {
@@ -125,9 +126,9 @@ class Case:
         return _SHOWN_BY.get(name, "live tensors")
 
     @property
-    def models(self) -> tuple[LiveModel, ...]:
-        """Return the models on the card, the largest first; none if they were not counted."""
-        return self.record.alive.models if self.record.alive else ()
+    def alive(self) -> Alive:
+        """Return what was alive; nothing if it was not counted."""
+        return self.record.alive or _NOT_COUNTED
 
     @property
     def samples(self) -> list[Sample]:
@@ -184,16 +185,15 @@ class Case:
 
     def category(self, name: str) -> int:
         """Return the bytes of a category that were alive."""
-        return self.record.alive.category_bytes.get(name, 0) if self.record.alive else 0
+        return self.alive.category_bytes.get(name, 0)
 
     @property
     def kept_logits_bytes(self) -> int:
         """Return the bytes of outputs that an evaluation keeps; 0 if they are few."""
         vocabulary = self.config("vocab_size")
-        tensors = self.record.alive.largest if self.record.alive else ()
         kept = sum(
             each.num_bytes
-            for each in tensors
+            for each in self.alive.largest
             if "EvalLoopContainer" in each.holder
             or (vocabulary and each.shape[-1:] == (vocabulary,) and len(each.shape) == 3)
         )
@@ -202,16 +202,14 @@ class Case:
     @property
     def kept_tensors(self) -> list[tuple[str, str]]:
         """Return what no model owns, and what holds it; the larger kind, graphs or not, first."""
-        alive = self.record.alive
-        if alive is None:
-            return []
         tensors = [
-            (f"{size(each.num_bytes)} {list(each.shape)}", each.holder) for each in alive.largest
+            (f"{size(each.num_bytes)} {list(each.shape)}", each.holder)
+            for each in self.alive.largest
         ]
         graphs = [
-            (f"a graph that ends in {list(each.shape)}", each.holder) for each in alive.graphs
+            (f"a graph that ends in {list(each.shape)}", each.holder) for each in self.alive.graphs
         ]
-        of_graphs = alive.hidden_bytes + self.category("activation")
+        of_graphs = self.alive.hidden_bytes + self.category("activation")
         return graphs + tensors if of_graphs > self.category("other") else tensors + graphs
 
     @property
@@ -219,7 +217,8 @@ class Case:
         """Return the models that the run uses beside the one that it trains, the largest first."""
         trainer = self.record.run.trainer
         of_trainer = re.compile(rf"\b{re.escape(trainer)}\.(?!model\b|model_wrapped\b)\w+$")
-        return [each for each in self.models if trainer and of_trainer.search(each.holder)]
+        models = self.alive.models if trainer else ()
+        return [each for each in models if of_trainer.search(each.holder)]
 
     @property
     def fixed_bytes(self) -> int:
@@ -262,10 +261,6 @@ class Case:
     def is_expandable(self) -> bool:
         option = advice.EXPANDABLE_SEGMENTS.flag(Door.ENVIRONMENT).partition("=")[2]
         return any(option in text for text in self.record.run.allocator.values())
-
-    def is_size_of(self, num_bytes: int) -> bool:
-        """Return whether exactly this was asked for, as the allocator rounds it."""
-        return is_size_of(self.asked_bytes, num_bytes)
 
     @property
     def foreign_bytes(self) -> int:

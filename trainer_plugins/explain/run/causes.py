@@ -14,6 +14,7 @@ from trainer_plugins.explain.shared import (
     insert_sentence,
     is_in_pieces,
 )
+from trainer_plugins.explain.sizes import is_size_of
 from trainer_plugins.explain.text import causes as by_words
 from trainer_plugins.explain.text.causes import numbers, off_card, others, place
 from trainer_plugins.explain.text.text_facts import Rule
@@ -66,10 +67,8 @@ def _judge_error(case: Case) -> Cause | None:
 
 def judge_words(case: Case) -> tuple[Cause, ...]:
     """Return causes that no number of a record shows, and a rule of texts does."""
-    found = by_words.causes_of(case.text)
-    return tuple(
-        each for each in found if each.code in _BY_WORDS_ALONE and each.grade != "possible"
-    )
+    found = (each for each in by_words.causes_of(case.text) if each.grade != "possible")
+    return tuple(each for each in found if each.code in _BY_WORDS_ALONE)
 
 
 def _judge_moment(case: Case) -> Cause | None:
@@ -103,10 +102,8 @@ def _evaluation(case: Case) -> Cause | None:
                 place=f"{last.function} ({last.file}, line {last.line})",
             ),
         )
-    kept, is_collecting = (
-        case.kept_logits_bytes,
-        case.text.find_call(place.COLLECTING, innermost=10),
-    )
+    kept = case.kept_logits_bytes
+    is_collecting = case.text.find_call(place.COLLECTING, innermost=10)
     if kept or is_collecting:
         return cause(
             "eval-logits",
@@ -213,15 +210,14 @@ def _logits(case: Case) -> Cause | None:
         return None
     rows, length = tokens
     is_exact = any(
-        case.is_size_of(rows * seen * vocabulary * width)
+        is_size_of(case.asked_bytes, rows * seen * vocabulary * width)
         for seen in (length, length - 1)
         for width in (2, 4)
     )
     num_bytes = rows * length * vocabulary * 4
     room = case.record.error.limit_bytes or case.total_bytes
-    if num_bytes < 0.1 * room or (
-        not is_exact and not case.text.find_call(place.LOGITS, innermost=4)
-    ):
+    is_shown = is_exact or case.text.find_call(place.LOGITS, innermost=4)
+    if num_bytes < 0.1 * room or not is_shown:
         return None
     return cause(
         "logits-loss",
@@ -242,7 +238,7 @@ def _quadratic(case: Case) -> Cause | None:
     rows, length = tokens
     table = rows * heads * length * length
     # Short rows make tables of the size of anything.
-    if length < 512 or not any(case.is_size_of(table * width) for width in (2, 4)):
+    if length < 512 or not any(is_size_of(case.asked_bytes, table * width) for width in (2, 4)):
         return None
     return cause(
         "quadratic-attention",
@@ -303,11 +299,8 @@ def _other_processes(case: Case) -> Cause | None:
     foreign, limit = case.foreign_bytes, case.record.error.limit_bytes
     if limit is not None and case.free_bytes >= case.asked_bytes:
         return None  # it was not the card that was full
-    if (
-        not foreign
-        or foreign < 0.1 * case.total_bytes
-        or case.asked_bytes > case.free_bytes + foreign
-    ):
+    is_little = foreign < max(1, 0.1 * case.total_bytes)
+    if is_little or case.asked_bytes > case.free_bytes + foreign:
         return None
     listed = [each for each in case.record.processes or () if not each.is_own]
     names = [f"pid {each.pid} ({each.name or 'name unknown'})" for each in listed]
@@ -330,9 +323,8 @@ def _other_processes(case: Case) -> Cause | None:
 def _leftover(case: Case) -> Cause | None:
     """Find copies of the run's own model that are still held."""
     others = case.second_models
-    copies = [
-        each for each in case.models if each.name == case.record.run.model and each not in others
-    ]
+    models = (each for each in case.alive.models if each.name == case.record.run.model)
+    copies = [each for each in models if each not in others]
     held = sum(each.num_bytes for each in copies[1:])
     if len(copies) < 2 or held < 0.1 * case.total_bytes:
         return None

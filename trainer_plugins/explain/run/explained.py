@@ -142,7 +142,7 @@ def _entries(history: History | None, record: OomRecord) -> Sequence[Entry]:
 def _numbers(case: Case) -> Numbers:
     """Return what the error and the reading after it state."""
     record = case.record
-    alive, reading = record.alive, record.reading
+    reading = record.reading
     index = record.run.device.rpartition(":")[2]
     return Numbers(
         rank=record.rank,
@@ -154,7 +154,7 @@ def _numbers(case: Case) -> Numbers:
         step=record.step,
         **case.stated,
         peak_allocated_bytes=None if reading is None else reading.peak_allocated_bytes,
-        categories={} if alive is None else alive.all_bytes,
+        categories={} if record.alive is None else record.alive.all_bytes,
         allocations=tuple(
             Allocation(
                 num_bytes=each.num_bytes,
@@ -162,7 +162,7 @@ def _numbers(case: Case) -> Numbers:
                 place=each.holder,
                 shape=each.shape,
             )
-            for each in (() if alive is None else alive.largest[:10])
+            for each in case.alive.largest[:10]
         ),
         frames=record.frames[::-1],
         processes=record.processes or (),

@@ -128,10 +128,9 @@ def _survive(one: Advice, cause: str, case: Case) -> Remedy | None:
     smaller, needed = _rows_that_fit(case, rows, case.fixed_bytes + case.to_come_bytes)
     if not needed:
         return found
-    piece = (
-        f"a piece of {smaller} row{'s' if smaller > 1 else ''} needs {_describe_need(case, needed)}"
-    )
-    found = replace(found, grade="arithmetic", effect=f"{found.effect}; {piece}")
+    piece = f"a piece of {smaller} row{'s' if smaller > 1 else ''}"
+    effect = f"{found.effect}; {piece} needs {_describe_need(case, needed)}"
+    found = replace(found, grade="arithmetic", effect=effect)
     return _add_peak(found, case, needed)
 
 
@@ -146,15 +145,12 @@ def _suggest_relaunch(one: Advice, cause: str, case: Case) -> Remedy:
 
 def _needs_checkpointing(case: Case) -> bool:
     run = case.record.run
-    is_live = run.strategy is not None and run.strategy.is_checkpointing
-    return not is_live and not is_asked(run.arguments)
+    return not is_asked(run.arguments) and not (run.strategy and run.strategy.is_checkpointing)
 
 
 def _shorter_rows(one: Advice, cause: str, case: Case) -> Remedy:
-    length = case.tokens[1] if case.tokens else 0
-    if length <= 1:
-        return remedy(one, Door.TRL)
-    return remedy(one, Door.TRL, length=length // 2)
+    half = case.tokens[1] // 2 if case.tokens else 0
+    return remedy(one, Door.TRL, length=half) if half else remedy(one, Door.TRL)
 
 
 def _suggest_without_table(one: Advice, cause: str, case: Case) -> Remedy | None:
@@ -265,17 +261,13 @@ def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:
 
 
 def _smaller_engine_share(one: Advice, cause: str, case: Case) -> Remedy:
-    share, total = (
-        case.record.run.arguments.get("vllm_gpu_memory_utilization"),
-        max(1, case.total_bytes),
-    )
-    now, door = case.foreign_bytes / total, Door.VLLM
+    held, total = case.foreign_bytes, max(1, case.total_bytes)
+    now, door = held / total, Door.VLLM
+    share = case.record.run.arguments.get("vllm_gpu_memory_utilization")
     if isinstance(share, float):
         now, door = share, Door.TRL
     new = advice.smaller_share(now, max(0, case.asked_bytes - case.free_bytes) / total)
-    effect = (
-        f"the engine holds {size(case.foreign_bytes)} now, and takes this share of the card then"
-    )
+    effect = f"the engine holds {size(held)} now, and takes this share of the card then"
     return remedy(one, door, effect, by_arithmetic=case.asked_bytes, share=f"{new:g}")
 
 
@@ -364,7 +356,7 @@ _EFFECTS: Mapping[Advice, Callable[[Case], str]] = {
         f"shows what holds {size(case.foreign_bytes)}; end it, or wait"
     ),
     advice.RELEASED: lambda case: (
-        f"releases {size(sum(each.num_bytes for each in case.models[1:]))} of weights and what"
-        " belongs to them; names what holds more"
+        f"releases {size(sum(each.num_bytes for each in case.alive.models[1:]))} of weights and"
+        " what belongs to them; names what holds more"
     ),
 }

@@ -178,15 +178,9 @@ def _list_known(facts: TextFacts, numbers: Numbers) -> tuple[str, ...]:
         lines.append(f"the first to fail was {'rank ' * facts.writer.isdigit()}{facts.writer}")
     if facts.progress:
         lines.append(facts.progress)
-    if (
-        facts.unused_bytes is not None
-        and facts.asked_bytes is not None
-        and not is_fragmented(facts)
-    ):
-        lines.append(
-            f"not fragmentation: {size(facts.unused_bytes)} cached, {size(facts.asked_bytes)} asked"
-            " for"
-        )
+    unused, asked = numbers.unused_bytes, numbers.requested_bytes
+    if unused is not None and asked is not None and not is_fragmented(facts):
+        lines.append(f"not fragmentation: {size(unused)} cached, {size(asked)} asked for")
     return tuple(lines)
 
 

@@ -92,14 +92,10 @@ class TextFacts:
     @property
     def unused_bytes(self) -> int | None:
         """Return what the allocator holds under no tensor."""
-        oom = self.oom
-        if (
-            oom.unused_bytes is None
-            and oom.reserved_bytes is not None
-            and self.live_bytes is not None
-        ):
-            return max(0, oom.reserved_bytes - self.live_bytes)
-        return oom.unused_bytes
+        unused, reserved, live = self.oom.unused_bytes, self.oom.reserved_bytes, self.live_bytes
+        if unused is None and reserved is not None and live is not None:
+            return max(0, reserved - live)
+        return unused
 
     @property
     def stated(self) -> Stated:

@@ -22,6 +22,10 @@ _NOTED = re.compile(
 _LEAST_OTHERS_BYTES = 2 * GIB
 _LEAST_OTHERS_FRACTION = 0.15
 _IMPORTANT_FRACTION = 0.85
+_MASKED = (
+    "the card was full, and torch could not say how: NVML failed (MIG, Jetson, a container,"
+    " a driver that was updated)"
+)
 
 
 def impossible_size(facts: TextFacts) -> Cause | None:
@@ -111,11 +115,8 @@ def _judge_early_refusal(facts: TextFacts) -> Cause:
 
 def judge_spill(facts: TextFacts) -> Cause | None:
     """More is allocated than the card has: Windows lends main memory."""
-    if (
-        facts.live_bytes is None
-        or facts.total_bytes is None
-        or facts.live_bytes <= facts.total_bytes
-    ):
+    live, total = facts.live_bytes, facts.total_bytes
+    if live is None or total is None or live <= total:
         return None
     return cause(
         "capacity",
@@ -208,12 +209,8 @@ def pieces_beside_others(facts: TextFacts) -> Cause | None:
 
 def is_fragmented(facts: TextFacts) -> bool:
     """Return whether the unused reservation was large enough to be worth anything here."""
-    asked, unused, free, total = (
-        facts.asked_bytes,
-        facts.unused_bytes,
-        facts.free_bytes or 0,
-        facts.total_bytes,
-    )
+    asked, unused, total = facts.asked_bytes, facts.unused_bytes, facts.total_bytes
+    free = facts.free_bytes or 0
     if asked is None or unused is None or total is None:
         return False
     return asked >= free and is_in_pieces(asked, unused, free, total)
@@ -221,11 +218,8 @@ def is_fragmented(facts: TextFacts) -> bool:
 
 def wrong_shape(facts: TextFacts) -> Cause | None:
     """One tensor is larger than the card."""
-    if (
-        facts.asked_bytes is None
-        or facts.total_bytes is None
-        or facts.asked_bytes <= facts.total_bytes
-    ):
+    asked, total = facts.asked_bytes, facts.total_bytes
+    if asked is None or total is None or asked <= total:
         return None
     return cause(
         "api-misuse",
@@ -242,20 +236,22 @@ def capacity(facts: TextFacts) -> Cause:
     live, total, frame = facts.live_bytes, facts.total_bytes, facts.users_frame or facts.failed
     limit = facts.oom.limit_bytes
     fills = live is not None and bool(total) and live >= _IMPORTANT_FRACTION * (total or 0)
-    evidence: list[str | Said] = []
+    filled: str | Said = ""
     if limit is not None and total is not None and "MPS" not in facts.oom.text:
-        limited = "This process may use only {limit_bytes} of {capacity_bytes}."
-        evidence.append(facts.states(limited))
+        filled = facts.states("This process may use only {limit_bytes} of {capacity_bytes}.")
     elif live is not None and total:
-        filled = "{allocated_bytes} of {capacity_bytes} ({live_fraction}) are under live tensors."
-        evidence.append(facts.states(filled, live_fraction=live / total))
-    if is_held_outside_torch(facts):
-        outside = "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other"
-        outside += " libraries."
-        evidence.append(say(outside, own_outside_bytes=facts.outside_torch_bytes))
-    if frame:
-        evidence.append(f"It failed in {frame}.")
-    evidence.append(solve_activations(facts))
+        words = "{allocated_bytes} of {capacity_bytes} ({live_fraction}) are under live tensors."
+        filled = facts.states(words, live_fraction=live / total)
+    outside = say(
+        "{own_outside_bytes} of this process are outside torch: NCCL, graphs, other libraries.",
+        own_outside_bytes=facts.outside_torch_bytes,
+    )
+    evidence = [
+        filled,
+        outside if is_held_outside_torch(facts) else "",
+        f"It failed in {frame}." if frame else "",
+        solve_activations(facts),
+    ]
     if facts.oom.source == "driver" and total is None:
         doubt = (
             "The driver's words do not say which memory it was: the card's, full of others' or of"
@@ -267,12 +263,10 @@ def capacity(facts: TextFacts) -> Cause:
             " what earlier steps have left. `trainer-plugins plan` predicts what this run should"
             " need" + ("" if facts.frames else "; a traceback would show where it failed")
         )
-    masked = "the card was full, and torch could not say how: NVML failed (MIG, Jetson, a container"
-    masked += ", a driver that was updated)"
     return cause(
         "capacity",
         *(evidence if any(evidence) else [facts.words]),
-        summary=masked if "NVML_SUCCESS" in facts.oom.text else "",
+        summary=_MASKED if "NVML_SUCCESS" in facts.oom.text else "",
         grade="likely" if fills else "possible",
         doubt=doubt,
     )

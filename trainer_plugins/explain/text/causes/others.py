@@ -33,12 +33,8 @@ def own_ranks(facts: TextFacts) -> Cause | None:
     sizes = [size for _, size in facts.neighbours]
     if facts.own_bytes is None or not facts.total_bytes:
         return None
-    is_at_home = facts.writer.isdigit() and int(facts.writer) == facts.oom.device
-    if (
-        not are_alike(facts.own_bytes, sizes)
-        or not facts.has_ranks
-        or (is_at_home and facts.oom.device)
-    ):
+    is_at_home = facts.writer.isdigit() and int(facts.writer) == facts.oom.device != 0
+    if is_at_home or not facts.has_ranks or not are_alike(facts.own_bytes, sizes):
         return None
     return cause(
         "ddp-gpu0",
@@ -217,9 +213,8 @@ def _judge_table(facts: TextFacts) -> Cause | None:
     if not full or facts.oom.source not in ("driver", "library", "masked") or facts.live_bytes:
         return None
     device = facts.oom.device or 0
-    used, total = facts.cards[device] if device < len(facts.cards) else full[0]
-    if used < _FULL_FRACTION * total:
-        used, total = full[0]
+    own = [one for one in facts.cards[device : device + 1] if one in full]
+    used, total = (own or full)[0]
     return cause(
         "foreign",
         say(

@@ -154,9 +154,8 @@ def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
 
 
 def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
-    effect = (
-        f"frees {size(facts.live_bytes)}, if it is left from before" if facts.live_bytes else ""
-    )
+    live = facts.live_bytes
+    effect = f"frees {size(live)}, if it is left from before" if live else ""
     return remedy(one, Door.CODE, effect, by_arithmetic=effect)
 
 
