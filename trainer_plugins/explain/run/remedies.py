@@ -242,13 +242,10 @@ def _keep_numbers(one: Advice, cause: str, case: Case) -> Remedy:
     return remedy(one, one.flag(Door.CODE) + (f" at {place}" if place else ""))
 
 
-def _suggest_16_bits(one: Advice, cause: str, case: Case) -> Remedy | None:
-    models = case.second_models
-    if not models:
-        return None
-    freed = size(models[0].num_bytes // 2)
-    effect = f"{freed} less, if it is in float32; it does not learn"
-    return remedy(one, Door.CODE, effect, by_arithmetic=True, place=models[0].place)
+def _suggest_16_bits(one: Advice, cause: str, case: Case) -> Remedy:
+    largest, *_ = case.second_models
+    effect = f"{size(largest.num_bytes // 2)} less, if it is in float32; it does not learn"
+    return remedy(one, Door.CODE, effect, by_arithmetic=True, place=largest.place)
 
 
 def _end_process(one: Advice, cause: str, case: Case) -> Remedy | None:

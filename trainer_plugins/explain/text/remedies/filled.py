@@ -153,12 +153,6 @@ def _room_in_the_map(one: Advice, facts: TextFacts) -> Remedy:
     return remedy(one, Door.CODE, effect, by_arithmetic=True, size=most)
 
 
-def _restart_kernel(one: Advice, facts: TextFacts) -> Remedy:
-    live = facts.live_bytes
-    effect = f"frees {size(live)}, if it is left from before" if live else ""
-    return remedy(one, Door.CODE, effect, by_arithmetic=effect)
-
-
 def _place(facts: TextFacts) -> str:
     frame = facts.users_frame
     return f"{frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else ""
@@ -199,7 +193,6 @@ FILLED: Mapping[Advice, Callable[[Advice, TextFacts], Remedy | None]] = {
     advice.ONE_PROCESS_A_CARD: _one_process_a_card,
     advice.LOAD_INTO_MAIN_MEMORY: _load_into_main_memory,
     advice.ROOM_IN_THE_MAP: _room_in_the_map,
-    advice.RESTART_KERNEL: _restart_kernel,
     advice.PRINT_SHAPES: _print_shapes,
     advice.LOOK_AT: _look_at,
     advice.FEWER_WORKERS: _fewer_workers,
