@@ -68,10 +68,10 @@ _OF_MODULES = {
     "qwen2": (151_936, 152_064),
     "qwen3": (151_936,),
     "llama": (32_000, 128_256),
-    "mistral": (32_000, 131_072),
+    "mistral": (32_000, 32_768, 131_072),
     "mixtral": (32_000,),
     "gemma": (256_000, 262_144),
-    "phi3": (32_064,),
+    "phi3": (32_064, 100_352, 200_064),
     "gpt2": (50_257,),
     "gpt_oss": (201_088,),
 }
@@ -84,7 +84,13 @@ def find_model(text: str) -> Model | None:
     >>> find_model("--model_name_or_path meta-llama/Llama-3.1-8B-Instruct").hidden
     4096
     """
-    found = [each for each in _MODELS if re.search(_pattern(each.name), text)]
+    folded = text.casefold()
+    found = [
+        each
+        for each in _MODELS
+        if each.name.split()[0].casefold() in folded  # to compile few patterns
+        and re.search(_pattern(each.name), text)
+    ]
     longest = max(found, key=lambda each: len(each.name), default=None)
     is_one = longest is not None and all(longest.name.startswith(each.name) for each in found)
     return longest if is_one else None
