@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -35,7 +34,7 @@ from trainer_plugins.record.folder import folder_of_run, output_dir_of, read_one
 from trainer_plugins.record.oom_record import OomRecord
 from trainer_plugins.record.run_facts import RunFacts
 from trainer_plugins.record.timeline import Failure, Sample, Timeline
-from trainer_plugins.upkeep.frames import frames_above
+from trainer_plugins.upkeep.frames import find_last_errors, frames_above
 from trainer_plugins.upkeep.peers import watch_peers
 from trainer_plugins.upkeep.post_mortem import (
     Scene,
@@ -167,7 +166,7 @@ def _explain_if_it_ended_the_program(path: Path, words: str) -> None:
     """Write the explanation below the traceback; of several ranks that failed, the first does."""
     with suppress(Exception):  # the record is there, and `explain` says what is wrong with it
         record, folder = read_one(path, OomRecord), output_dir_of(path.parent)
-        if record is None or words not in map(first_line, _find_last_errors()):
+        if record is None or words not in map(first_line, find_last_errors()):
             return
         if record.run.world_size > 1 and not _is_first(path.parent, record.run.time_seconds):
             return
@@ -183,14 +182,6 @@ def _is_first(folder: Path, began_seconds: float) -> bool:
             return False
         told.write_text(f"{os.getpid()}\n")
         return True
-
-
-def _find_last_errors() -> Iterator[BaseException]:
-    """Yield the error that Python has shown, and those behind it."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _select_this_run(timeline: Timeline) -> tuple[MemoryReading, ...]:

@@ -120,16 +120,13 @@ def changes_report(plan: MemoryPlan, saved: Sequence[Saved]) -> RenderableType:
     numbers = ("allocated saved", "reserved saved", "nvidia-smi then", "fits then")
     table = plain_table("switch", *numbers, "with", left=("with",))
     for each in saved:
-        if each.reason is not None:
-            table.add_row(each.change, "", "", "", "", each.reason)
-            continue
         table.add_row(
             each.change,
             size_or_blank(each.allocated_saved_bytes),
             size_or_blank(each.reserved_saved_bytes),
             size_or_blank(each.nvidia_smi_peak_bytes),
             {True: "yes", False: "no", None: ""}[each.fits],
-            each.how,
+            each.reason or each.how,
         )
     allocated, reserved = size(plan.allocated_peak_bytes), size(plan.reserved_peak_bytes)
     heading = f"The run as it is: allocated {allocated}, reserved {reserved}. Each switch alone:"

@@ -37,6 +37,14 @@ def is_running(function: Callable[..., object]) -> bool:
     return any(frame.f_code is code for frame in frames_above())
 
 
+def find_last_errors() -> Iterator[BaseException]:
+    """Yield the error that the interpreter has shown last, and those behind it."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _MOST_FRAMES = 80
 _MOST_TENSORS = 20

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,12 +24,8 @@ GenerateGuard = Callable[
 ]
 
 
-class _Guard(NamedTuple):
-    surround: GenerateGuard
-    outside_training: bool
-
-
-_guards: WeakKeyDictionary[nn.Module, list[_Guard]] = WeakKeyDictionary()
+# The guards of each model, and whether each acts outside training too.
+_guards: WeakKeyDictionary[nn.Module, list[tuple[GenerateGuard, bool]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -102,7 +98,7 @@ def guard_generate(
             vars(model)["_generate_before_guards"] = vars(model)["generate"]
         # copy.deepcopy and pickle copy a bound method of a module's function with the model.
         vars(model)["generate"] = MethodType(_generate, model)
-    entry = _Guard(guard, outside_training)
+    entry = guard, outside_training
     _guards[model].append(entry)
     # A guard's callback keeps `remove`, which must not keep the model of a training that raised.
     model_ref = ref(model)
@@ -162,9 +158,9 @@ def _generate(self: Any, *args: object, **kwargs: object) -> object:
     generate = vars(self).get("_generate_before_guards") or MethodType(type(self).generate, self)
     is_in_training = inside_training()
     with ExitStack() as stack:
-        for guard in list(_guards.get(self, ())):
-            if guard.outside_training or is_in_training:
-                stack.enter_context(guard.surround(self, args, kwargs))
+        for guard, outside_training in list(_guards.get(self, ())):
+            if outside_training or is_in_training:
+                stack.enter_context(guard(self, args, kwargs))
         return generate(*args, **kwargs)
 
 

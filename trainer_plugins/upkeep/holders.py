@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from traceback import walk_tb
 from types import CellType, FrameType, FunctionType, ModuleType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -182,20 +182,18 @@ def list_owned(model: nn.Module | None, optimizer: object) -> Iterable[torch.Ten
 
 def users_holder(thing: object, ours: object) -> str:
     """Climb to the first name that the user wrote; empty if a step's frames alone hold it."""
-    found = _holder(thing, ours, most_links=2 * _MAX_LINKS, until_users=True)
+    found = _holder(thing, ours, until_users=True)
     return "" if found == _UNKNOWN or found.startswith(("[", "a local of")) else found
 
 
-def _holder(
-    thing: object, ours: object, most_links: int = _MAX_LINKS, until_users: bool = False
-) -> str:
+def _holder(thing: object, ours: object, until_users: bool = False) -> str:
     """Climb from an object to what refers to it, up to a module, a frame, or a few names.
 
     A key of a dictionary may be a secret, so what is found is masked.
     """
     text = ""
     seen = {id(ours), id(thing)}
-    for _ in range(most_links):
+    for _ in range(2 * _MAX_LINKS if until_users else _MAX_LINKS):
         owner, name = _owner(thing, seen)
         if owner is None:
             break
@@ -234,9 +232,11 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
             if key is not None:
                 return referrer, f"[{key!r}]"
         elif isinstance(referrer, CellType):
-            for function in filter(_is_function, gc.get_referrers(*gc.get_referrers(referrer))):
+            for function in gc.get_referrers(*gc.get_referrers(referrer)):
+                if not isinstance(function, FunctionType) or id(function) in seen:
+                    continue
                 cells = function.__closure__ or ()
-                if any(each is referrer for each in cells) and id(function) not in seen:
+                if any(each is referrer for each in cells):
                     names = dict(zip(map(id, cells), function.__code__.co_freevars, strict=True))
                     return (
                         function,
@@ -249,10 +249,6 @@ def _owner(thing: object, seen: set[int]) -> tuple[object | None, str]:
         elif (key := _key(getattr(referrer, "__dict__", {}).items(), thing)) is not None:
             return referrer, f"{type(referrer).__name__}.{key}"
     return (frame, f"a local of {frame.f_code.co_name}()") if frame is not None else (None, "")
-
-
-def _is_function(thing: object) -> TypeGuard[FunctionType]:
-    return isinstance(thing, FunctionType)
 
 
 def _error_through(frame: FrameType) -> BaseException | None:

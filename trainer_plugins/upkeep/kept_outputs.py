@@ -1,7 +1,7 @@
 """Judges the outputs that an evaluation keeps until its end, or keeps their argmax instead."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer_plugins import advice
 from trainer_plugins.advice import Door
 from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.units import size
+from trainer_plugins.wrapped import tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +27,11 @@ _FILLER = -100  # pads rows and logits of unequal length (transformers, evaluati
 
 def count_kept_bytes(outputs: object, as_arrays: bool = False) -> int:
     """Return the bytes of the tensors in nested outputs, or of the numpy arrays made from them."""
-    if isinstance(outputs, torch.Tensor):
-        # numpy has no bfloat16, so nested_numpify makes float32.
-        width = 4 if as_arrays and outputs.dtype == torch.bfloat16 else outputs.element_size()
-        return outputs.numel() * width
-    if isinstance(outputs, Mapping):
-        outputs = tuple(outputs.values())
-    if isinstance(outputs, (list, tuple)):
-        return sum(count_kept_bytes(each, as_arrays) for each in outputs)
-    return 0
+    # numpy has no bfloat16, so nested_numpify makes float32.
+    return sum(
+        2 * each.nbytes if as_arrays and each.dtype == torch.bfloat16 else each.nbytes
+        for each in tensors_in(outputs)
+    )
 
 
 def judge_kept(

@@ -1,7 +1,6 @@
 """Frees what a Trainer holds on its card, and names what holds the rest."""
 
 import gc
-import sys
 import traceback
 from types import TracebackType
 from weakref import ref
@@ -14,7 +13,7 @@ from trainer_plugins.hf_trainer import HfTrainer
 from trainer_plugins.record.oom_record import Held
 from trainer_plugins.streaming.stream import stream_of
 from trainer_plugins.units import size
-from trainer_plugins.upkeep.frames import code_of
+from trainer_plugins.upkeep.frames import code_of, find_last_errors
 from trainer_plugins.upkeep.holders import GROWTH_FRACTION, list_held
 
 
@@ -135,12 +134,10 @@ def _let_go(trainer: HfTrainer) -> None:
 def _forget_failure(trainer: HfTrainer) -> None:
     """Clear the frames of the error that an interpreter keeps, if this Trainer raised it."""
     ours = {code_of(getattr(type(trainer), name)) for name in ("train", "evaluate", "predict")}
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    while error is not None:
+    for error in find_last_errors():
         frames = error.__traceback__
         if any(frame.f_code in ours for frame, _ in traceback.walk_tb(frames)):
             _clear(frames)
-        error = error.__cause__ or error.__context__
 
 
 def _clear(frames: TracebackType | None) -> None:
