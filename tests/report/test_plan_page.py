@@ -10,7 +10,7 @@ from tests.models import SMALL_GPT2
 from tests.report.drawn import MOMENTS, Read, highest, loads_nothing, plan_of
 from trainer_plugins.cli import app
 from trainer_plugins.planner.plan import MemoryPlan
-from trainer_plugins.report.html.chart import top_of
+from trainer_plugins.report.html.chart import draw_limit
 from trainer_plugins.report.html.plan_page import plan_chart, plan_page
 from trainer_plugins.units import GIB
 
@@ -68,7 +68,7 @@ def test_the_chart_is_as_high_as_the_peaks(written):
     assert highest(page, "within") == pytest.approx(plan.allocated_peak_bytes + outside, rel=1e-4)
     assert highest(page, "cached") == plan.reserved_peak_bytes + outside
     chart = page.data["charts"]["plan"]
-    assert chart["top"] == top_of(plan.reserved_peak_bytes + outside, plan.capacity_bytes)
+    assert chart["top"] == draw_limit(plan.reserved_peak_bytes + outside, plan.capacity_bytes)[0]
     names = [moment for moment, *_ in plan.timeline]
     changes = sum(before != after for before, after in itertools.pairwise(names))
     assert len(chart["words"]) == changes + 1, "each stretch is named"

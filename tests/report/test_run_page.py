@@ -26,7 +26,7 @@ from trainer_plugins.finding import Finding, Severity
 from trainer_plugins.record.history import read_history
 from trainer_plugins.record.thinning import thin
 from trainer_plugins.record.timeline import Entry, Failure, Flush, Remark, Sample, read_timeline
-from trainer_plugins.report.html.chart import top_of
+from trainer_plugins.report.html.chart import draw_limit
 from trainer_plugins.report.html.memory import stretches_of
 from trainer_plugins.report.html.step_times import paces_of
 from trainer_plugins.units import GIB, MIB
@@ -102,7 +102,7 @@ def test_the_highest_points_of_a_picture_are_the_peaks_of_the_run(make_trainer, 
     used = max(r.non_torch_bytes + max(r.reserved_bytes, r.peak_allocated_bytes) for r in readings)
     peak = max(r.non_torch_bytes + r.peak_allocated_bytes for r in readings)
     assert (highest(page, "cached"), highest(page, "within")) == (used, peak)
-    assert page.data["charts"]["memory-0"]["top"] == top_of(used, 256 * MIB)
+    assert page.data["charts"]["memory-0"]["top"] == draw_limit(used, 256 * MIB)[0]
 
 
 def long_run(num_steps: int, peak_at: int, rank: int = 0) -> list[Entry]:

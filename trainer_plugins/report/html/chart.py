@@ -137,20 +137,15 @@ def areas_of_card(
     ]
 
 
-def top_of(highest: float, limit: int | None) -> float:
-    """Return a scale with room for texts above the highest number, and above a limit nearby."""
-    is_near = limit is not None and limit < _FAR * highest
-    return _HEADROOM * max(highest, limit if is_near and limit else 0, 1)
-
-
-def draw_limit(top: float, limit: int | None) -> tuple[Dot | None, tuple[Key, ...]]:
-    """Draw the limit of a card; the key names one that is above the picture."""
+def draw_limit(highest: float, limit: int | None) -> tuple[float, Dot | None, tuple[Key, ...]]:
+    """Return the upper edge of a picture, and the limit of a card; the key names a far one."""
+    top = _HEADROOM * max(highest, 1)
     if limit is None:
-        return None, ()
+        return top, None, ()
     text = f"the card: {size(limit)}"
-    if limit > top:
-        return None, (Key(name=text, text="above the picture", colour="limit", isLine=True),)
-    return Dot(value=limit, text=text), ()
+    if limit >= _FAR * highest:
+        return top, None, (Key(name=text, text="above the picture", colour="limit", isLine=True),)
+    return _HEADROOM * max(highest, limit), Dot(value=limit, text=text), ()
 
 
 def colour_of(name: str) -> str:

@@ -1,7 +1,7 @@
 """Finds what happened when in a run: bands behind a chart of its memory, and marks below it."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -63,14 +63,19 @@ def collect_notes(timelines: Timelines) -> tuple[Noted, ...]:
     )
 
 
-def spans_of(entries: Iterable[Entry], during: Duration) -> list[Span]:
-    """Shade evaluations, generations and saves, and stroke the releases of the cache."""
+def spans_of(entries: Iterable[Entry], during: Duration) -> tuple[list[Span], list[Key]]:
+    """Shade evaluations, generations and saves, and stroke the releases of the cache.
+
+    The keys name the colours, with the number of readings of each.
+    """
     spans: dict[tuple[str, int], Span] = {}
-    before = 0.0
+    counts = Counter[str]()
+    before, released, times = 0.0, 0, 0
     for entry in entries:
         if isinstance(entry, Flush):
             at, key = during.since(entry.time_seconds), ("flush", during.place(entry.time_seconds))
             spans[key] = Span(begin=at, end=at, colour="flush")
+            released, times = released + entry.released_bytes, times + entry.num_releases
         if not isinstance(entry, Sample):
             continue
         until = during.since(entry.time_seconds)
@@ -78,23 +83,12 @@ def spans_of(entries: Iterable[Entry], during: Duration) -> list[Span]:
             key = (entry.moment, during.place(entry.time_seconds))
             begin = spans[key].begin if key in spans else before
             spans[key] = Span(begin=begin, end=until, colour=colour_of(entry.moment))
-        before = until
-    return [*spans.values()]
-
-
-def span_key(entries: Sequence[Entry]) -> tuple[Key, ...]:
-    """Name the colours of the bands, with the number of readings of each."""
-    counts = Counter[str]()
-    released, times = 0, 0
-    for entry in entries:
-        if isinstance(entry, Sample) and entry.moment not in _TRAINING:
             counts[entry.moment] += entry.num_readings
-        elif isinstance(entry, Flush):
-            released, times = released + entry.released_bytes, times + entry.num_releases
+        before = until
     keys = [Key(name=f"{name} ({num:,})", colour=colour_of(name)) for name, num in counts.items()]
     if times:
         keys.append(Key(name=f"cache released ({times:,})", colour="flush", text=size(released)))
-    return tuple(keys)
+    return [*spans.values()], keys
 
 
 def marks_of(entries: Iterable[Entry], noted: Iterable[Noted], during: Duration) -> Iterator[Mark]:

@@ -17,9 +17,8 @@ from trainer_plugins.report.html.chart import (
     areas_of_card,
     draw_limit,
     seconds_text,
-    top_of,
 )
-from trainer_plugins.report.html.events import Duration, Noted, marks_of, span_key, spans_of
+from trainer_plugins.report.html.events import Duration, Noted, marks_of, spans_of
 from trainer_plugins.report.summary import steps_in_words
 from trainer_plugins.units import percent, size
 
@@ -126,9 +125,9 @@ def memory_chart(
         return None
     reading = top.reading
     highest = max(*(each.used_bytes for each in found), *planned.values(), 1)
-    scale = top_of(highest, reading.total_bytes)
     peak = max(found, key=lambda each: each.peak_bytes)
-    limit, key = draw_limit(scale, reading.total_bytes)
+    scale, limit, key = draw_limit(highest, reading.total_bytes)
+    spans, keys = spans_of(entries, during)
     return Chart(
         name=f"memory-{rank}",
         title=f"{reading.device}: {size(peak.peak_bytes)} of {size(reading.total_bytes)} in use at"
@@ -150,9 +149,9 @@ def memory_chart(
             text=f"{size(peak.peak_bytes)}, {percent(peak.peak_bytes / reading.total_bytes)}",
         ),
         uprights=_failures(entries, during),
-        spans=spans_of(entries, during),
+        spans=spans,
         marks=[*marks_of(entries, noted, during)],
-        others=(*key, *span_key(entries)),
+        others=(*key, *keys),
         table=Table(
             head=_HEAD,
             rows=tuple(map(_row, stretches_of(entries, during.began_seconds, MOST_ROWS))),

@@ -12,7 +12,6 @@ from trainer_plugins.report.html.chart import (
     areas_of_card,
     colour_of,
     draw_limit,
-    top_of,
 )
 from trainer_plugins.report.html.page import Page, page
 from trainer_plugins.report.plan_text import (
@@ -60,9 +59,8 @@ def plan_chart(plan: MemoryPlan) -> Chart | None:
     points = [point for _, some in stretches for point in some]
     edges = _edges(stretches)
     used = [outside + max(point) for point in points]
-    top = top_of(max(used), plan.capacity_bytes)
     peak = max(range(len(points)), key=lambda at: points[at][0])
-    limit, key = draw_limit(top, plan.capacity_bytes)
+    top, limit, key = draw_limit(max(used), plan.capacity_bytes)
     kept = _find_kept(stretches)
     levels = [
         [outside] * len(points),

@@ -1,6 +1,6 @@
 """Renders memory snapshots of torch as a page: what held the memory, when, and remedies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainer_plugins.explain.answer import GRADES, Explanation
 from trainer_plugins.printable import printable
@@ -27,7 +27,7 @@ def snapshot_page(answer: Explanation, *cases: SnapshotCase) -> Page:
                 for case, each in zip(cases, shown, strict=True)
             ]
         },
-        verdict=_verdict(cases[0], cause) if len(cases) == 1 else _describe_comparison(cause),
+        verdict=_verdict(cases, cause),
         is_bad=is_bad,
         ending=answer.facts[0],
         answer=answer,
@@ -54,13 +54,12 @@ def _describe_case(case: SnapshotCase, is_named: bool) -> Mapping[str, object]:
     }
 
 
-def _verdict(case: SnapshotCase, cause: str) -> str:
+def _verdict(cases: Sequence[SnapshotCase], cause: str) -> str:
+    case = cases[0]
+    if len(cases) > 1:
+        return cause[:1].upper() + cause[1:] or "The second snapshot holds no more than the first"
     if case.oom is None:
         most, num_bytes = case.largest_category
         share = percent(num_bytes / max(case.in_use_bytes, 1))
         return f"{size(case.in_use_bytes)} in use at the peak, {share} of it {WORDS[most]}"
     return f"Out of memory: {cause}"
-
-
-def _describe_comparison(cause: str) -> str:
-    return cause[:1].upper() + cause[1:] or "The second snapshot holds no more than the first"
