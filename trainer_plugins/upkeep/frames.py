@@ -1,14 +1,13 @@
 """Reads frames: those above a call, for callbacks, and those of a traceback, for a record."""
 
 import inspect
-import linecache
 import os
 import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from traceback import walk_tb
+from traceback import extract_tb, walk_tb
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -82,13 +81,11 @@ def traceback_frames(traceback: TracebackType | None) -> list[FrameType]:
 
 def render_frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
     """Render the innermost 80 frames of a traceback, with paths that begin at a package."""
-    frames = []
-    for running, line in walk_tb(traceback):
-        path = running.f_code.co_filename
-        file, source = public_path(path), linecache.getline(path, line).strip()
-        if file not in _OURS:
-            function, code = running.f_code.co_name, mask_text(source)
-            frames.append(Frame(file=file, line=line, function=function, code=code))
+    frames = [
+        Frame(file=file, line=each.lineno or 0, function=each.name, code=mask_text(each.line or ""))
+        for each in extract_tb(traceback)
+        if (file := public_path(each.filename)) not in _OURS
+    ]
     return tuple(frames[-_MOST_FRAMES:])
 
 

@@ -174,8 +174,7 @@ class MemoryWatch:
         return foreign_memory(reading, self._non_torch_bytes, processes, own_pids())
 
     def _judge_host(self, moment: str) -> tuple[Finding | None, ...]:
-        is_known = self._host_reading is not None
-        if moment == "train" and is_known and monotonic() < self._look_at_host_at:
+        if moment == "train" and monotonic() < self._look_at_host_at:
             return ()
         self._look_at_host_at = monotonic() + HOST_EVERY_SECONDS
         facts = self._host.facts()
