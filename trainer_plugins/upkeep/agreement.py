@@ -206,13 +206,13 @@ class RollCall:
         if has_peers():
             with suppress(RuntimeError):  # the others then find it missing
                 self._turn = self._current()
-                self._put(1)
+                ranks_store().set(self._key(self._turn, dist.get_rank()), "signed")
 
     def leave(self) -> None:
         """Announce that this rank no longer takes part, unless it has its answer."""
         if self._turn is not None and has_peers():
             with suppress(RuntimeError):  # the store may have ended with its rank
-                self._put(0)
+                ranks_store().delete_key(self._key(self._turn, dist.get_rank()))
         self._turn = None
 
     def missing(self, wait_seconds: float = 60.0) -> str:
@@ -241,12 +241,8 @@ class RollCall:
         return ranks_store().add(f"{self._name}/turn", 0)
 
     def _absent(self, turn: int) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if self._sign(turn, rank) < 1]
+        ranks = range(dist.get_world_size())
+        return [rank for rank in ranks if not ranks_store().check([self._key(turn, rank)])]
 
-    def _sign(self, turn: int, rank: int, more: int = 0) -> int:
-        return ranks_store().add(f"{self._name}/{turn}/{rank}", more)
-
-    def _put(self, signed: int) -> None:
-        assert self._turn is not None
-        rank = dist.get_rank()
-        self._sign(self._turn, rank, signed - self._sign(self._turn, rank))
+    def _key(self, turn: int, rank: int) -> str:
+        return f"{self._name}/{turn}/{rank}"
