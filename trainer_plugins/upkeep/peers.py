@@ -4,6 +4,7 @@ import os
 import select
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -20,14 +21,9 @@ def watch_peers(folder: Path) -> Callable[[], None]:
     peers = _peers() if hasattr(os, "pidfd_open") else {}
     if not peers:
         return lambda: None
-    is_over, stop = os.pipe()
-
-    def end() -> None:
-        os.write(stop, b"\n")  # a forked dataloader worker keeps this end open too
-        os.close(stop)
-
+    is_over = os.eventfd(0)
     Thread(target=_watch, args=(peers, is_over, folder), name="peers", daemon=True).start()
-    return end
+    return partial(os.eventfd_write, is_over, 1)
 
 
 def _watch(peers: dict[int, int], is_over: int, folder: Path) -> None:

@@ -228,8 +228,6 @@ def record_history(folder: Path, rank: int) -> bool:
     if not _state.is_attached:
         _state.is_attached = True
         attach(_on_out_of_memory)
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
     _state.draft = folder / f".oom-rank{rank}-{os.getpid()}.pickle"
     return True
 
