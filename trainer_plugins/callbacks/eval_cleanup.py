@@ -131,8 +131,6 @@ class EvalGenerateCleanup(EvaluationCallback):
                 "step %d: dropped %s after %s", state.global_step, ", ".join(dropped), moment
             )
 
-    def _mark_generation(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> AbstractContextManager[None]:
+    def _mark_generation(self, *_: object) -> AbstractContextManager[None]:
         self._has_generated = True
         return nullcontext()

@@ -65,7 +65,7 @@ class EvaluationGuard(RunCallback):
 
     @contextmanager
     def around_loop(
-        self, trainer: HfTrainer, dataloader: object, description: str, *_: object, **__: object
+        self, trainer: HfTrainer, dataloader: Sized, description: str, *_: object, **__: object
     ) -> Iterator[None]:
         device = self.device_if_first(trainer.args, trainer.state)
         if device is None:
@@ -76,7 +76,7 @@ class EvaluationGuard(RunCallback):
         num_steps = trainer.args.eval_accumulation_steps
         num_batches = 0
         with suppress(TypeError):  # a loader of a data set without a length
-            num_batches = len(dataloader) if isinstance(dataloader, Sized) else 0
+            num_batches = len(dataloader)
         is_evaluation = description == "Evaluation"
         watch = _Watch(self, trainer, device, num_batches, is_evaluation, before[0])
         trainer.preprocess_logits_for_metrics = watch.see

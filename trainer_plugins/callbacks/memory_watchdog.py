@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -18,7 +19,7 @@ from trainer_plugins.record.timeline import Timeline, timeline_of_run
 from trainer_plugins.upkeep.agreement import StepEndVote
 from trainer_plugins.upkeep.generation import guard_generate, inside_training
 from trainer_plugins.upkeep.growth import GrowthTeller
-from trainer_plugins.watch.memory_watch import MemoryWatch
+from trainer_plugins.watch.memory_watch import GenerationPeaks, MemoryWatch
 from trainer_plugins.watch.pressure import Budget
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class MemoryWatchdog(EvaluationCallback):
                 kind = self._watch.device.name.partition(":")[0]
                 dataset = getattr(event.get("train_dataloader"), "dataset", None)
                 self._watch.teller = GrowthTeller(kind, model, event.get("optimizer"), dataset)
-                self.undo.callback(guard_generate(model, self._separate_peak))
+                guard = partial(self._separate_peak, self._watch.generations)
+                self.undo.callback(guard_generate(model, guard))
         super().run_begins(args, state, event)
 
     def on_step_end(
@@ -116,11 +118,10 @@ class MemoryWatchdog(EvaluationCallback):
 
     @contextmanager
     def evaluating(self, args: HfArguments, state: HfState, event: Event) -> Iterator[None]:
-        model = event.get("model")
-        has_no_guard = self._watch is not None and not inside_training()
+        model, watch = event.get("model"), None if inside_training() else self._watch
         with super().evaluating(args, state, event), ExitStack() as stack:
-            if has_no_guard and isinstance(model, nn.Module):
-                guard = self._separate_peak
+            if watch is not None and isinstance(model, nn.Module):
+                guard = partial(self._separate_peak, watch.generations)
                 stack.callback(guard_generate(model, guard, outside_training=True))
             yield
 
@@ -145,21 +146,15 @@ class MemoryWatchdog(EvaluationCallback):
         self.end_run()
 
     @contextmanager
-    def _separate_peak(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Iterator[None]:
+    def _separate_peak(self, generations: GenerationPeaks, *_: object) -> Iterator[None]:
         """Separate the peak of one generation from that of the evaluation or step around it."""
-        watch = self._watch
-        if watch is None:
-            yield
-            return
         with self.harmless():
-            watch.generations.begin()
+            generations.begin()
         try:
             yield
         finally:
             with self.harmless():
-                watch.generations.end()
+                generations.end()
 
     def _look(self, args: HfArguments, state: HfState, moment: str) -> None:
         device = self.device_if_first(args, state)
