@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from trainer_plugins.devices import Device
@@ -17,24 +18,19 @@ RECENT_STEPS = 50  # how long growth outside torch counts: another process's, or
 _NO, _YES, _HOLD = 0, 1, 2  # a rank's vote; the highest one counts
 
 
+@dataclass(eq=False)
 class AgreedRelease:
     """Releases one device's cache when any rank has enough to gain and no rank objects."""
 
     # The cache reserves memory for this run. If memory outside torch grew within the last 50 steps,
     # another process is taking what is free: then this rank objects, and all keep their caches.
 
-    def __init__(
-        self,
-        device: Device,
-        timeline: Timeline,
-        vote: StepEndVote,
-        min_reclaimable_fraction: float = 0.10,
-    ) -> None:
-        self.device = device
-        self.timeline = timeline
-        self.min_reclaimable_fraction = min_reclaimable_fraction
-        self.vote = vote
-        self._noticed: deque[tuple[int, int]] = deque()  # steps and bytes outside torch, in order
+    device: Device
+    timeline: Timeline
+    vote: StepEndVote
+    min_reclaimable_fraction: float = 0.10
+    # Steps and bytes outside torch, in order.
+    _noticed: deque[tuple[int, int]] = field(default_factory=deque, init=False)
 
     def consider(self, step: int, reason: str, *, is_due: bool = True) -> Flush | None:
         """Ask all ranks, and release if they agree; all have to call this at the end of a step."""

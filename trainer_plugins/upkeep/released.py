@@ -59,13 +59,8 @@ class Released:
     def __enter__(self) -> "Released":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
-        self._release(frames)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._release(None if error is None else error.__traceback__)
 
     def __repr__(self) -> str:
         lines = [
