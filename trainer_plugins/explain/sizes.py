@@ -9,6 +9,7 @@ from math import ceil, floor
 from trainer_plugins.units import GIB, MIB
 
 _LEAST_BYTES, _ROUNDED_BYTES = 10 * MIB, 2 * MIB
+_SELDOM = 64  # one of so many sizes has a number of units as round by chance
 
 
 def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
@@ -22,10 +23,8 @@ def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
     return num_bytes >= _LEAST_BYTES and is_as_large
 
 
-def count_units(asked_bytes: int, unit_bytes: int, chance: float = 1 / 8) -> int | None:
-    """Return how many units, as tokens, were refused, if that is a round number.
-
-    None if none is so round that fewer than `chance` of all sizes have one as round.
+def count_units(asked_bytes: int, unit_bytes: int) -> int | None:
+    """Return how many units, as tokens, were refused, if that is so round that it is meant.
 
     >>> count_units(int(3.91 * GIB), 128_256 * 4), count_units(int(3.91 * GIB), 152_064 * 4)
     (8192, None)
@@ -38,7 +37,7 @@ def count_units(asked_bytes: int, unit_bytes: int, chance: float = 1 / 8) -> int
     power = 1 << most.bit_length()
     while most // power * power < least:
         power //= 2
-    return most // power * power if power * chance >= most - least + 1 else None
+    return most // power * power if power >= _SELDOM * (most - least + 1) else None
 
 
 def _digits(asked_bytes: int) -> float:

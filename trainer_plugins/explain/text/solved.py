@@ -21,17 +21,14 @@ _ROUND_LENGTH = 64
 _SAVED_TOKENS = 1024
 
 
-def solve_logits(facts: TextFacts, chance: float = 1 / 8) -> Said | str:
-    """State the logits that were refused; empty if no vocabulary gives a number that is meant.
-
-    Without rows and length in the text, `chance` is how often any size is taken for such.
-    """
+def solve_logits(facts: TextFacts) -> Said | str:
+    """State the logits that were refused; empty if no vocabulary gives a number that is meant."""
     settings = Settings(facts)
     model, vocabularies = _vocabularies(facts)
     found = [
         (tokens, words, width)
         for words, width in product(vocabularies, _DTYPES)
-        if (tokens := _count_tokens(facts, words * width, settings, chance)) is not None
+        if (tokens := _count_tokens(facts, words * width, settings)) is not None
     ]
     if len({words for _, words, _ in found}) != 1:
         return ""
@@ -68,13 +65,11 @@ def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
     return None, USUAL_VOCABULARIES if module is None else vocabularies_of(module.file)
 
 
-def _count_tokens(
-    facts: TextFacts, token_bytes: int, settings: Settings, chance: float = 1 / 8
-) -> int | None:
+def _count_tokens(facts: TextFacts, token_bytes: int, settings: Settings) -> int | None:
     """Count tokens: of the rows and the length that the text shows, else a round number."""
     asked, length = facts.asked_bytes or 0, settings.length
     if length is None:
-        return count_units(asked, token_bytes, chance)
+        return count_units(asked, token_bytes)
     rows = settings.rows or max(1, round(asked / (token_bytes * length)))
     likely = (rows * length, rows * (length - 1))
     return next((each for each in likely if is_size_of(asked, each * token_bytes)), None)

@@ -123,7 +123,7 @@ def logits_by_size(facts: TextFacts) -> Cause | None:
     """A text without frames names the model, and the size is that of its logits."""
     if facts.frames or facts.oom.source != "allocator" or find_model(facts.whole) is None:
         return None
-    equation = solve_logits(facts, chance=1 / 64)
+    equation = solve_logits(facts)
     if not equation or (facts.asked_bytes or 0) < _NEEDLE_BYTES:
         return None
     return cause(
