@@ -19,7 +19,7 @@ from trainer_plugins.upkeep.growth import GrowthTeller
 
 STEPS = 50
 KEPT_BY_THE_MODULE: list[torch.Tensor] = []
-IN_EACH_RUN = ("LossesWithGraphs", "Errors", "Recycles")  # the others are left to `--all`
+IN_EACH_RUN = ("LossesWithGraphs", "Errors")  # the others are left to `--all`
 
 
 @pytest.fixture(autouse=True)

@@ -151,6 +151,7 @@ def test_an_app_that_passes_callbacks_on_is_given_them(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.all
 def test_an_app_that_instantiates_callbacks_takes_ours_among_its_own(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -270,6 +271,7 @@ def test_a_group_of_another_name_is_said_to_do_nothing(tmp_path: Path) -> None:
     assert said in done.stderr.splitlines()
 
 
+@pytest.mark.all
 def test_a_callback_of_the_users_own_is_no_misspelling(tmp_path: Path) -> None:
     mine = "{_target_: trainer_plugins.callbacks.Headroom, leave_fraction: 0.1}"
     done = run(

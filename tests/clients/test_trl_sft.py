@@ -62,7 +62,7 @@ def client(tmp_path_factory) -> Path:
             id="exec-alone",
             marks=pytest.mark.all,
         ),
-        pytest.param(RECIPES[1], 2, id="accelerate-launch"),
+        pytest.param(RECIPES[1], 2, id="accelerate-launch", marks=pytest.mark.all),
         pytest.param(RECIPES[2], 2, id="exec", marks=pytest.mark.all),
     ],
 )

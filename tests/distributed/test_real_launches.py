@@ -123,7 +123,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return Launched(folder / "run", done.stdout + done.stderr)
 
 
-@pytest.mark.all(unless=lambda name: name == "fsdp2")
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_shipped_file_trains_as_one_process_does_and_resumes(

@@ -66,6 +66,7 @@ def test_what_a_command_says_itself_is_refused(words: tuple[str, ...], said: str
     assert said in done.stderr
 
 
+@pytest.mark.all
 def test_a_stray_word_beside_a_model_is_no_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "24GiB", "8"])

@@ -397,7 +397,7 @@ def test_the_page_of_a_run_says_what_explain_says(died, tmp_path) -> None:
 
 
 def test_the_command_explains_a_folder(died, tmp_path) -> None:
-    done = CliRunner().invoke(app, ["explain", str(tmp_path / "run")])
+    done = CliRunner().invoke(app, ["explain", str(tmp_path / "run"), "--no-predict"])
     assert done.exit_code == 0
     assert done.stdout.startswith("Why  the run needs more than the card has  [likely: capacity]")
     assert "Do   --per_device_train_batch_size " in done.stdout

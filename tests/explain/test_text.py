@@ -498,11 +498,11 @@ def test_of_a_large_log_the_head_and_the_end_are_read_and_it_is_said(where: str)
 
 
 BOMBS = {
-    "a line of 520 MiB": lambda: packed((b"a" * (1 << 20), 520)),
     "one line of hints": lambda: b"Killed Allocation xit " * (1 << 18),
     "brackets": lambda: b"[" * (1 << 22),
     "a deep notebook": lambda: b'{"cells": [{"cell_type": "code", "outputs": ' + b"[" * (1 << 22),
     "a broken notebook": lambda: b'{"cells": [{"cell_type": "code", ' + b'"outputs": [' * (1 << 17),
+    "a line of 520 MiB": lambda: packed((b"a" * (1 << 20), 520)),
 }
 
 

@@ -113,7 +113,7 @@ def outcomes() -> Plans:
     return Plans(REQUESTS)
 
 
-@pytest.mark.all(unless=lambda name: name in ("t5", "mamba2"))
+@pytest.mark.all(unless=lambda name: name == "t5")
 @pytest.mark.skipif(IS_OLD, reason="transformers 4 reads no infinite number, and has no xIELU")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_config_is_read_as_the_run_does(outcomes, name):

@@ -46,6 +46,7 @@ def _leaves_nothing(tmp_path, monkeypatch):
     assert not any(server.children() for server in planners())
 
 
+@pytest.mark.all
 def test_a_crash_is_said(make_trainer):
     with pytest.raises(PlanError, match="ended with exit code -11 before a Trainer had trained"):
         plan_run(make_trainer(trainer_class=Crashing))

@@ -127,6 +127,7 @@ def test_weights_that_do_not_fit_alone_are_said(tmp_path: Path):
     assert re.search(r"The weights alone take [\d.]+ MiB: fewer rows cannot help", done.stdout)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(
     not hasattr(TrainingArguments, "activation_checkpointing"),
     reason="this transformers cannot move checkpoints to main memory",

@@ -107,7 +107,7 @@ def test_ranks_by_the_thousand_are_rank_0_alone() -> None:
         ),
     ],
 )
-@pytest.mark.all(but=1)
+@pytest.mark.all
 def test_the_launch_decides_what_divides_the_work(exported, words) -> None:
     # transformers saves no optimizer of a model that is divided as it is loaded, and says so.
     flags = ("--save_only_model", "True") if words == "tensor parallelism" else ()
@@ -170,6 +170,7 @@ def test_an_evaluation_a_save_and_a_resumption_have_peaks_of_their_own() -> None
     assert next(at_once) > next(at_once)
 
 
+@pytest.mark.all
 def test_text_that_is_generated_to_be_judged_is_a_moment() -> None:
     t5 = {"model_type": "t5", "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128}
     more = {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0}
@@ -214,6 +215,7 @@ def test_vllm_has_its_share_of_the_card() -> None:
     assert plan.breakdown["vLLM"] == 3 * GIB
 
 
+@pytest.mark.all
 def test_a_sound_and_a_picture_are_as_large_as_they_are_said_to_be() -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     hears = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "vocab_size": 32}

@@ -106,7 +106,7 @@ class Growths:
         monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
 
 
-@pytest.mark.all(unless=lambda checkpoints: checkpoints)
+@pytest.mark.all
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_oom_in_any_fetch_of_a_step(simgpu, tmp_path, checkpoints) -> None:
     whole = one_step(tmp_path, checkpoints)

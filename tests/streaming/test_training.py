@@ -78,6 +78,7 @@ def in_fp16(folder, monkeypatch, *callbacks) -> transformers.Trainer:
     return made
 
 
+@pytest.mark.all
 def test_fp16_with_a_scaled_loss(simgpu, tmp_path, monkeypatch) -> None:
     resident = in_fp16(tmp_path, monkeypatch)
     dtypes = set()

@@ -154,7 +154,7 @@ class Refusing(HalfFull):
 
 
 @pytest.mark.parametrize("make", [pytest.param(kto, marks=of_few_logits), orpo])
-@pytest.mark.all(but=1)
+@pytest.mark.all
 def test_what_fits_is_found_before_step_1(tmp_path, make) -> None:
     whole, trainer, card = Run(make(tmp_path)), make(tmp_path), Refusing()
     trainer.model.model.register_forward_pre_hook(

@@ -202,7 +202,7 @@ def with_prompts(num_tokens: int, *, edited: bool = False) -> dict:
     return {**PREFERENCES, **prompt, **(answers if edited else {})}
 
 
-@pytest.mark.all(unless=lambda num_tokens, dtype: num_tokens < 400 or dtype == torch.float64)
+@pytest.mark.all(unless=lambda num_tokens, dtype: num_tokens < 400)
 @pytest.mark.parametrize(
     ("num_tokens", "dtype"),
     [*((num, torch.float64) for num in (4, 16, 40, 400)), (400, torch.bfloat16)],

@@ -206,6 +206,7 @@ def test_one_optimizer_step_is_the_same_fused_foreach_and_on_the_cpu(tmp_path):
     assert fused["difference"] < 1e-6
 
 
+@pytest.mark.all
 def test_other_models_generation_and_resuming(tmp_path):
     story = """
     def gpt2():
@@ -453,6 +454,7 @@ class TestRunner:
         assert simulated.returncode == plain.returncode == 7
         assert simulated.stdout == plain.stdout
 
+    @pytest.mark.all
     def test_a_module_too(self, tmp_path):
         (tmp_path / "package").mkdir()
         (tmp_path / "package" / "__main__.py").write_text(

@@ -140,6 +140,7 @@ def test_refused_by_name(of_two, name: str) -> None:
         assert REFUSED[name] in told["refused"][name]
 
 
+@pytest.mark.all
 def test_where_one_rank_gives_up_all_end_and_it_says_why(tmp_path) -> None:
     port = free_port()
     ranks = [

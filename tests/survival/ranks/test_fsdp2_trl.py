@@ -99,6 +99,7 @@ def test_the_step_has_the_gradient_it_would_have_had(two_ranks, name: str, capsy
     print_sweep(capsys, f"FSDP2, {name}", case, two_ranks[0][name])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["nothing fails"])
 def test_where_everything_fits_a_vote_precedes_each_exchange(two_ranks, name: str) -> None:
     for facts in (seen[name] for seen in two_ranks):

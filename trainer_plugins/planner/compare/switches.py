@@ -269,7 +269,7 @@ def eval_rows(rows: int) -> Switch:
         run = replace(run, source=replace(source, num_evaluation_batches=batches))
         return change_flags(run, per_device_eval_batch_size=rows)
 
-    flag = f"--per_device_eval_batch_size {rows}"
+    flag = advice.SMALLER_EVAL_BATCH.flag(Door.TRAINER, rows=rows)
     return Switch(words, price, flag, change, subject="evaluation")
 
 
