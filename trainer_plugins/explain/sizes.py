@@ -9,7 +9,7 @@ from math import ceil, floor
 from trainer_plugins.units import GIB, MIB
 
 _LEAST_BYTES, _ROUNDED_BYTES = 10 * MIB, 2 * MIB
-_SELDOM = 64  # one of so many sizes has a number of units as round by chance
+_SELDOM = 64  # one of 64 sizes has a number of units as round by chance
 
 
 def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
