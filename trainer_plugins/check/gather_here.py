@@ -141,5 +141,9 @@ def _is_orphan(process: psutil.Process) -> bool:
 
 
 def _memlock_bytes() -> int | None:
-    soft, _ = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)
-    return int(soft) if soft >= 0 else None
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or soft < 0 else soft
