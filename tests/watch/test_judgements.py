@@ -314,3 +314,12 @@ def test_nobody_is_told_to_set_what_is_set(
     for finding in findings:
         assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in finding.remedy) is not is_set
         assert ("segments are expandable already" in finding.remedy) is is_set
+
+
+def test_a_newer_release_in_another_timeline_is_judged_too() -> None:
+    own, of_run = Timeline(), Timeline()
+    watch = MemoryWatch(SaidDevice(), own, flushes=(own, of_run))
+    own.add(flush(0))
+    assert watch.look(10, "train") == []
+    of_run.add(flush(12))
+    assert [each.code for each in watch.look(11, "train")] == ["memory-fragmentation"]

@@ -149,8 +149,8 @@ class MemoryWatch:
 
     def _judge_device(self, reading: MemoryReading, moment: str) -> Iterator[Finding | None]:
         yield pressure(reading, self.budget, moment)
-        flushes = (timeline.last_flush for timeline in self.flushes)
-        flush = next((each for each in flushes if each is not None), None)
+        flushes = (each.last_flush for each in self.flushes if each.last_flush is not None)
+        flush = max(flushes, key=lambda each: each.time_seconds, default=None)
         if flush is not None and flush is not self._judged_flush:
             self._judged_flush = flush
             yield stuck_memory(flush, reading.total_bytes, is_expandable=self._is_expandable)
