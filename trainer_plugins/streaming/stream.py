@@ -126,7 +126,8 @@ class Stream:
             if "hf_device_map" in vars(part):  # of `from_pretrained(device_map="cpu")`
                 part.hf_device_map = {"": self._device.index}
         names = [name for name, one in model.named_parameters() if id(one) in self._weights]
-        self._undo.set(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
+        ignored = self._undo.enter_context(Patches(keeps_later=True))
+        ignored.set(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *names])
         self._undo.set(model, _NAME, self)
 
     @property
