@@ -13,7 +13,6 @@ import typer
 
 from trainer_plugins.cli.as_json import plain
 from trainer_plugins.cli.typed_options import AsJson, refuse_bad_input
-from trainer_plugins.devices.host import HostDevice
 from trainer_plugins.finding import Severity
 from trainer_plugins.launch import configs
 from trainer_plugins.launch.extensions import (
@@ -132,6 +131,8 @@ def check(
     """
     here_bytes = None
     if params and host_memory is None:
+        from trainer_plugins.devices.host import HostDevice  # 70 ms, for this alone
+
         here_bytes = HostDevice().read().total_bytes
     with _refusing():
         if params is not None and not math.isfinite(params):

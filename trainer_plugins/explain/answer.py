@@ -26,7 +26,7 @@ ShownBy = Literal[
 ]  # fmt: skip
 
 _SHOWN_EVIDENCE = 2  # lines of a brief answer: the first, and the one with these words
-_EQUATION, _NUMBERS = re.compile(r" = .+ x "), "asked for "
+_EQUATION, _NUMBERS = re.compile(r"^[\d.]+ [MG]iB = "), "asked for "
 _EXPORT = re.compile(r"^export (\w+)=(\S+)")
 
 

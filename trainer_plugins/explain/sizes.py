@@ -23,6 +23,15 @@ def is_size_of(asked_bytes: int, num_bytes: int) -> bool:
     return num_bytes >= _LEAST_BYTES and is_as_large
 
 
+def match_tokens(asked_bytes: int, token_bytes: int, rows: int, length: int) -> int | None:
+    """Return the tokens of a batch whose tensor may have been refused; None if it was another.
+
+    A loss drops the first token of each row.
+    """
+    likely = (rows * length, rows * (length - 1))
+    return next((each for each in likely if is_size_of(asked_bytes, each * token_bytes)), None)
+
+
 def count_units(asked_bytes: int, unit_bytes: int) -> int | None:
     """Return how many units, as tokens, were refused, if that is so round that it is meant.
 

@@ -14,7 +14,7 @@ from trainer_plugins.explain.shared import (
     insert_sentence,
     is_in_pieces,
 )
-from trainer_plugins.explain.sizes import is_size_of
+from trainer_plugins.explain.sizes import is_size_of, match_tokens
 from trainer_plugins.explain.text import causes as by_words
 from trainer_plugins.explain.text.causes import numbers, off_card, others, place
 from trainer_plugins.explain.text.text_facts import Rule
@@ -210,9 +210,7 @@ def _logits(case: Case) -> Cause | None:
         return None
     rows, length = tokens
     is_exact = any(
-        is_size_of(case.asked_bytes, rows * seen * vocabulary * width)
-        for seen in (length, length - 1)
-        for width in (2, 4)
+        match_tokens(case.asked_bytes, vocabulary * width, rows, length) for width in (2, 4)
     )
     num_bytes = rows * length * vocabulary * 4
     room = case.record.error.limit_bytes or case.total_bytes

@@ -1,11 +1,10 @@
 """Says which tensor of which model has the size that was refused, as an equation."""
 
-from collections.abc import Iterator
 from itertools import product
 from math import isqrt
 
 from trainer_plugins.explain.shared import Said
-from trainer_plugins.explain.sizes import count_units, is_size_of
+from trainer_plugins.explain.sizes import count_units, is_size_of, match_tokens
 from trainer_plugins.explain.text.models import (
     USUAL_VOCABULARIES,
     Model,
@@ -23,12 +22,12 @@ _SAVED_TOKENS = 1024
 
 def solve_logits(facts: TextFacts) -> Said | str:
     """State the logits that were refused; empty if no vocabulary gives a number that is meant."""
-    settings = Settings(facts)
     model, vocabularies = _vocabularies(facts)
+    shown = _read_shape(facts)
     found = [
         (tokens, words, width)
         for words, width in product(vocabularies, _DTYPES)
-        if (tokens := _count_tokens(facts, words * width, settings)) is not None
+        if (tokens := _count_tokens(facts.asked_bytes or 0, words * width, *shown)) is not None
     ]
     if len({words for _, words, _ in found}) != 1:
         return ""
@@ -65,20 +64,24 @@ def _vocabularies(facts: TextFacts) -> tuple[Model | None, tuple[int, ...]]:
     return None, USUAL_VOCABULARIES if module is None else vocabularies_of(module.file)
 
 
-def _count_tokens(facts: TextFacts, token_bytes: int, settings: Settings) -> int | None:
+def _read_shape(facts: TextFacts) -> tuple[int | None, int | None]:
+    """Return the rows of a micro-batch and their length, as far as the text shows them."""
+    settings = Settings(facts)
+    return settings.rows, settings.length
+
+
+def _count_tokens(asked: int, token_bytes: int, rows: int | None, length: int | None) -> int | None:
     """Count tokens: of the rows and the length that the text shows, else a round number."""
-    asked, length = facts.asked_bytes or 0, settings.length
     if length is None:
         return count_units(asked, token_bytes)
-    rows = settings.rows or max(1, round(asked / (token_bytes * length)))
-    likely = (rows * length, rows * (length - 1))
-    return next((each for each in likely if is_size_of(asked, each * token_bytes)), None)
+    rows = rows or max(1, round(asked / (token_bytes * length)))
+    return match_tokens(asked, token_bytes, rows, length)
 
 
 def solve_scores(facts: TextFacts) -> Said:
     """State the length of a matrix of length x length."""
-    asked, settings = facts.asked_bytes or 0, Settings(facts)
-    model, rows = find_model(settings.text), settings.rows or 1
+    asked, (rows_shown, _) = facts.asked_bytes or 0, _read_shape(facts)
+    model, rows = find_model(facts.whole), rows_shown or 1
     heads = _USUAL_HEADS if model is None else (model.heads,)
     found = [
         (length, num_heads, width)
@@ -134,12 +137,16 @@ def solve_weights(facts: TextFacts) -> Said | str:
 
 def solve_activations(facts: TextFacts) -> Said | str:
     """State what an MLP or a norm of the model that the text names keeps; empty if it is not so."""
-    settings = Settings(facts)
-    model = find_model(settings.text)
+    is_mlp = facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4)
+    is_norm = facts.find_call(r"[Nn]orm\b", innermost=3)
+    model = find_model(facts.whole) if is_mlp or is_norm else None
     if model is None:
         return ""
-    for (what, columns), width in product(_activations(facts, model), _DTYPES):
-        tokens = _count_tokens(facts, columns * width, settings)
+    shown = _read_shape(facts)
+    kinds = [("the MLP", model.intermediate)] * bool(is_mlp)
+    kinds += [("the norm", model.hidden)] * bool(is_norm)
+    for (what, columns), width in product(kinds, _DTYPES):
+        tokens = _count_tokens(facts.asked_bytes or 0, columns * width, *shown)
         if tokens is not None:
             return facts.states(
                 f"{{requested_bytes}} = {{num_tokens:,}} tokens x {{num_columns:,}} x {width}"
@@ -148,10 +155,3 @@ def solve_activations(facts: TextFacts) -> Said | str:
                 num_columns=columns,
             )
     return ""
-
-
-def _activations(facts: TextFacts, model: Model) -> Iterator[tuple[str, int]]:
-    if facts.find_call(r"mlp|(?:down|gate|up)_proj|act_fn|swiglu|silu|gelu", innermost=4):
-        yield "the MLP", model.intermediate
-    if facts.find_call(r"[Nn]orm\b", innermost=3):
-        yield "the norm", model.hidden
