@@ -1,6 +1,6 @@
 """One of two CPU ranks that loads a model and trains one step. It writes its peak of main memory.
 
-By hand, for docs/plan_measured.md: `host_ranks.py FOLDER CHECKPOINT LAUNCH`, with the fields of
+By hand, for docs/internals/plans.md: `host_ranks.py FOLDER CHECKPOINT LAUNCH`, with the fields of
 TrainingArguments as JSON.
 """
 

@@ -194,7 +194,7 @@ def is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def words_of_docs() -> int:
     """Return how many words the README and the pages of docs have."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sum(len(page.read_text().split()) for page in pages)
 
 

@@ -4,7 +4,7 @@ The rows are those of `tests/planner/published.toml`.
 
 Each row is run on the dry card, with the versions of torch, transformers and peft that it was
 measured with. They and the other estimators are installed beside this environment, into a cache.
-Prints what `benchmarks/results` keeps row by row and docs/plan_measured.md sums up:
+Prints what `benchmarks/results` keeps row by row and docs/internals/plans.md sums up:
 
     python -m benchmarks.prediction [WORD] ...
 """
@@ -234,7 +234,7 @@ def error(predicted: int, measured: int) -> float:
 
 
 def columns(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Print a table as a block of text, as docs/plan_measured.md and benchmarks/results have it."""
+    """Print a table as a block of text, as benchmarks/results has it."""
     rows = [head, *lines]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     print("\n```text")

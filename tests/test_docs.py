@@ -17,7 +17,7 @@ from trainer_plugins.cli.spelled import _SAME
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md"]
 LONG = {"findings.md", "faq.md"}  # an entry for each code, and for each question
 
 
@@ -57,7 +57,7 @@ def test_no_line_is_a_heading_by_accident(page: Path) -> None:
 
 
 def test_a_page_is_short() -> None:
-    lengths = {page.name: len(page.read_text().splitlines()) for page in DOCS.glob("*.md")}
+    lengths = {page.name: len(page.read_text().splitlines()) for page in DOCS.rglob("*.md")}
     assert {name for name, length in lengths.items() if length > 150} <= LONG
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 

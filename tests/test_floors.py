@@ -1,4 +1,4 @@
-"""The house stands as docs/architecture.md draws it: imports point down, and the light rooms stay light."""
+"""The house stands as docs/internals/architecture.md draws it: imports point down, and the light rooms stay light."""
 
 import ast
 import re
@@ -17,7 +17,9 @@ PICTURE = re.compile(r"^(trainer_plugins|planner|survival): ?.*\n\n((?: {4}.*\n)
 def pictures() -> dict[str, dict[str, int]]:
     """For the whole and for each tower in it: the floor of each room."""
     drawn: dict[str, dict[str, int]] = {}
-    for name, lines in PICTURE.findall((ROOT / "docs" / "architecture.md").read_text()):
+    for name, lines in PICTURE.findall(
+        (ROOT / "docs" / "internals" / "architecture.md").read_text()
+    ):
         floor, floors = 0, {}
         for line in lines.splitlines():
             number, rooms = line[:8].strip(), line[8:]

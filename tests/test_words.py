@@ -50,7 +50,7 @@ PLAIN = {
 """Each turn, a pattern that a word's boundary ends, and what a native writer would say."""
 
 TURNS = re.compile("|".join(rf"\b(?:{turn})\b" for turn in PLAIN), re.IGNORECASE)
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/**/*.md")
 CODE = ("trainer_plugins/**/*.py", "hydra_plugins/**/*.py", "examples/*.py")
 FILES = ("configs/**/*.yaml", "scripts/*", ".ci/run")
 

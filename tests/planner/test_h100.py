@@ -1,4 +1,4 @@
-"""Plans of trainings that ran on an H100, beside what torch's allocator counted there (docs/on_a_card.md)."""
+"""Plans of trainings that ran on an H100, beside what torch's allocator counted there (docs/internals/measured.md)."""
 
 import json
 

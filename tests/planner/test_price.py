@@ -9,7 +9,7 @@ from trainer_plugins.planner.compare import switches
 from trainer_plugins.planner.compare.price import Step
 from trainer_plugins.planner.plan import BUS_BYTES_PER_SECOND
 
-# Llama-3-8B with checkpointing and LoRA, as docs/on_a_card.md has it: rows of 2048 tokens
+# Llama-3-8B with checkpointing and LoRA, as docs/internals/measured.md has it: rows of 2048 tokens
 ADAPTER = Step(
     weights=8_030_000_000,
     trained=42_000_000,

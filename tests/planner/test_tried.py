@@ -10,11 +10,11 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_the_page_says_the_same():
     (row,) = re.findall(
-        r"^Tried with (.*?)\.$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^Tested with (.*?)\.$", (ROOT / "docs" / "plan.md").read_text(), re.MULTILINE | re.DOTALL
     )
     page = {}
     for part in row.split(";"):
-        name, versions = part.strip().split(" ", 1)
+        name, versions = part.split(None, 1)
         page[name] = set(re.findall(r"(\d+\.\d+)\.\d+", versions))
     assert {name: set(TRIED[name]) for name in page} == page
     assert {"torch", "transformers"} <= set(page)

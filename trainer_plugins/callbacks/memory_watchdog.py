@@ -42,7 +42,7 @@ class MemoryWatchdog(EvaluationCallback):
     With `stop=True` an ERROR on any rank saves a checkpoint and stops training on all ranks.
 
     Cost: about 0.1 ms a reading, 0.2 ms on the CPU, and two readings a `generate`; with `stop=True`
-    and several ranks also a vote, about 0.3 ms. See `docs/measured.md`.
+    and several ranks also a vote, about 0.3 ms. See `docs/internals/measured.md`.
     """
 
     def __init__(

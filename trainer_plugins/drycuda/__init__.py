@@ -1,7 +1,8 @@
 """drycuda: the user's own program at full size on CUDA cards that compute nothing.
 
 `card/` has the libraries that stand where CUDA's would, `inside/` what runs in the program, and
-`dry_plan.py` makes a MemoryPlan of a command. docs/drycuda.md and docs/dry.md say how to use them.
+`dry_plan.py` makes a MemoryPlan of a command. docs/dry.md and
+docs/internals/testing.md say how to use them.
 """
 
 from trainer_plugins.drycuda.cuda_build import DryCudaUnavailable

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_plugins.units import MIB, parse_size, size
 
 # Of a rank, for Python and its libraries: 452 MiB after import, 600 to 700 after a training step.
-# Measured on the CPU (docs/plan_measured.md); CUDA's libraries and context are extra.
+# Measured on the CPU (docs/internals/plans.md); CUDA's libraries and context are extra.
 PROCESS_BYTES = 600 * MIB
 
 

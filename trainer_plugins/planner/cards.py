@@ -108,8 +108,9 @@ def describe_size(card: Card) -> str:
 # loses. Capability, multiprocessors and L2 (MiB): NVIDIA's data sheets, and its white papers of
 # GA100, GA102, Ada, Hopper and both Blackwells.
 # Speeds: the same papers (SXM where there are several), which print twice the dense figure where
-# they count sparse matrices, and NVLink both ways. The bus of PCIe 5.0 is what docs/on_a_card.md
-# measured, that of 4.0 `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no figure for bf16.
+# they count sparse matrices, and NVLink both ways. The bus of PCIe 5.0 was measured on an H100
+# (docs/internals/measured.md), that of 4.0 `BUS_BYTES_PER_SECOND`, of 3.0 half of it. gb10 has no
+# figure for bf16.
 _TABLE = """
 name                GiB   sm   SMs  L2   TFLOPS  GB/s  bus  link
 t4                14.56   7.5   40   4       65   300   12    12
@@ -218,7 +219,7 @@ _CONTEXTS: Mapping[str, tuple[int, str]] = {
     "rtxa6000": (750 * 10**6, "what vramcalc 0.1.2 counts on an RTX A6000"),
     "h100-80gb": (
         758 * MIB,
-        "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/on_a_card.md)",
+        "as measured with torch 2.11 for CUDA 13 and driver 580 (docs/internals/measured.md)",
     ),
 }
 _UNIFIED = ("gb10",)  # what vLLM printed on one

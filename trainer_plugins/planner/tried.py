@@ -59,7 +59,7 @@ def describe_error(is_quantised: bool = False) -> str:
         rows = "allocated within 1.1 % of 41 published runs of QLoRA, reserved -12.6 to +15.3 %"
     else:
         rows = "allocated within 0.01 % of 33 published runs, reserved within 4.4 % of 75"
-    return f"{rows} (docs/plan_measured.md)"
+    return f"{rows} (docs/internals/plans.md)"
 
 
 def name_untried(versions: Mapping[str, str]) -> list[str]:

@@ -29,7 +29,7 @@ def stream_base(
 
     Cost: main memory of the base's size on each rank, pinned on CUDA. Each micro-batch copies the
     base over the bus twice, except for the layers that stay; prefer rows to gradient accumulation.
-    An 8B on an H100 took 1.02 to 1.46 times as long (docs/on_a_card.md).
+    An 8B on an H100 took 1.02 to 1.46 times as long (docs/internals/measured.md).
 
     Args:
         trainer: a `Trainer` of transformers or TRL; alone or under DDP. To stream a base that does

@@ -169,7 +169,8 @@ ADAPTER = Switch(
     with_trl=advice.ADAPTER.flag(Door.TRL),
 )
 ADAPTER_IN_SCRIPT = replace(ADAPTER, flags=advice.ADAPTER.flag(Door.CODE))
-# On an H100 a step took 1.02 to 1.46 times as long (docs/on_a_card.md), where the bus is fastest.
+# On an H100, with the fastest bus, a step took 1.02 to 1.46 times as long
+# (docs/internals/measured.md).
 STREAMED_BASE = Switch(
     "base streamed",
     "the base comes over the bus, {time}",
